@@ -12,8 +12,8 @@ from console.source import ListRow
 
 
 def audit_row(action: AuditAction) -> ListRow:
-    """Return an audited action as a row. An action that has not been written to the chain yet has no
-    number."""
+    """Return an audited action as a row. An action that has not been written to the chain yet has no number,
+    so its time and target identify it."""
     params = action.params if isinstance(action.params, dict) else {}
     target = next(
         (str(params[name]) for name in ("name", "id", "request_id", "model", "peer") if params.get(name)), ""
@@ -27,7 +27,7 @@ def audit_row(action: AuditAction) -> ListRow:
         "ended": action.ended_at or "",
     }
     return ListRow(
-        id="spooled" if action.seq is None else str(action.seq),
+        id=f"spooled {action.at} {action.action} {target}" if action.seq is None else str(action.seq),
         at=datetime.fromisoformat(action.at).timestamp(),
         actor=action.actor,
         subject=action.action,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -62,6 +63,22 @@ class ListView(TableView[ListRow]):
         return lines + [[span(f"{name:<16}", "label"), span(text)] for name, text in facts.items() if text]
 
 
+def _number(row: ListRow) -> int | None:
+    """Return the sequence number of an audit row, or None for an action that waits in the spool."""
+    return int(row.id) if row.id.isdigit() else None
+
+
+def _number_text(row: ListRow) -> str:
+    number = _number(row)
+    return "spool" if number is None else str(number)
+
+
+def _number_rank(row: ListRow) -> float:
+    """Return the sort position of an audit row. Actions in the spool are newer than all rows of the chain."""
+    number = _number(row)
+    return math.inf if number is None else number
+
+
 class AuditView(ListView):
     """The screen with the audit trail of operators' actions."""
 
@@ -80,7 +97,7 @@ class AuditView(ListView):
     max_rows = MAX_ROWS
     empty = "no actions have been recorded"
     columns = (
-        TableColumn("seq", "SEQ", 6, lambda r: int(r.id) if r.id.isdigit() else 0, lambda r: r.id),
+        TableColumn("seq", "SEQ", 6, _number, _number_text, rank=_number_rank),
         TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False, unit="time"),
         TableColumn("actor", "OPERATOR", 15, lambda r: r.actor, right=False, role=lambda r: "bold"),
         TableColumn("action", "ACTION", 15, lambda r: r.subject, right=False, role=lambda r: "accent"),
@@ -116,7 +133,8 @@ class AuditView(ListView):
         return "operator", "action", "target"
 
     def title_of(self, row: ListRow) -> str:
-        return f"Row {row.id}: {row.subject} {row.target}".rstrip()
+        name = "Spooled" if _number(row) is None else f"Row {row.id}"
+        return f"{name}: {row.subject} {row.target}".rstrip()
 
     def note(self, context: Context) -> str:
         snapshot = context.snapshot

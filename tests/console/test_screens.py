@@ -23,6 +23,7 @@ from console.screens.gpus import GpusView
 from console.screens.keys import KeysView
 from console.screens.overview import OverviewView
 from console.screens.requests import RequestsView
+from console.screens.rows import AuditView
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import MAX_ROWS, ListName
@@ -362,6 +363,41 @@ def test_a_list_that_could_not_be_read_again_is_marked(
         assert "not updated" not in text()
     made.run("back")
     assert text() == before
+
+
+def test_the_cursor_reaches_every_action_that_waits_in_the_spool() -> None:
+    made = session()
+    known = made.context.rows_of("audit", ListRow)
+    spooled = [
+        audit_row(
+            AuditAction(
+                seq=None,
+                result_seq=None,
+                at=f"2026-11-27T09:00:0{second}+00:00",
+                ended_at=None,
+                actor="uid:0",
+                host=None,
+                action="tenants.set",
+                params={"name": "acme"},
+                result=None,
+                before=None,
+                after=None,
+                note=None,
+            )
+        )
+        for second in (2, 1)
+    ]
+    made.context.rows["audit"] = [*spooled, *known]
+    made.run("screen audit")
+    made.lines(120, 40)
+    made.run("move first")
+    reached = []
+    for _ in range(4):
+        made.lines(120, 40)
+        assert isinstance(made.view, AuditView)
+        reached.append(made.view.cursor)
+        made.run("move down")
+    assert reached == [*(row.id for row in spooled), *(row.id for row in known[:2])]
 
 
 def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems() -> None:
