@@ -67,13 +67,16 @@ class LiveSource:
         if self._stream is None or hz != self._hz:
             await self.close()
             self._stream, self._hz = self._client.snapshots(hz), hz
-        # The service sends at least one frame per second. If the refresh interval is longer, skip frames.
-        frames = max(1, math.floor(self.interval_s * hz + 0.5))
         try:
             with _explained():
                 self._read_blocks()
-                for _ in range(frames):
+                snapshot = await anext(self._stream)
+                # The service sends at least one frame per second. If the refresh interval is longer, skip
+                # frames. The operator may change the interval meanwhile.
+                taken = 1
+                while taken < math.floor(self.interval_s * hz + 0.5):
                     snapshot = await anext(self._stream)
+                    taken += 1
                 await self._take_blocks()
             return with_blocks(snapshot, self._blocks if self.reads_blocks else {})
         except StopAsyncIteration:

@@ -1,0 +1,36 @@
+"""Tests of the console's live source with a simulated event stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import SimpleNamespace
+
+from appliance.snapshot import Snapshot
+from console.fake import FIXED_TIME
+from console.live import LiveSource
+from tests.snapshots import empty_snapshot
+
+
+def test_a_shorter_interval_takes_effect_while_the_source_waits() -> None:
+    """Otherwise, a running service is shown as stale until the longer interval has passed."""
+    source = LiveSource(Path("/run/appliance-none"), interval_s=60.0)
+
+    async def snapshots(hz: int) -> AsyncGenerator[Snapshot, None]:
+        for number in itertools.count():
+            if number == 3:
+                source.interval_s = 1.0
+            yield empty_snapshot(FIXED_TIME + number)
+
+    source._client = SimpleNamespace(snapshots=snapshots)  # type: ignore[assignment]
+
+    async def read() -> list[float]:
+        found = [(await source.next()).at, (await source.next()).at]
+        source.interval_s = 2.0
+        found.append((await source.next()).at)
+        await source.close()
+        return [at - FIXED_TIME for at in found]
+
+    assert asyncio.run(read()) == [3.0, 4.0, 6.0]
