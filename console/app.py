@@ -170,7 +170,7 @@ class ConsoleApp(App[int]):
     async def read_past(self) -> None:
         """Fill the charts with the values recorded in the minutes before the console started. Without a
         recording, the charts start empty."""
-        first = self.session.context.history.points[0].at
+        first = self.session.newest().history.points[0].at
         earlier = History()
         with contextlib.suppress(SourceError):
             await self.travel.recording().extend(earlier, first, 1)

@@ -96,7 +96,8 @@ class TimeTravel:
             self._app.session.say(_NO_LIVE, "warn")
             return
         self._playing = False
-        self._app.workers.cancel_group(self._app, "past")
+        for group in ("past", "past-lists"):
+            self._app.workers.cancel_group(self._app, group)
         self._app.session.leave_past()
 
     def read_lists(self) -> None:
