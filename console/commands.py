@@ -3,13 +3,17 @@ of the registry: `drain --model demo --grace-s 60`, `tenants set acme --tokens-p
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import time
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
 from appliance.actions import Action, flag
 from appliance.quantities import span_seconds
+from console import units
 from console.keys import SCREENS, offered
 from console.lines import cells
 
@@ -172,9 +176,17 @@ def equivalent(action: Action, values: dict[str, Any]) -> str:
         if isinstance(value, bool):
             words += [flag_of(name)] if value else []
         else:
-            seconds = name.endswith("_s") and str(value)[-1:].isdigit()
-            words += [flag_of(name), f"{value}s" if seconds else str(value)]
+            words += [flag_of(name), _option_value(name, str(value))]
     return shlex.join(words) + (" --yes" if action.danger != "none" else "")
+
+
+def _option_value(name: str, text: str) -> str:
+    """Return a value in the CLI's format: a number of seconds as a time span, and a unix time as a date."""
+    if name.endswith("_s") and text[-1:].isdigit():
+        return f"{text}s"
+    if name.endswith("_at") and text.replace(".", "", 1).isdigit():
+        return units.date(float(text))
+    return text
 
 
 def _percentage(share: Any) -> Any:
@@ -278,4 +290,22 @@ def _value(action: Action, name: str, value: Any) -> Any:
     if kind is float and name.endswith("_s"):
         seconds = span_seconds(value)
         return value if seconds is None else seconds
+    if kind is float and name.endswith("_at"):
+        return _time(name, value)
     return value
+
+
+def _time(name: str, text: str) -> float:
+    """Return a future time, given as a time span from now, as a date or in unix seconds. Raises
+    CommandError."""
+    if (seconds := span_seconds(text)) is not None:
+        return time.time() + seconds
+    with contextlib.suppress(ValueError):
+        return float(text)
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise CommandError(
+            f"{flag_of(name)} {text[:40]!r} is not a time: use a time span such as 90d, or a date such as "
+            "2026-11-20 or 2026-11-20T14:30"
+        ) from None

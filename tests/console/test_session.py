@@ -6,6 +6,7 @@ import copy
 import csv
 import io
 import json
+from datetime import datetime
 from types import SimpleNamespace
 
 import msgspec
@@ -262,6 +263,21 @@ def test_a_limit_can_be_set_and_removed() -> None:
 def test_a_wrong_command_is_refused_with_a_reason(text: str) -> None:
     with pytest.raises(CommandError, match=r"option|value|unexpected|quotation"):
         parse_action(text)
+
+
+def test_the_expiry_of_a_key_is_a_time_span_or_a_date_as_in_the_cli(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("console.commands.time", SimpleNamespace(time=lambda: 1000.0))
+    date = datetime(2031, 5, 1, 12, 30)
+    for text, at in (("90d", 1000.0 + 90 * 86_400), ("2031-05-01T12:30", date.timestamp()), ("none", None)):
+        found = parse_action(f"keys create --name ci --expires {text}")
+        assert found is not None
+        assert build(*found).expires_at == at  # type: ignore[attr-defined]
+        assert equivalent(*found) == f"appliance keys create --name ci --expires {text}"
+    action = action_named("keys.create")
+    in_seconds = equivalent(action, {"name": "ci", "expires_at": str(date.timestamp())})
+    assert in_seconds == "appliance keys create --name ci --expires '2031-05-01 12:30:00'"
+    with pytest.raises(CommandError, match="--expires 'soon' is not a time: use a time span such as 90d"):
+        build(action, {"name": "ci", "expires_at": "soon"})
 
 
 def test_a_dialog_shows_the_cli_command_with_quoted_values() -> None:
