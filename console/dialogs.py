@@ -17,6 +17,7 @@ from textual.widgets import Button, Checkbox, Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
 from appliance.actions import Action
+from appliance.quantities import span_text
 from console.commands import CommandError, build, equivalent, flag_of, is_hidden, is_switch
 from console.impact import Impact
 from console.lines import span
@@ -195,10 +196,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
                 )
                 yield Static(text(_description(self._action, field.name)), classes="help")
             else:
-                default = (
-                    "" if field.required or field.default in (None, msgspec.UNSET) else str(field.default)
-                )
-                shown = default if value is None else str(value)
+                shown = _default_text(field) if value is None else str(value)
                 absent = "none" if field.default is None else "unchanged"
                 if field.name == self._action.named_by:
                     absent = self._target() or absent
@@ -222,12 +220,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
                 else:
                     assert isinstance(widget, Input)
                     value = widget.value.strip()
-                    default = (
-                        ""
-                        if field.default in (None, msgspec.UNSET, msgspec.NODEFAULT)
-                        else str(field.default)
-                    )
-                    changed = value != default
+                    changed = value != _default_text(field)
                 if changed:
                     values[field.name] = value
                 else:
@@ -385,6 +378,14 @@ def _hidden(name: str) -> Static:
     hidden = Static("", id=name)
     hidden.display = False
     return hidden
+
+
+def _default_text(field: msgspec.structs.FieldInfo) -> str:
+    """Return the default of a parameter as text, with its unit, or an empty string if it has no default."""
+    default = field.default
+    if default in (None, msgspec.UNSET, msgspec.NODEFAULT):
+        return ""
+    return span_text(default) if isinstance(default, float) and field.name.endswith("_s") else str(default)
 
 
 def _description(action: Action, name: str) -> str:

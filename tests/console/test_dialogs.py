@@ -68,6 +68,23 @@ def test_a_drain_is_a_form_with_a_banner() -> None:
     run(steps, console(write=True))
 
 
+def test_a_form_shows_durations_with_their_unit() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        for name, field, duration in (("drain", "grace_s", "2m"), ("alerts.silence", "for_s", "1h")):
+            values = {"rule": "kv-full"} if name == "alerts.silence" else {}
+            app.call_later(app.action_runner.begin, action_named(name), values, given=True)
+            await until(pilot, lambda: opened(app))
+            dialog = app.screen
+            assert isinstance(dialog, ActionDialog)
+            assert dialog.query_one(f"#field-{field}", Input).value == duration
+            # The default is not sent, and the CLI command does not contain it.
+            assert dialog._collected() == values
+            await pilot.press("escape")
+            await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
+
+    run(steps, console(write=True))
+
+
 def test_the_key_and_the_mapping_under_the_cursor_are_filled_in() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("7", "v", "v")
