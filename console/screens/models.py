@@ -173,8 +173,7 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
         lines += wrap(f"degraded: {degraded.what}; {degraded.remedy}", width, "warn")
     if not one.blocks_total:
         return lines
-    known = one.used_bytes and one.predicted_bytes
-    off = f" ({one.used_bytes / one.predicted_bytes - 1:+.1%})" if known else ""
+    off = _difference(one.used_bytes, one.predicted_bytes)
     loaded_in = units.seconds(one.load_seconds or None)
     facts = (
         ("sequences", f"{one.running} of {one.max_num_seqs}, {one.waiting} waiting"),
@@ -274,6 +273,16 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
             )
         )
     return lines + fact_lines(facts, width)
+
+
+def _difference(used: int, predicted: int) -> str:
+    """Return how much the used memory differs from the prediction, or an empty string if unknown."""
+    if not used or not predicted:
+        return ""
+    share = f"{abs(used / predicted - 1):.1%}"
+    if share == "0.0%":
+        return ", as predicted"
+    return f", {share} {'more' if used > predicted else 'less'} than predicted"
 
 
 def _step(duration_ms: float, idle_us: float) -> str:

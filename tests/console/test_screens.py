@@ -21,6 +21,7 @@ from console.screens.base import View
 from console.screens.batches import BatchesView
 from console.screens.gpus import GpusView
 from console.screens.keys import KeysView
+from console.screens.models import ModelRow, ModelsView
 from console.screens.overview import OverviewView
 from console.screens.requests import RequestsView
 from console.screens.rows import AuditView
@@ -429,6 +430,26 @@ def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems(
         *("head 0", "head 1", "head 2", "and 3 more problems", "2 entries are waiting")
     ]
     assert made.view.facts(made.context)[0][:2] == ("chain", lines[at])
+
+
+@pytest.mark.parametrize(
+    ("used", "text"),
+    [
+        (0, "-- used"),
+        (1 << 31, "2.0G used, as predicted"),
+        (3 << 30, "3.0G used, 50.0% more than predicted"),
+        (1 << 30, "1.0G used, 50.0% less than predicted"),
+    ],
+)
+def test_the_used_memory_of_a_replica_is_compared_with_the_prediction(used: int, text: str) -> None:
+    made = session()
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    model = snapshot.models[0]
+    replica = msgspec.structs.replace(model.replicas[0], used_bytes=used, predicted_bytes=1 << 31)
+    row = ModelRow(msgspec.structs.replace(model, replicas=[replica]))
+    lines = [plain(one) for one in ModelsView().describe(row, made.context, 200)]
+    assert re.search(rf"memory +{re.escape(text)}( |$)", "\n".join(lines), re.MULTILINE)
 
 
 def test_the_recorded_use_of_a_gpu_is_not_shown_for_a_gpu_without_this_figure() -> None:
