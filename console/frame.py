@@ -11,7 +11,7 @@ from console import units
 from console.context import Context
 from console.help import help_lines
 from console.keys import key_of
-from console.lines import BLANK, Line, Span, clip, line, span, spread, width_of, wrap
+from console.lines import BLANK, Line, Span, cells, clip, line, span, spread, width_of, wrap
 from console.screens.base import MIN_HEIGHT, MIN_WIDTH, View
 from console.screens.panels import STATE_ROLES
 from console.screens.table import TableView
@@ -21,6 +21,8 @@ _RESTARTED_S = 60.0
 """How long the RESTARTED badge is shown, in seconds."""
 _MIN_SCREEN = (20, 5)
 _MAX_MESSAGE_ROWS = 4
+_IMPORTANT_KEYS = ("help", "quit", "command", "actions", "variant")
+"""Commands that the footer shows even if the terminal is too narrow for the others."""
 
 
 @dataclass
@@ -239,18 +241,30 @@ def _footer(state: FrameState, width: int) -> list[Line]:
     present = state.past is None
     common = [(key.command, key.footer if present else key.past) for key in table]
     common = [one for one in common if one[1]]
-    # In a narrow terminal, which lacks space for all keys, help and quit come before the others.
     common.sort(key=lambda one: one[0] not in ("help", "quit"))
     # While viewing history, the time-navigation keys take precedence over the screen's own keys.
     ordered = [*common[:1], *hints, *common[1:]] if present else [*common, *hints]
     keys = [(key_of(table, command), text, command) for command, text in ordered]
-    for name, text, command in keys:
-        part = [
+    important = _IMPORTANT_KEYS if present else ()
+    for name, text, command in _fitting([key for key in keys if key[0]], important, width):
+        spans += [
             Span("  " if len(spans) > 1 else ""),
             span(name, "key", command),
             span(f" {text}", "dim", command),
         ]
-        if not name or width_of(spans) + width_of(part) > width:
-            continue
-        spans += part
     return [spans]
+
+
+def _fitting(
+    keys: Sequence[tuple[str, str, str]], important: Sequence[str], width: int
+) -> list[tuple[str, str, str]]:
+    """Return the keys of the footer that fit in the given width. The keys of the commands in `important` are
+    included first. Each key is a tuple: its name, its text, and its command."""
+    left, fitting = width + 1, set[int]()  # no spaces precede the first key
+    for index in sorted(range(len(keys)), key=lambda one: keys[one][2] not in important):
+        name, text, _ = keys[index]
+        size = len("  ") + cells(f"{name} {text}")
+        if size <= left:
+            left -= size
+            fitting.add(index)
+    return [key for index, key in enumerate(keys) if index in fitting]

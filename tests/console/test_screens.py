@@ -16,6 +16,7 @@ from console.context import Context
 from console.fake import FIXED_TIME
 from console.history import History
 from console.lines import cells, plain
+from console.list_rows import audit_row
 from console.screens import panels
 from console.screens.base import View
 from console.screens.batches import BatchesView
@@ -66,6 +67,22 @@ def test_a_screen_of_a_service_that_has_measured_nothing_shows_no_zeros_for_figu
     assert lines
     measured = [row for row in lines if row.startswith(("TTFT", "ITL", "output ", "prompt ", "cpu "))]
     assert all("--" in row and "0" not in row for row in measured), measured
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("name", VIEW_NAMES)
+def test_the_footer_always_shows_how_to_get_help_quit_and_type_a_command(
+    name: str, size: tuple[int, int], write: bool
+) -> None:
+    made = session(write=write)
+    made.run(f"screen {name}")
+    for _ in range(max(1, len(made.view.variants))):
+        footer = plain(made.lines(*size)[-1])
+        assert "? help" in footer and "q quit" in footer and ": command" in footer
+        assert ("a actions" in footer) is write
+        if made.view.variants:
+            made.run("variant")
 
 
 def test_the_cursor_stays_on_its_request_when_the_order_changes(shown: ConsoleSession) -> None:
