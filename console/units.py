@@ -108,6 +108,11 @@ def date(at: float | None) -> str:
     return _local(at, "%Y-%m-%d %H:%M:%S")
 
 
+def short_date(at: float | None) -> str:
+    """Format a date and time without the year."""
+    return _local(at, "%m-%d %H:%M:%S")
+
+
 def _local(at: float | None, form: str) -> str:
     if at is None:
         return UNKNOWN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from appliance.events.values import Value, named_values
@@ -16,6 +16,8 @@ from console.screens.table import TableColumn, TableView
 
 _TIMESTAMP = re.compile(r"(^|\.)at$")
 """Matches the names of timestamps, which tell when other values were read."""
+_TIME = re.compile(r"(^|[._])(at|since|until)$")
+"""Matches the names of times, which are in unix seconds."""
 
 
 class Difference(NamedTuple):
@@ -34,10 +36,15 @@ class Difference(NamedTuple):
         return None if isinstance(first, bool) else second - first
 
     @property
+    def is_time(self) -> bool:
+        """Whether the values are times, in unix seconds."""
+        return _TIME.search(self.name) is not None
+
+    @property
     def change(self) -> float | None:
-        """The difference as a fraction of the first value."""
+        """The difference as a fraction of the first value. None for times, which have no meaningful zero."""
         difference = self.difference
-        if difference is None or not isinstance(self.first, int | float) or not self.first:
+        if difference is None or self.is_time or not isinstance(self.first, int | float) or not self.first:
             return None
         return difference / abs(self.first)
 
@@ -69,14 +76,14 @@ class CompareView(TableView[Difference]):
         TableColumn(
             "metric", "METRIC", 30, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"
         ),
-        TableColumn("first", "FIRST", 14, lambda r: r.first, lambda r: _text(r.first)),
-        TableColumn("second", "SECOND", 14, lambda r: r.second, lambda r: _text(r.second)),
+        TableColumn("first", "FIRST", 14, lambda r: r.first, lambda r: _text(r, r.first)),
+        TableColumn("second", "SECOND", 14, lambda r: r.second, lambda r: _text(r, r.second)),
         TableColumn(
             "difference",
             "DIFFERENCE",
             12,
             lambda r: r.difference,
-            lambda r: _signed(r.difference),
+            lambda r: _difference(r),
             drop=2,
             role=lambda r: "accent",
         ),
@@ -124,24 +131,30 @@ class CompareView(TableView[Difference]):
 
     def describe(self, row: Difference, context: Context, width: int) -> list[Line]:
         facts = (
-            ("first", _text(row.first)),
-            ("second", _text(row.second)),
-            ("difference", _signed(row.difference)),
+            ("first", _text(row, row.first, units.date)),
+            ("second", _text(row, row.second, units.date)),
+            ("difference", _difference(row)),
         )
         return [BLANK, *([span(f"{name:<16}", "dim"), span(text)] for name, text in facts)]
 
 
-def _text(value: Value) -> str:
+def _text(row: Difference, value: Value, date: Callable[[float], str] = units.short_date) -> str:
+    """Return one of a row's values as text. `date` formats times."""
     if value is None:
         return units.UNKNOWN
     if isinstance(value, bool | str):
         return str(value)
+    if row.is_time:
+        return date(value)
     return f"{value:,}" if isinstance(value, int) else _decimal(value)
 
 
-def _signed(value: float | None) -> str:
+def _difference(row: Difference) -> str:
+    value = row.difference
     if value is None:
         return units.UNKNOWN
+    if row.is_time:
+        return f"{'-' if value < 0 else '+'}{units.seconds(abs(value))}"
     return f"{value:+,}" if isinstance(value, int) else _decimal(value, "+")
 
 

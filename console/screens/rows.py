@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 from appliance.pages import ChainReport
@@ -98,7 +97,9 @@ class AuditView(ListView):
     empty = "no actions have been recorded"
     columns = (
         TableColumn("seq", "SEQ", 6, _number, _number_text, rank=_number_rank),
-        TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False, unit="time"),
+        TableColumn(
+            "at", "TIME", 14, lambda r: r.at, lambda r: units.short_date(r.at), right=False, unit="time"
+        ),
         TableColumn("actor", "OPERATOR", 15, lambda r: r.actor, right=False, role=lambda r: "bold"),
         TableColumn("action", "ACTION", 15, lambda r: r.subject, right=False, role=lambda r: "accent"),
         TableColumn("target", "TARGET", 16, lambda r: r.target, right=False, flexible=True),
@@ -150,7 +151,7 @@ def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, str]]:
         return []
     if isinstance(chain, str):
         return [(chain, "warn")]
-    at = _date(chain.at)
+    at = units.short_date(chain.at)
     if chain.ok:
         heads = f"{chain.heads:,} recorded head{'' if chain.heads == 1 else 's'}"
         found = f"chain ok at {at}: {chain.rows:,} rows, checked against {heads}"
@@ -185,7 +186,9 @@ class LogsView(ListView):
     reverse = True
     empty = "no rows"
     columns: tuple[TableColumn, ...] = (
-        TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False, unit="time"),
+        TableColumn(
+            "at", "TIME", 14, lambda r: r.at, lambda r: units.short_date(r.at), right=False, unit="time"
+        ),
         TableColumn(
             "level",
             "LEVEL",
@@ -248,7 +251,3 @@ class LogsView(ListView):
         self.sorted_by, self.reverse = self.columns[0].name, self.variant == "logs"
         self.max_rows = MAX_ROWS if self.variant == "logs" else 0
         self.filter, self.detail, self.marks = "", "", set()
-
-
-def _date(at: float | None) -> str:
-    return units.UNKNOWN if at is None else time.strftime("%m-%d %H:%M:%S", time.localtime(at))

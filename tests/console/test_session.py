@@ -24,6 +24,7 @@ from appliance.actions.parameters import (
 )
 from appliance.cli.app import app
 from appliance.events.frames import let_pass
+from console import units
 from console.commands import (
     CommandError,
     build,
@@ -37,6 +38,7 @@ from console.commands import (
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.screens.base import View
+from console.screens.compare import CompareView
 from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
@@ -362,6 +364,23 @@ def test_a_comparison_shows_every_value_of_both_times() -> None:
     assert any(row[0].endswith(".returned_seqs[0]") for row in rows)
     text = "\n".join(plain(row) for row in shown.lines(120, len(rows) + 20))
     assert all(row[0][:30] in text for row in rows)
+
+
+def test_a_comparison_shows_times_as_dates_and_their_difference_as_a_duration() -> None:
+    shown = session(steps=3)
+    instant = shown.shown_instant()
+    assert instant is not None
+    shown.pin(instant)
+    later = shown.source.step()  # type: ignore[attr-defined]
+    later.started_at = instant.snapshot.started_at + 90.0
+    shown.accept(later)
+    shown.run("screen compare")
+    row = next(one for one in shown.view.rows(shown.context) if one.name == "started_at")  # type: ignore[attr-defined]
+    cells = [column.shown(row) for column in CompareView.columns]
+    before, after = (units.short_date(one.started_at) for one in (instant.snapshot, later))
+    assert cells == ["started_at", before, after, "+1m30s", "--"]
+    described = "\n".join(plain(line) for line in CompareView().describe(row, shown.context, 80))
+    assert units.date(later.started_at) in described
 
 
 @pytest.mark.parametrize("size", [*SIZES, (59, 17)])
