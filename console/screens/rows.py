@@ -251,3 +251,4 @@ class LogsView(ListView):
         self.sorted_by, self.reverse = self.columns[0].name, self.variant == "logs"
         self.max_rows = MAX_ROWS if self.variant == "logs" else 0
         self.filter, self.detail, self.marks = "", "", set()
+        self.cursor, self._index = "", 0

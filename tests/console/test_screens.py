@@ -25,7 +25,7 @@ from console.screens.keys import KeysView
 from console.screens.models import ModelRow, ModelsView
 from console.screens.overview import OverviewView
 from console.screens.requests import RequestsView
-from console.screens.rows import AuditView
+from console.screens.rows import AuditView, LogsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import MAX_ROWS, ListName
@@ -381,6 +381,20 @@ def test_a_list_that_could_not_be_read_again_is_marked(
         assert "not updated" not in text()
     made.run("back")
     assert text() == before
+
+
+def test_another_variant_of_the_logs_begins_at_its_first_row() -> None:
+    made = session()
+    made.run("screen logs")
+    assert isinstance(made.view, LogsView)
+    for _ in made.view.variants:
+        made.lines(80, 24)
+        made.run("move first")
+        made.run("move down")
+        made.run("variant")
+        made.lines(80, 24)
+        first = made.view.ordered(made.context)[0]
+        assert made.view.cursor == first.id and made.view.scroll == 0
 
 
 def test_the_cursor_reaches_every_action_that_waits_in_the_spool() -> None:
