@@ -211,7 +211,8 @@ class RequestManager:
                 self._send(request.front, Preempted(request.request_id))
         if running:
             log.info(
-                "stopping %s; its %d requests continue when a replica of the model is ready",
+                "stopping %s (running requests: %d); its requests continue when a replica of the model is "
+                "ready",
                 account.replica,
                 len(running),
             )
