@@ -8,7 +8,7 @@ import msgspec
 
 from appliance.actions import Action
 from appliance.history.forecasts import QuotaForecast
-from appliance.protocol import ModelStatus, NewKey, Silence
+from appliance.protocol import Key, ModelStatus, NewKey, Silence
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 from console.context import Context
@@ -77,10 +77,8 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
             "the service will refuse: revoke the keys and remove the mappings first",
         ]
     match action.target:
-        case "tenant" if action.name != "tenants.create":
-            return _load([one for one in snapshot.requests if one.tenant == target])
-        case "key":
-            return _load([one for one in snapshot.requests if one.key_id == target])
+        case "tenant" | "key" if target:
+            return _caller(action, target, context, snapshot)
         case "alert" if action.named_by == "rule":
             count = sum(alert.state != "resolved" for alert in alerts_of(target, snapshot))
             return [f"{count} active alert{'' if count == 1 else 's'} of this rule"]
@@ -90,6 +88,21 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
             found = [one for one in snapshot.alerts if one.id == target]
             return [f"{units.about(one.where, one.what)} ({one.severity}, {one.state})" for one in found]
     return []
+
+
+def _caller(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
+    """Return what an action on a tenant or a key affects. If the screens do not list the target, say so."""
+    if action.target == "tenant":
+        requests = [one for one in snapshot.requests if one.tenant == target]
+        is_listed = any(one.name == target for one in snapshot.tenants)
+    else:
+        requests = [one for one in snapshot.requests if one.key_id == target]
+        is_listed = "callers" not in context.rows or any(
+            one.id == target for one in context.rows_of("callers", Key)
+        )
+    if is_listed:
+        return _load(requests)
+    return [f"no {action.target} {target} is listed: check the name", *(_load(requests) if requests else [])]
 
 
 def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:
@@ -123,7 +136,8 @@ def _model(action: Action, target: str, context: Context, snapshot: Snapshot) ->
     """Return what an action on the model `target` affects. An empty `target` stands for all models."""
     if action.name == "resume":
         held = [one for one in snapshot.drains if is_drained(target, one.model, context)]
-        return [f"{one.held:,} held requests will be served first" for one in held] or ["not draining"]
+        counts = [units.counted(one.held, "held request") for one in held]
+        return [f"{count} will be served first" for count in counts] or ["not draining"]
     if action.name in _ROUTING:
         return _load([one for one in snapshot.requests if one.model == target])
     models = _loaded(action, target, context, snapshot)

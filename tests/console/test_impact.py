@@ -205,6 +205,23 @@ def test_the_impact_of_resuming_names_the_held_requests() -> None:
     assert impact(action_named("resume"), None, context) == ["1,234 held requests will be served first"]
 
 
+def test_the_impact_of_resuming_counts_a_single_request() -> None:
+    context = two_versions()
+    assert context.snapshot is not None
+    context.snapshot.drains = [msgspec.structs.replace(a_drain(None), held=1)]
+    assert impact(action_named("resume"), None, context) == ["1 held request will be served first"]
+
+
+@pytest.mark.parametrize("action", ["tenants.suspend", "keys.revoke"])
+def test_the_impact_on_an_unknown_tenant_or_key_says_that_it_is_not_listed(action: str) -> None:
+    context = session(steps=3).context
+    kind = action_named(action).target
+    assert lines_of(action, "nosuch", context) == [f"no {kind} nosuch is listed: check the name"]
+    assert impact(action_named(action), None, context) == []
+    known = {"tenant": context.snapshot.tenants[0].name, "key": context.rows_of("callers", Key)[0].id}  # type: ignore[union-attr]
+    assert "is listed" not in lines_of(action, known[kind], context)[0]
+
+
 def test_a_dialog_notices_that_a_drain_has_begun() -> None:
     before = two_versions()
     after = newer(before, lambda snapshot: snapshot.drains.append(a_drain("chat@2")))
