@@ -66,7 +66,7 @@ OVERVIEW: dict[str, Figure] = {
         "p50, p90, p99",
         "ms, s",
         MINUTE,
-        "Percentiles of the finished requests: 50%, 90% and 99% of them were at most this slow.",
+        "Percentiles of the finished requests: 50%, 90% and 99% of them took at most this long.",
         "appliance_request_seconds",
     ),
     "waiting": Figure(

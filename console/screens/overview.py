@@ -50,7 +50,8 @@ class OverviewView(View):
     help_text = (
         "The current state of the service: throughput, latency, queue, KV caches, GPUs, alerts and "
         "processes. The arrow keys select a panel; {zoom} maximizes it. The command :export exports "
-        "the table of the selected panel or, if it has none, the figures outside the tables."
+        "the table of the selected panel. If the panel has no table, it exports the values outside the "
+        "tables."
     )
     figures = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "peak", "ttft", "itl", "queue", "e2e"),
