@@ -86,10 +86,10 @@ class AuditView(ListView):
     title = "Audit"
     short = "Audit"
     help_text = (
-        "The audit trail of operator actions, newest first. Each row contains the hash of the previous row, "
-        "which reveals any later change. The heading shows the newest hash and the number of rows proven "
-        "unchanged. {verify} verifies the whole chain on the service's machine, and shows the first wrong "
-        "row if there is one."
+        "The audit trail of operator actions, newest first. The audit chain has two rows for each action: "
+        "its start and its result. Each row contains the hash of the previous row, which reveals any later "
+        "change. The heading shows the newest hash and the number of rows proven unchanged. {verify} "
+        "verifies the whole chain on the service's machine, and shows the first wrong row if there is one."
     )
     sorted_by = "seq"
     reverse = True
@@ -142,7 +142,8 @@ class AuditView(ListView):
         if snapshot is None or snapshot.audit_rows is None:
             return ""
         head = f" · head {snapshot.audit_head[:12]}" if snapshot.audit_head else ""
-        return f"{snapshot.audit_rows:,} rows, {units.count(snapshot.audit_recorded_rows)} anchored{head}"
+        anchored = units.count(snapshot.audit_recorded_rows)
+        return f"chain: {units.counted(snapshot.audit_rows, 'row')}, {anchored} anchored{head}"
 
 
 def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, str]]:

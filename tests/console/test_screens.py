@@ -432,6 +432,15 @@ def test_the_cursor_reaches_every_action_that_waits_in_the_spool() -> None:
     assert reached == [*(row.id for row in spooled), *(row.id for row in known[:2])]
 
 
+def test_the_audit_heading_distinguishes_actions_from_rows_of_the_chain() -> None:
+    made = session()
+    made.run("screen audit")
+    assert made.context.snapshot is not None
+    actions, rows = len(made.context.rows["audit"]), made.context.snapshot.audit_rows
+    heading = next(text for row in made.lines(120, 40) if (text := plain(row)).startswith("─ Audit"))
+    assert heading.startswith(f"─ Audit {actions} ") and f" chain: {rows} rows, " in heading
+
+
 def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems() -> None:
     made = session()
     made.run("screen audit")
