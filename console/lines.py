@@ -4,7 +4,7 @@ characters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
@@ -121,11 +121,13 @@ def beside(
 
 
 def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Line]:
-    """Wrap text between words into lines of at most `width` columns."""
+    """Wrap text between words into lines of at most `width` columns. Longer words, such as paths, are
+    divided."""
     rows: list[str] = []
     current = ""
-    for word in text.split():
-        if current and cells(current) + 1 + cells(word) > width - len(indent):
+    room = width - len(indent)
+    for word in (piece for whole in text.split() for piece in _pieces(whole, room)):
+        if current and cells(current) + 1 + cells(word) > room:
             rows.append(current)
             current = word
         else:
@@ -133,6 +135,16 @@ def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Li
     if current:
         rows.append(current)
     return [[span(indent + row, role)] for row in rows]
+
+
+def _pieces(word: str, width: int) -> Iterator[str]:
+    """Divide a word into pieces of at most `width` columns."""
+    while cells(word) > max(1, width):
+        size = max(1, len(set_cell_size(word, max(1, width)).rstrip()))
+        yield word[:size]
+        word = word[size:]
+    if word:
+        yield word
 
 
 def fact_lines(facts: Sequence[tuple[str, str]], width: int) -> list[Line]:

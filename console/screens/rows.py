@@ -12,6 +12,7 @@ from console.lines import BLANK, Line, span, wrap
 from console.screens.table import TableColumn, TableView
 from console.source import MAX_ROWS, ListName, ListRow
 
+_NAME_WIDTH = 16
 _MAX_PROBLEMS = 3
 """Maximum number of problems of the audit chain that are shown after the first one."""
 _LEVEL_ROLES = {
@@ -59,7 +60,10 @@ class ListView(TableView[ListRow]):
             **row.detail,
         }
         lines: list[Line] = [BLANK, *wrap(row.text, width), BLANK]
-        return lines + [[span(f"{name:<16}", "label"), span(text)] for name, text in facts.items() if text]
+        for name, text in facts.items():
+            for number, part in enumerate(wrap(text, width - _NAME_WIDTH)):
+                lines.append([span(f"{'' if number else name:<{_NAME_WIDTH}}", "label"), *part])
+        return lines
 
 
 def _number(row: ListRow) -> int | None:

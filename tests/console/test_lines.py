@@ -38,6 +38,15 @@ def test_wrapping_keeps_all_words() -> None:
     assert all(width_of(row) <= 20 for row in wrap(text, 20))
 
 
+@pytest.mark.parametrize("word", ["/srv/models/" + "x" * 50, "日本語" * 9, "日本" + "x" * 30])
+def test_wrapping_divides_words_that_are_longer_than_a_line(word: str) -> None:
+    for width in (1, 2, 3, 8, 20):
+        rows = wrap(f"in {word} now", width)
+        assert "".join(plain(row) for row in rows).replace(" ", "") == f"in{word}now"
+        # A wide character does not fit in one column.
+        assert all(width_of(row) <= max(2, width) for row in rows)
+
+
 def test_a_time_beyond_the_calendar_is_shown_as_a_number() -> None:
     assert units.date(1e300) == units.clock(1e300) == "1e+300"
 

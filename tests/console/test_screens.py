@@ -15,7 +15,7 @@ from appliance.snapshot import Alert, Gpu, GpuProcess, Host, Rates, Snapshot
 from console.context import Context
 from console.fake import FIXED_TIME
 from console.history import History
-from console.lines import cells, plain
+from console.lines import cells, plain, width_of
 from console.list_rows import audit_row
 from console.screens import panels
 from console.screens.base import View
@@ -430,6 +430,15 @@ def test_the_cursor_reaches_every_action_that_waits_in_the_spool() -> None:
         reached.append(made.view.cursor)
         made.run("move down")
     assert reached == [*(row.id for row in spooled), *(row.id for row in known[:2])]
+
+
+def test_the_details_of_an_action_show_its_whole_change() -> None:
+    made = session()
+    made.run("screen audit")
+    row = msgspec.structs.replace(made.context.rows_of("audit", ListRow)[0], detail={"after": "x" * 300})
+    lines = AuditView().describe(row, made.context, 80)
+    assert all(width_of(one) <= 80 for one in lines)
+    assert sum(plain(one).count("x" * 64) for one in lines) == 4 and plain(lines[-1]).endswith("x" * 44)
 
 
 def test_the_audit_heading_distinguishes_actions_from_rows_of_the_chain() -> None:
