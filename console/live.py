@@ -176,7 +176,9 @@ class LiveSource:
         reading, self._reading = self._reading, None
         if reading is not None:
             reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError, AdminError, ServiceNotRunningError):
+            with contextlib.suppress(
+                asyncio.CancelledError, AdminError, ServiceNotRunningError, UntrustedError
+            ):
                 await reading
         self._blocks = {}
         stream, self._stream = self._stream, None

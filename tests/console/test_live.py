@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 
-from appliance.snapshot import Snapshot
+from appliance.ownership import UntrustedError
+from appliance.snapshot import ReplicaBlocks, Snapshot
 from console.fake import FIXED_TIME
 from console.live import LiveSource
 from tests.snapshots import empty_snapshot
@@ -34,3 +35,18 @@ def test_a_shorter_interval_takes_effect_while_the_source_waits() -> None:
         return [at - FIXED_TIME for at in found]
 
     assert asyncio.run(read()) == [3.0, 4.0, 6.0]
+
+
+def test_an_untrusted_run_directory_does_not_end_the_console_while_blocks_are_read() -> None:
+    source = LiveSource(Path("/run/appliance-none"))
+
+    async def refused() -> list[ReplicaBlocks]:
+        raise UntrustedError("the run directory belongs to another user", "choose another one")
+
+    async def close() -> None:
+        source._reading = asyncio.create_task(refused())
+        await asyncio.sleep(0)
+        await source.close()
+        assert source._reading is None
+
+    asyncio.run(close())
