@@ -345,9 +345,10 @@ class ChoiceDialog(ModalScreen[str | None]):
 
 
 class TextDialog(ModalScreen[None]):
-    """Shows a result that must not be missed, such as a new key, until the operator closes it."""
+    """Shows a result that must not be missed, such as a new key, until the operator closes it. The key
+    `enter` does not close it, because the operator may press it twice to confirm the action."""
 
-    BINDINGS: ClassVar = [("escape", "close", "Close"), ("enter", "close", "Close"), ("q", "close", "Close")]
+    BINDINGS: ClassVar = [("escape", "close", "Close"), ("q", "close", "Close")]
     DEFAULT_CSS = """
     TextDialog { align: center middle; background: transparent; }
     TextDialog #dialog { width: 90; max-width: 96%; height: auto; max-height: 90%; border: round $primary;

@@ -238,6 +238,9 @@ def test_a_new_key_is_shown_before_the_lists_have_been_read_again() -> None:
             pilot, lambda: key.key in "\n".join(str(one.render()) for one in app.screen.query(Static))
         )
         assert app.session.context.rows["callers"]
+        # The operator may have pressed `enter` once too often to confirm the action.
+        await pilot.press("enter")
+        assert isinstance(app.screen, TextDialog)
         answered.set()
         await until(pilot, lambda: not app.session.context.rows["callers"])
 
