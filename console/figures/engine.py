@@ -10,7 +10,11 @@ ENGINE: dict[str, Figure] = {
     ),
     "queued": Figure("QUEUED", "requests", NOW, "Requests waiting for the model.", "status: models.queued"),
     "weight_bytes": Figure(
-        "WEIGHTS", "bytes", NOW, "Memory used by the weights on all ranks.", "status: replicas.weight_bytes"
+        "WEIGHTS",
+        "bytes",
+        NOW,
+        "Memory used by the weights on all ranks.",
+        "status: models.replicas.weight_bytes",
     ),
     "max_model_len": Figure(
         "CONTEXT",
@@ -45,7 +49,11 @@ ENGINE: dict[str, Figure] = {
         "appliance_credit_seqs",
     ),
     "load_seconds": Figure(
-        "loaded in", "s", "the last start", "Time taken to load the weights.", "status: replicas.load_seconds"
+        "loaded in",
+        "s",
+        "the last start",
+        "Time taken to load the weights.",
+        "status: models.replicas.load_seconds",
     ),
     "evictions": Figure(
         "evictions",
@@ -140,7 +148,7 @@ ENGINE: dict[str, Figure] = {
         "bytes",
         NOW,
         "The parts of the GPU's memory. Other: activations, CUDA contexts and other processes.",
-        "status: replicas.weight_bytes, kv_bytes; NVML memory.used",
+        "status: models.replicas.weight_bytes, models.replicas.kv_bytes; NVML memory.used",
     ),
     "kv_tokens": Figure(
         "tokens",
@@ -192,7 +200,7 @@ ENGINE: dict[str, Figure] = {
         "bytes",
         "the last start",
         "GPU memory that was predicted before the replica started, on all ranks.",
-        "status: replicas.predicted_bytes",
+        "status: models.replicas.predicted_bytes",
     ),
     "replica_memory": Figure(
         "memory",
@@ -200,17 +208,21 @@ ENGINE: dict[str, Figure] = {
         "the last start",
         "GPU memory that a replica uses, and its difference from the prediction; for a version: the memory "
         "that it used when it was last loaded.",
-        "status: replicas.used_bytes; registry: versions.memory_bytes",
+        "status: models.replicas.used_bytes; registry: versions.memory_bytes",
     ),
     "replica_kv_bytes": Figure(
-        "KV cache", "bytes", NOW, "GPU memory of the KV cache, on all ranks.", "status: replicas.kv_bytes"
+        "KV cache",
+        "bytes",
+        NOW,
+        "GPU memory of the KV cache, on all ranks.",
+        "status: models.replicas.kv_bytes",
     ),
     "links": Figure(
         "links",
         "",
         "the last start",
         "How the GPUs of a replica are connected, and how they exchange data.",
-        "status: replicas.links, replicas.collectives",
+        "status: models.replicas.links, models.replicas.collectives",
     ),
     "version_number": Figure(
         "version",

@@ -88,14 +88,14 @@ LISTS: dict[str, Figure] = {
     "seq": Figure("SEQ", "", "", "Sequence number of the row in the audit chain.", "audit: seq"),
     "audit_at": Figure("TIME", "date and time", "", "Time at which the action began.", "audit: at"),
     "actor": Figure("OPERATOR", "", "", "The local user or key that performed the action.", "audit: actor"),
-    "action": Figure("ACTION", "", "", "The action.", "audit: action, target"),
-    "audit_target": Figure("TARGET", "", "", "The object that the action changes.", "audit: target"),
+    "action": Figure("ACTION", "", "", "The action.", "audit: action"),
+    "audit_target": Figure("TARGET", "", "", "The object that the action changes.", "audit: params"),
     "outcome": Figure(
         "RESULT",
         "",
         "",
         "Result of the action: ok, or the reason why it was refused or failed.",
-        "audit: outcome",
+        "audit: result",
     ),
     "audit_rows": Figure(
         "anchored",

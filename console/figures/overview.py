@@ -81,14 +81,14 @@ OVERVIEW: dict[str, Figure] = {
         "requests/s, % of ended requests",
         RATE,
         "Requests that failed because of an error of the service, and their share of all ended requests.",
-        "status: rates.failed_per_s, rates.requests_per_s",
+        "events: rates.failed_per_s, rates.requests_per_s",
     ),
     "refused_per_s": Figure(
         "refused",
         "requests/s",
         RATE,
         "Requests that the service refused because of a limit or of overload.",
-        "status: rates.refused_per_s",
+        "events: rates.refused_per_s",
     ),
     "oldest_wait_s": Figure(
         "oldest",
@@ -163,7 +163,7 @@ OVERVIEW: dict[str, Figure] = {
         "",
         "",
         "A process of the service: the core, a front or a replica. A number with ↻ counts its restarts.",
-        "status: host.processes.name, host.processes.restarts",
+        "events: host.processes.name, host.processes.restarts",
     ),
     "cpu_percent": Figure(
         "cpu",
@@ -179,13 +179,13 @@ OVERVIEW: dict[str, Figure] = {
         NOW,
         "Memory in use on the host, as a percentage of all memory, or by a process (resident set). The GPU "
         "panel shows the used share of each GPU's memory.",
-        "status: host.memory_used_bytes, host.processes.memory_bytes",
+        "events: host.memory_used_bytes, host.processes.memory_bytes",
     ),
     "disk_free": Figure(
         "disk free, free",
         "bytes",
         NOW,
         "Free space on the file system of the state directory.",
-        "status: host.disk_free_bytes",
+        "events: host.disk_free_bytes",
     ),
 }

@@ -43,7 +43,7 @@ REQUESTS: dict[str, Figure] = {
         "tokens",
         "a request so far; a model: since its replicas started",
         "Output tokens generated.",
-        "requests, replicas: generated_tokens",
+        "requests: generated_tokens; status: models.replicas.generated_tokens",
     ),
     "max_tokens": Figure(
         "MAX",
@@ -57,7 +57,7 @@ REQUESTS: dict[str, Figure] = {
         "tokens/s",
         "a request: since its first token; a tenant: last 10 s",
         "Output tokens per second of a request, or prompt and output tokens per second of a tenant.",
-        "requests: generated_tokens, tenants: tokens_per_s",
+        "requests: generated_tokens; tenants: tokens_per_s",
     ),
     "blocks": Figure(
         "BLOCKS, KV blocks", "blocks", NOW, "KV blocks in use by the request.", "requests: blocks"
@@ -225,7 +225,7 @@ REQUESTS: dict[str, Figure] = {
         "tokens",
         START,
         "Prompt tokens of the tenant's finished requests, and how many of them came from the prefix cache.",
-        "tenants: prompt_tokens, tenants: cached_tokens",
+        "tenants: prompt_tokens, cached_tokens",
     ),
     "limits": Figure(
         "usage of limits",
