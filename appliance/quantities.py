@@ -98,7 +98,8 @@ def past_time(text: str, now: float) -> float:
     text = text.strip()
     if (at := clock_time(text, now)) is not None:
         return at
-    if (seconds := span_seconds(text.removeprefix("-"))) is not None:
+    seconds = span_seconds(text.removeprefix("-"))
+    if seconds is not None and seconds <= now:
         return now - seconds
     try:
         return datetime.fromisoformat(text).timestamp()

@@ -331,6 +331,8 @@ class ConsoleApp(App[int]):
             self.session.say(f"wrote {path}", "good")
         except ValueError as error:
             self.session.say(str(error), "bad")
+        except RuntimeError:  # from expanduser
+            self.session.say(f"cannot write {name}: there is no such user", "bad")
         except OSError as error:
             self.session.say(f"cannot write {error.filename}: {error.strerror}", "bad")
 

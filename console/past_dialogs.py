@@ -137,7 +137,12 @@ class SliceDialog(ModalScreen[Slice | None]):
             problem = "enter a file name" if not name else "the start (from) must be before the end (to)"
             self.query_one("#error", Static).update(text(problem))
             return
-        self.dismiss(Slice(since, until, Path(name).expanduser().absolute()))
+        try:
+            path = Path(name).expanduser().absolute()
+        except RuntimeError:
+            self.query_one("#error", Static).update(text(f"{name}: there is no such user"))
+            return
+        self.dismiss(Slice(since, until, path))
 
     @on(Input.Submitted, "#from,#to")
     def _next_field(self) -> None:

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import pytest
 
+from appliance.quantities import past_time
 from console import units
 from console.filters import FilterError, FilterField, matcher, sort_rows
 from console.glyphs import GLYPH_SETS, GlyphSet, bar, bar_legend, chart, meter
@@ -49,6 +50,12 @@ def test_wrapping_divides_words_that_are_longer_than_a_line(word: str) -> None:
 
 def test_a_time_beyond_the_calendar_is_shown_as_a_number() -> None:
     assert units.date(1e300) == units.clock(1e300) == "1e+300"
+
+
+def test_a_time_before_1970_is_refused() -> None:
+    for text in ("999999999999999w", "-30000d"):
+        with pytest.raises(ValueError, match="is not a time"):
+            past_time(text, _NOON)
 
 
 def test_unknown_figures_are_two_dashes_and_never_zero() -> None:

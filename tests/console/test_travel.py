@@ -236,6 +236,10 @@ def test_a_slice_is_exported_from_the_console(tmp_path: Path) -> None:
         dialog.query_one("#export", Button).press()
         await until(pilot, lambda: "'never' is not a time" in str(dialog.query_one("#error").render()))
         dialog.query_one("#to", Input).value = _local(FIXED_TIME + 20)
+        dialog.query_one("#file", Input).value = "~no-such-user/incident.db"
+        dialog.query_one("#export", Button).press()
+        await until(pilot, lambda: "no such user" in str(dialog.query_one("#error").render()))
+        dialog.query_one("#file", Input).value = str(target)
         dialog.query_one("#export", Button).press()
         await until(pilot, lambda: "wrote" in shown(app))
         assert target.exists()
