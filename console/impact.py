@@ -282,9 +282,14 @@ def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
             f"p99 TTFT {units.ms(before.ttft_p99_ms)} → {units.ms(after.ttft_p99_ms)}, "
             f"E2E {units.ms(before.e2e_p99_ms)} → {units.ms(after.e2e_p99_ms)}"
         )
-    if not changed:
+    if not forecast.requests:
+        lines.append("no requests to replay: the effect is unknown")
+    elif not changed:
         lines.append("no change for any tenant")
     if len(changed) > _SHOWN_TENANTS:
         more = len(changed) - _SHOWN_TENANTS
         lines.append(f"for {more} more tenants: run appliance tenants set NAME … --what-if")
+    if forecast.left_out:
+        left_out = units.counted(forecast.left_out, "request")
+        lines.append(f"not replayed: {left_out} (invalid, or no ready replica has a known speed)")
     return lines
