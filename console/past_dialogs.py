@@ -87,10 +87,11 @@ class SliceDialog(ModalScreen[Slice | None]):
     BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
     DEFAULT_CSS = _CSS.format("SliceDialog")
 
-    def __init__(self, since: float, until: float) -> None:
-        """`since` and `until` are the start and the end of the proposed slice, in unix seconds."""
+    def __init__(self, since: float, until: float, *, now: float) -> None:
+        """`since` and `until` are the start and the end of the proposed slice. Times that the operator enters
+        are relative to `now`. All of them are in unix seconds."""
         super().__init__()
-        self._since, self._until = since, until
+        self._since, self._until, self._now = since, until, now
 
     def compose(self) -> ComposeResult:
         """Build the dialog."""
@@ -126,9 +127,10 @@ class SliceDialog(ModalScreen[Slice | None]):
     @on(Button.Pressed, "#export")
     @on(Input.Submitted, "#file")
     def _export(self) -> None:
-        now = time.time()
         try:
-            since, until = (past_time(self.query_one(name, Input).value, now) for name in ("#from", "#to"))
+            since, until = (
+                past_time(self.query_one(name, Input).value, self._now) for name in ("#from", "#to")
+            )
         except ValueError as error:
             self.query_one("#error", Static).update(text(str(error)))
             return

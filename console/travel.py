@@ -78,11 +78,19 @@ class TimeTravel:
         """Run a typed command: time TIME, compare TIME, live or incident. Raises ValueError for an invalid
         time."""
         if word == "time" and rest:
-            self.open(past_time(rest, time.time()))
+            self.open(past_time(rest, self._now()))
         elif word == "compare" and rest:
-            self._start(self._compare_with(past_time(rest, time.time())))
+            self._start(self._compare_with(past_time(rest, self._now())))
         else:
             self.run(word)
+
+    def _now(self) -> float:
+        """Return the time to which relative times such as -20m refer: the time on the service's clock, which
+        can differ from this machine's clock, or the end of a recording in a file."""
+        source = self._source
+        if source is not None and source is self._app.source:
+            return time.time() if source.instant is None else source.instant.last
+        return self._app.session.state.now or time.time()
 
     # ── moving ───────────────────────────────────────────────────────────────────────────────
 
@@ -279,8 +287,7 @@ class TimeTravel:
             self._app.redraw()
             return
         note = f"Recorded from {units.date(newest.first)} to {units.date(newest.last)}"
-        now = newest.last if self._app.source is self._source else time.time()
-        at = await self._app.push_screen_wait(TimeDialog(now=now, note=note))
+        at = await self._app.push_screen_wait(TimeDialog(now=self._now(), note=note))
         if at is not None:
             self.open(at)
 
@@ -296,14 +303,14 @@ class TimeTravel:
     async def _slice_dialog(self) -> None:
         session = self._app.session
         shown, compared = session.shown_instant(), session.compared
-        at = time.time() if session.past is None or shown is None else shown.at
+        at = self._now() if session.past is None or shown is None else shown.at
         since, until = at - _AROUND_S, at + (0.0 if session.past is None else _AROUND_S)
         if session.past is not None:
             until = min(until, session.past.instant.last)
             since = max(since, session.past.instant.first)
         if compared is not None and compared.at != at:
             since, until = sorted((compared.at, at))
-        chosen = await self._app.push_screen_wait(SliceDialog(since, until))
+        chosen = await self._app.push_screen_wait(SliceDialog(since, until, now=self._now()))
         if chosen is not None:
             await self._export(chosen)
 

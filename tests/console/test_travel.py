@@ -220,6 +220,31 @@ def test_a_recording_opens_without_a_service_and_cannot_return_to_live(tmp_path:
     run(steps, app)
 
 
+def test_a_relative_time_refers_to_the_clock_of_the_service() -> None:
+    """The simulated clock of the service differs from this machine's clock."""
+
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await until(pilot, lambda: app._fed > 20)
+        app.run_line("time -10s")
+        await until(pilot, lambda: app.session.past is not None)
+        newest = app.session.newest().snapshot
+        assert newest is not None and 0 < past_at(app) < newest.at - FIXED_TIME
+
+    run(steps, console())
+
+
+def test_a_relative_time_refers_to_the_end_of_a_file(tmp_path: Path) -> None:
+    app = ConsoleApp(ReplaySource(file_recording(record(tmp_path / "history.db", fake_seconds(30)))))
+
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await until(pilot, lambda: app.session.past is not None)
+        newest = past_at(app)
+        app.run_line("time -10s")
+        await until(pilot, lambda: past_at(app) == newest - 10)
+
+    run(steps, app)
+
+
 def test_a_slice_is_exported_from_the_console(tmp_path: Path) -> None:
     path = record(tmp_path / "history.db", fake_seconds(30))
     app = ConsoleApp(ReplaySource(file_recording(path)))
