@@ -4,6 +4,7 @@ of the registry: `drain --model demo --grace-s 60`, `tenants set acme --tokens-p
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import time
 from datetime import datetime
@@ -150,9 +151,15 @@ def build(action: Action, values: dict[str, Any]) -> msgspec.Struct:
     parameter."""
     converted = {name: _value(action, name, value) for name, value in values.items()}
     try:
-        return msgspec.convert(converted, action.parameters, strict=False)
+        parameters = msgspec.convert(converted, action.parameters, strict=False)
     except msgspec.ValidationError as error:
         raise CommandError(f"{action.name}: {error}") from error
+    for name, value in values.items():
+        number = getattr(parameters, name)
+        # JSON has no such numbers: the service would receive null, which removes a limit or an expiry time.
+        if isinstance(number, float) and not math.isfinite(number):
+            raise CommandError(f"{flag_of(name)} {str(value)[:40]!r} is not a number: enter a finite number")
+    return parameters
 
 
 def equivalent(action: Action, values: dict[str, Any]) -> str:
@@ -184,7 +191,7 @@ def _option_value(name: str, text: str) -> str:
     """Return a value in the CLI's format: a number of seconds as a time span, and a unix time as a date."""
     if name.endswith("_s") and text[-1:].isdigit():
         return f"{text}s"
-    if name.endswith("_at") and text.replace(".", "", 1).isdigit():
+    if name.endswith("_at") and text.replace(".", "", 1).isdecimal():
         return units.date(float(text))
     return text
 

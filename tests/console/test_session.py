@@ -280,6 +280,16 @@ def test_the_expiry_of_a_key_is_a_time_span_or_a_date_as_in_the_cli(monkeypatch:
     assert in_seconds == "appliance keys create --name ci --expires '2031-05-01 12:30:00'"
     with pytest.raises(CommandError, match="--expires 'soon' is not a time: use a time span such as 90d"):
         build(action, {"name": "ci", "expires_at": "soon"})
+    unfinished = equivalent(action, {"name": "ci", "expires_at": "²"})
+    assert unfinished == "appliance keys create --name ci --expires '²'"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("expires_at", "nan"), ("expires_at", "1e400"), ("kv_share", "inf")]
+)
+def test_a_number_that_json_cannot_express_is_refused(name: str, text: str) -> None:
+    with pytest.raises(CommandError, match=f"--.* '{text}' is not a number: enter a finite number"):
+        build(action_named("keys.create"), {"name": "ci", name: text})
 
 
 def test_a_dialog_shows_the_cli_command_with_quoted_values() -> None:
