@@ -28,7 +28,7 @@ from console.screens.requests import RequestsView
 from console.screens.rows import AuditView, LogsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
-from console.source import MAX_ROWS, ListName
+from console.source import MAX_ROWS, ListName, ListRow
 from tests.console.frames import SIZES, VIEW_NAMES, VIEWS, context, session, source, unknown
 
 
