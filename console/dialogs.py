@@ -4,11 +4,12 @@ is derived from the action's entry in the registry. Its default is Cancel."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from textual import events, on
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
@@ -23,6 +24,7 @@ from console.impact import Impact
 from console.lines import span
 
 Values = dict[str, Any]
+R = TypeVar("R")
 _MIN_FORM, _MAX_FORM = 2, 20
 """Minimum and maximum height of an action's form, in lines."""
 
@@ -64,7 +66,16 @@ class _Form(VerticalScroll):
         self.is_scrolled = True
 
 
-class ActionDialog(ModalScreen[msgspec.Struct | None]):
+class Dialog(ModalScreen[R]):
+    """A dialog that closes only once. An operator who presses `enter` twice would otherwise close the screen
+    below it as well."""
+
+    def dismiss(self, result: R | None = None) -> AwaitComplete:
+        """Close the dialog with this result, unless it has been closed already."""
+        return super().dismiss(result) if self.is_current else AwaitComplete.nothing()
+
+
+class ActionDialog(Dialog[msgspec.Struct | None]):
     """Asks for the parameters of an action and for confirmation. Its result is None if the operator
     cancels."""
 
@@ -311,7 +322,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         self.dismiss(None)
 
 
-class ChoiceDialog(ModalScreen[str | None]):
+class ChoiceDialog(Dialog[str | None]):
     """Offers a list to choose from."""
 
     BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
@@ -344,7 +355,7 @@ class ChoiceDialog(ModalScreen[str | None]):
         self.dismiss(None)
 
 
-class TextDialog(ModalScreen[None]):
+class TextDialog(Dialog[None]):
     """Shows a result that must not be missed, such as a new key, until the operator closes it. The key
     `enter` does not close it, because the operator may press it twice to confirm the action."""
 

@@ -9,12 +9,11 @@ from typing import ClassVar, NamedTuple
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label, Static
 
 from appliance.quantities import past_time
 from console import units
-from console.dialogs import text
+from console.dialogs import Dialog, text
 
 _CSS = """
     {0} {{ align: center middle; background: transparent; }}
@@ -40,7 +39,7 @@ class Slice(NamedTuple):
     path: Path
 
 
-class TimeDialog(ModalScreen[float | None]):
+class TimeDialog(Dialog[float | None]):
     """Asks for a time in history. Its result is None if the operator cancels."""
 
     BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
@@ -81,7 +80,7 @@ class TimeDialog(ModalScreen[float | None]):
         self.dismiss(None)
 
 
-class SliceDialog(ModalScreen[Slice | None]):
+class SliceDialog(Dialog[Slice | None]):
     """Asks for the slice to export. Its result is None if the operator cancels."""
 
     BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]

@@ -83,6 +83,12 @@ class PromptLine(Input):
         result, self._result = self._result, None
         return result
 
+    def on_hide(self, event: events.Hide) -> None:
+        """Keep the focus if the line has been opened again since it was hidden. Textual reports that a widget
+        was hidden only after the next layout."""
+        if self.display:
+            event.prevent_default()
+
     async def on_key(self, event: events.Key) -> None:
         """Handle the keys that submit the line, complete it, or recall earlier lines."""
         if event.key == "escape":

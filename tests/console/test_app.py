@@ -15,7 +15,7 @@ from textual.widgets import Button, OptionList, Static
 
 from appliance.protocol import Key, NewKey
 from console.app import ConsoleApp
-from console.dialogs import ActionDialog, TextDialog
+from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
 from console.fake import FakeSource
 from console.keys import KEYS, offered
 from console.palette import ConsoleCommands
@@ -132,6 +132,31 @@ def test_keys_that_arrive_at_once_after_enter_do_not_go_to_the_command_line() ->
         assert not app.prompt.display
 
     run(steps, console())
+
+
+def test_a_late_report_that_the_command_line_was_hidden_does_not_take_its_focus() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("colon")
+        app.prompt.post_message(events.Hide())
+        await pilot.press(*"pause")
+        await until(pilot, lambda: app.prompt.value == "pause")
+        assert not app.session.state.paused
+
+    run(steps, console())
+
+
+def test_a_choice_made_twice_closes_only_its_dialog() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("7", "a")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog) and app.screen.focused)
+        dialog = app.screen
+        dialog.dismiss("tenants.set")
+        dialog.dismiss("tenants.set")
+        await until(pilot, lambda: opened(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "nothing was changed" in shown(app))
+
+    run(steps, console(write=True))
 
 
 def test_the_command_line_shows_screens_and_refuses_unknown_commands() -> None:
