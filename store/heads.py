@@ -228,7 +228,7 @@ class HeadKeeper:
             self.last_error = (
                 f"the head of audit row {head.seq} could not be written to {self.path} ({error.strerror})"
             )
-            log.error("%s; the head is only in this log", self.last_error)
+            log.error("%s; this log has the only copy of the head", self.last_error)
 
 
 def append_line(path: Path, line: str) -> None:

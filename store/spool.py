@@ -109,7 +109,7 @@ class Spool:
             if len(self._entries) >= MAX_ENTRIES:
                 self._lost += 1
                 log.critical(
-                    "the audit spool is full (%d entries), so this audit entry is only in this log: %s",
+                    "the audit spool is full (%d entries), so this log has the only copy of this entry: %s",
                     MAX_ENTRIES,
                     _content(entry),
                 )

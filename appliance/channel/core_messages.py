@@ -140,8 +140,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """Whether a retry would be useless. If so, OpenAI's clients are told not to retry automatically."""
     rate_limits: RateLimits | None = None
     falls_back: bool = False
-    """Whether the request is still open, because `Admit.may_fall_back` is set and another model may be able
-    to answer it. The front process then sends either another first attempt, for the fallback, or `Settle`."""
+    """True if the request stays open: `Admit.may_fall_back` is set, and another model may be able to answer
+    it. The front process then sends either a new first attempt with the fallback model, or `Settle`."""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):

@@ -35,7 +35,7 @@ async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu
             "so it is not known whether their memory was returned: check the GPUs with nvidia-smi"
         )
     except Exception as error:
-        log.exception("the check for returned memory failed")
+        log.exception("could not check whether the GPU memory was freed")
         return f"its processes were stopped, but it is not known whether their memory was returned: {error}"
 
 

@@ -75,7 +75,7 @@ def main() -> int:
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
         except Exception as error:
-            # A hostile template can make Python raise MemoryError and any other exception.
+            # A hostile template can cause any exception, including MemoryError.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -218,8 +218,8 @@ class RequestManager:
             )
 
     def lose_replica(self, account: CreditAccount) -> None:
-        """Handle the exit of a replica. Its requests continue on other replicas once their fronts send the
-        next attempt."""
+        """Handle the exit of a replica. Its requests continue on other replicas once the front processes
+        retry them."""
         self.retire_replica(account)
         for request in list(self.state.in_flight.values()):
             if account in request.dispatched:

@@ -137,7 +137,7 @@ LISTS: dict[str, Figure] = {
     "area": Figure("AREA", "", "", "The component that wrote the line.", "logs: area"),
     "message": Figure("MESSAGE", "", "", "The text of the log line.", "logs: message"),
     "setting": Figure("SETTING", "", "", "Name of the setting, as in the settings file.", "config: settings"),
-    "setting_value": Figure("VALUE", "", NOW, "Value of the setting that is in effect.", "config: settings"),
+    "setting_value": Figure("VALUE", "", NOW, "The value that is currently in effect.", "config: settings"),
     "setting_source": Figure(
         "SOURCE",
         "",

@@ -46,6 +46,8 @@ class View:
     """Names of alternative contents. The key `v` cycles through them."""
     alternate = ""
     """Name of the screen that shares this screen's key and to which `v` switches."""
+    can_zoom = False
+    """Whether one panel of the screen can be shown on its own."""
     can_jump = False
     """Whether the screen has rows or panels to which jump mode can go."""
     reads_blocks = False
@@ -58,6 +60,8 @@ class View:
     def __init__(self) -> None:
         self.variant = self.variants[0] if self.variants else ""
         self.scroll = 0
+        self.zoomed = False
+        """Whether only the chosen panel is shown."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
@@ -110,7 +114,8 @@ class View:
     def zoom(self) -> bool:
         """Show only the chosen panel, or show all panels again. Return False if the screen has only one
         panel."""
-        return False
+        self.zoomed = self.can_zoom and not self.zoomed
+        return self.can_zoom
 
     def open(self) -> bool:
         """Open the details of the row under the cursor. Return whether the view has details."""
@@ -126,8 +131,9 @@ class View:
         return ""
 
     def back(self) -> bool:
-        """Close the details. Return False if no details were open."""
-        return False
+        """Close the details, or show all panels again. Return False if neither applied."""
+        was_zoomed, self.zoomed = self.zoomed, False
+        return was_zoomed
 
     def selected(self, context: Context) -> list[str]:
         """Return the names of the marked objects, or of the object under the cursor."""

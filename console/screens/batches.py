@@ -47,6 +47,7 @@ class BatchesView(View):
     title = "Batches"
     short = "Batch"
     can_jump = True
+    can_zoom = True
     help_text = (
         "One column per second, newest on the right. Each column shows the share of time spent in steps with "
         "prefill (bottom), in decode-only steps, and idle (empty). Time in steps with prefill takes at least "
@@ -86,8 +87,6 @@ class BatchesView(View):
         self._replicas = 1
         self._shown = range(0)
         """Positions of the replicas that are shown."""
-        self.zoomed = False
-        """Whether only the selected replica is shown."""
         self._request = ""
         """Id of the request that caused the longest step of the slice under the cursor."""
 
@@ -150,14 +149,6 @@ class BatchesView(View):
     def sideways(self, columns: int) -> None:
         self.cursor = max(0, min(self.cursor - columns, len(self._seconds) - 1))
         self._second = self._seconds[-1 - self.cursor] if self.cursor else None
-
-    def zoom(self) -> bool:
-        self.zoomed = not self.zoomed
-        return True
-
-    def back(self) -> bool:
-        was_zoomed, self.zoomed = self.zoomed, False
-        return was_zoomed
 
     def jump(self, number: int) -> bool:
         if number >= len(self._shown):

@@ -33,6 +33,7 @@ class KvView(View):
     key = "3"
     title = "KV cache"
     short = "KV"
+    can_zoom = True
     help_text = (
         "Every block of a replica's KV cache, in pool order. If there are more blocks than cells, a cell "
         "stands for several blocks and shows the first of them. The arrow keys move the cursor, and {open} "
@@ -50,8 +51,6 @@ class KvView(View):
         super().__init__()
         self.cursor = 0
         self.replica = 0
-        self.zoomed = False
-        """Whether the map or the chart of the blocks is shown on its own."""
         self._columns = 1
         self._cells = 1
         self._jump_cells: list[int] = []
@@ -158,14 +157,7 @@ class KvView(View):
         return _first_request(blocks, _owners(blocks)[slice(*self._block_range(blocks))])
 
     def zoom(self) -> bool:
-        if self.variant == "replicas":
-            return False
-        self.zoomed = not self.zoomed
-        return True
-
-    def back(self) -> bool:
-        was_zoomed, self.zoomed = self.zoomed, False
-        return was_zoomed
+        return self.variant != "replicas" and super().zoom()
 
     def jump(self, number: int) -> bool:
         if number >= len(self._jump_cells):
@@ -231,8 +223,8 @@ class KvView(View):
         return letters, roles
 
     def _tenant_lines(self, context: Context, blocks: BlockMap, width: int, rows: int) -> list[Line]:
-        """Return the letters and names of the tenants in at most `rows` lines. The first line leaves room for
-        the size of a cell. If the tenants are not shown, return an empty line."""
+        """Return the tenants' letters and names in at most `rows` lines, of which the first has space left
+        for the text with the cell size. If the map does not show tenants, return one empty line."""
         lines: list[Line] = [[]]
         if self.variant != "tenant":
             return lines

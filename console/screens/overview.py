@@ -47,6 +47,7 @@ class OverviewView(View):
     title = "Overview"
     can_jump = True
     short = "Overview"
+    can_zoom = True
     help_text = (
         "The current state of the service: throughput, latency, queue, KV caches, GPUs, alerts and "
         "processes. The arrow keys select a panel; {zoom} maximizes it. The command :export exports "
@@ -67,8 +68,6 @@ class OverviewView(View):
         super().__init__()
         self.chosen = ""
         """Name of the panel that the operator has chosen."""
-        self.zoomed = False
-        """Whether the chosen panel is shown on its own."""
         self._columns: list[list[str]] = [[], []]
         """Names of the panels shown most recently, by column."""
 
@@ -142,8 +141,7 @@ class OverviewView(View):
     def zoom(self) -> bool:
         if not self.chosen:
             self._choose(0, 0)
-        self.zoomed = bool(self.chosen) and not self.zoomed
-        return True
+        return bool(self.chosen) and super().zoom()
 
     def open(self) -> bool:
         if not self.zoomed:
@@ -151,13 +149,10 @@ class OverviewView(View):
         return True
 
     def back(self) -> bool:
-        if self.zoomed:
-            self.zoomed = False
-        elif self.chosen:
-            self.chosen = ""
-        else:
-            return False
-        return True
+        if super().back():
+            return True
+        was_chosen, self.chosen = bool(self.chosen), ""
+        return was_chosen
 
     def _position(self) -> tuple[int, int]:
         """Return the column and row of the chosen panel."""

@@ -61,7 +61,7 @@ class ColumnExchange:
         self._rows_read += part.rows
         if self._rows_read == rows:
             sending, self._sending = self._sending, None
-            # The ranks' rows are consecutive, so a small tensor is filled at once.
+            # The ranks' rows are consecutive, so one copy can fill a small tensor.
             at_once = max(rows, _AT_ONCE_BYTES // (width * numbers.itemsize))
             for index, received in enumerate(all_to_all(sending).flatten(0, 1).split(at_once)):
                 yield Columns(index * at_once, received)

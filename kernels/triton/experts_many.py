@@ -229,8 +229,8 @@ def _launch(
         )
     if len(by_expert.order) != len(out) or by_expert.held != experts:
         raise ValueError(
-            f"by_expert has {len(by_expert.order)} choices of {by_expert.held} experts; "
-            f"expected {len(out)} choices of {experts} experts"
+            f"by_expert assigns {len(by_expert.order)} rows to {by_expert.held} experts; "
+            f"expected {len(out)} rows and {experts} experts"
         )
     if not len(x):
         return

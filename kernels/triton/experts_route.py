@@ -417,8 +417,8 @@ def _choose(
         logit += tl.load(parts + of_token + index[None, :], mask=inside, other=0.0)
     # A NaN fails the comparison. Adding zero makes a negative zero positive.
     logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
-    # Map the logits to integers in the same order, because the GPU finds the largest integer of 32 threads in
-    # one instruction.
+    # Map the logits to integers that have the same order: the GPU can find the largest integer held by 32
+    # threads with one instruction.
     key = logit.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     # Padding and experts that are already chosen get the lowest value, below that of experts with a NaN

@@ -18,12 +18,11 @@ from rich.color import Color
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
-from textual.screen import ModalScreen
 
 import console.dialogs
 import console.past_dialogs
 from console.app import ConsoleApp
-from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
+from console.dialogs import ActionDialog, ChoiceDialog, Dialog, TextDialog
 from console.fake import FIXED_TIME
 from console.lines import Line
 from console.past_dialogs import SliceDialog, TimeDialog
@@ -155,7 +154,7 @@ def test_every_screen_and_dialog_has_pictures_of_both_sizes() -> None:
         value
         for module in (console.dialogs, console.past_dialogs)
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, ModalScreen) and value is not ModalScreen
+        if isinstance(value, type) and issubclass(value, Dialog) and value is not Dialog
     }
     assert found == pictured_dialogs, "draw a picture of the new dialog"
 

@@ -36,8 +36,8 @@ class Case:
     """Number of requests, each with n = 64 and a prompt of 1,000 tokens, that the short requests' first
     tenant sends before the large requests."""
     other_wide: int = 0
-    """Number of samples of a request that another tenant sends before all other requests; 0 for no such
-    request."""
+    """Number of samples that another tenant requests before the first of these requests arrives. If 0, it
+    sends no request."""
     resumed: bool = False
     """Whether the replica that ran the large request has died, so that another replica resumes it."""
     after_s: float = 0.2

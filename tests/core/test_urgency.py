@@ -135,7 +135,9 @@ def test_more_urgent_requests_have_their_turn_even_if_many_less_urgent_ones_wait
     fair.charge("a", 1000.0)
     assert queue.next(all_urgent, 0.0, 0.0) == (short, level_of(0, 8))
     fair.charge("a", 1.0)
-    assert queue.next(all_urgent, 0.0, 0.0) is None, "the tenant has more than its share and a step's tokens"
+    assert queue.next(all_urgent, 0.0, 0.0) is None, (
+        "the tenant exceeds its share by more than one step's tokens"
+    )
     fair.charge("a", -1.0)
     queue.remove(short)
     assert queue.next(all_urgent, 0.0, 0.0) == (medium, level_of(0, 2))
@@ -267,7 +269,9 @@ def test_a_new_request_would_be_next_only_if_the_order_of_its_class_allows_it() 
     assert not would_be_next(serial.ticket("a", 0, num_seqs=64)), "its level is not open"
     queue.push(serial.ticket("a", 0, prompt=600), 1.0, light=True)
     fair.charge("a", 1001.0)
-    assert not would_be_next(serial.ticket("a", 0)), "its tenant has more than its share and a step's tokens"
+    assert not would_be_next(serial.ticket("a", 0)), (
+        "its tenant exceeds its share by more than one step's tokens"
+    )
     assert would_be_next(serial.ticket("c", 0))
     fair.hold("a")
     queue.remove(other)

@@ -460,7 +460,7 @@ def test_arguments_that_do_not_match_are_reported() -> None:
     with pytest.raises(ValueError, match=r"weight_scale is \(5,\); needs \(5, 80\)"):
         few.up(case.x, None, case.chosen, case.gate_up, torch.ones(5), GEMV, pdl=False)
     by_expert = many.sort(routed(case.chosen, 6), 6, (16, 16), pdl=False)
-    with pytest.raises(ValueError, match="has 4 choices of 6 experts; expected 4 choices of 5 experts"):
+    with pytest.raises(ValueError, match="assigns 4 rows to 6 experts; expected 4 rows and 5 experts"):
         many.up(case.x, None, by_expert, 2, case.gate_up, None, GROUPED, 2, pdl=False)
     with pytest.raises(ValueError, match=r"residual is \(1, 48\); expected \(2, 48\)"):
         many.combine(case.x.repeat(2, 1), case.weights, residual=case.x[:1], pdl=False)

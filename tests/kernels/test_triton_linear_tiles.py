@@ -63,8 +63,8 @@ def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str,
         events = [event for event in kernel["events"] if event != "load"]
         wait, first_product = events.index("wait"), events.index("product")
         assert events[0] == "launch_dependents", name
-        # Before the wait, there is one copy of weights per stage. There is also one copy that lies outside x:
-        # it reads no data and only fetches x's descriptor.
+        # Before the wait, the kernel starts one copy of weights per stage, and one copy of rows beyond the
+        # end of x, which transfers no data and only prefetches the descriptor of x.
         assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
         assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
         assert kernel["shared"] <= 113 << 10, name  # two programs fit on a multiprocessor

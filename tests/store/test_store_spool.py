@@ -203,4 +203,4 @@ def test_the_size_of_the_spool_is_bounded(tmp_path, monkeypatch, caplog):
     for number in range(3):
         spool.put(entry(number))
     assert (spool.state().rows, spool.state().lost) == (2, 1)
-    assert "so this audit entry is only in this log" in caplog.text
+    assert "so this log has the only copy of this entry" in caplog.text

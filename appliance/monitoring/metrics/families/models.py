@@ -71,11 +71,11 @@ SHADOWS = (
            "Tokens of compared greedy requests before the first difference between the two answers.",
            lambda s: s.equal_tokens),
     Metric("summary", "appliance_shadow_time_to_first_token_seconds", "seconds",
-           "TTFT of compared requests, measured from the time when they were sent to the replica.",
+           "Time to first token of compared requests, measured from their dispatch to the replica.",
            lambda s: {"original": (s.compared, s.originals.ttft_s), "copy": (s.compared, s.copies.ttft_s)},
            ("answer",)),
     Metric("summary", "appliance_shadow_request_seconds", "seconds",
-           "E2E of compared requests, measured from the time when they were sent to the replica.",
+           "End-to-end latency of compared requests, measured from their dispatch to the replica.",
            lambda s: {"original": (s.compared, s.originals.e2e_s), "copy": (s.compared, s.copies.e2e_s)},
            ("answer",)),
 )

@@ -82,10 +82,10 @@ ARMS = (
            "Finished requests, by the model or version that they were sent to.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("histogram", "appliance_arm_time_to_first_token_seconds", "seconds",
-           "TTFT of requests, by the model or version that they were sent to.",
+           "Time to first token, by the model or version that the requests were sent to.",
            lambda row: _seconds(row.ttft_ms), bounds=FIRST_TOKEN_BOUNDS_S),
     Metric("histogram", "appliance_arm_request_seconds", "seconds",
-           "E2E of requests with outcome ok, by the model or version that they were sent to.",
+           "End-to-end latency of successful requests, by the model or version that they were sent to.",
            _successful_seconds, bounds=REQUEST_BOUNDS_S),
 )
 FALLBACKS = (
