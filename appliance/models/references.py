@@ -59,7 +59,7 @@ def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[t
         if not is_known(alias.target):
             yield (
                 f"alias {alias.name}",
-                f"its target {alias.target!r} does not exist, so applications cannot use the alias: run: "
+                f"its target {alias.target!r} is not a model, so applications cannot use the alias: run: "
                 f"appliance models alias {alias.name} TARGET",
             )
     for split in registry.splits.values():
