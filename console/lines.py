@@ -152,17 +152,18 @@ def fact_lines(facts: Sequence[tuple[str, str]], width: int) -> list[Line]:
     terminals show two columns of facts."""
     if width >= _TWO_COLUMNS and len(facts) > 3:
         middle, size = (len(facts) + 1) // 2, (width - 2) // 2
-        left, right = _facts(facts[:middle], size), _facts(facts[middle:], size)
+        left, right = fact_column(facts[:middle], size), fact_column(facts[middle:], size)
         return beside(left, right, size, size, 2)
-    return _facts(facts, width)
+    return fact_column(facts, width)
 
 
-def _facts(facts: Iterable[tuple[str, str]], width: int) -> list[Line]:
+def fact_column(facts: Iterable[tuple[str, str]], width: int, name_width: int = _NAME_WIDTH) -> list[Line]:
+    """Return names and values as lines, in one column even if the terminal is wide."""
     lines = []
     for name, value in facts:
-        first, *others = wrap(value, width - _NAME_WIDTH) or [BLANK]
-        lines.append([span(f"{name:<{_NAME_WIDTH}}", "label"), *first])
-        lines += [[span(" " * _NAME_WIDTH), *rest] for rest in others]
+        first, *others = wrap(value, width - name_width) or [BLANK]
+        lines.append([span(f"{name:<{name_width}}", "label"), *first])
+        lines += [[span(" " * name_width), *rest] for rest in others]
     return lines
 
 

@@ -22,6 +22,8 @@ Unit = Literal[
 Kind = Literal["number", "count", "class", "span", "time", "text", "choice", "list"]
 
 MAX_COUNT = 10**12
+MAX_TIME = 1e11
+"""Latest time, in unix seconds: the year 5138. Later times cannot be shown as dates on every system."""
 MAX_TEXT_CHARS = 200
 MAX_NAMES = 256
 """Maximum number of items in a list."""
@@ -107,7 +109,7 @@ class Declared(NamedTuple):
             case "list":
                 return f"1 to {MAX_NAMES} printable names"
             case "time":
-                return "a unix time in the future, in seconds, at most 100,000,000,000"
+                return f"a unix time in the future, in seconds, at most {MAX_TIME:,.0f}"
             case "text":
                 return f"1 to {MAX_TEXT_CHARS} printable characters"
 

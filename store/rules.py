@@ -8,14 +8,11 @@ from typing import Any
 
 import msgspec
 
-from store.fields import MAX_NAMES, MAX_TEXT_CHARS, Declared, declared, either
+from store.fields import MAX_NAMES, MAX_TEXT_CHARS, MAX_TIME, Declared, declared, either
 from store.policies import PEER_KINDS, KeyRecord, PeerRecord, Quota, TenantRecord
 
 MAX_PEER_NUMBER = 2**32 - 2
 """Highest valid uid and gid on Linux. The next number means "no id"."""
-
-MAX_TIME = 1e11
-"""Latest time, in unix seconds: the year 5138. Later times cannot be shown as dates on every system."""
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from appliance.pages import ChainReport
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, span, wrap
+from console.lines import BLANK, Line, fact_column, wrap
 from console.screens.table import TableColumn, TableView
 from console.source import MAX_ROWS, ListName, ListRow
 
@@ -59,11 +59,8 @@ class ListView(TableView[ListRow]):
             **dict(zip(self.fact_names(), (row.actor, row.subject, row.target), strict=True)),
             **row.detail,
         }
-        lines: list[Line] = [BLANK, *wrap(row.text, width), BLANK]
-        for name, text in facts.items():
-            for number, part in enumerate(wrap(text, width - _NAME_WIDTH)):
-                lines.append([span(f"{'' if number else name:<{_NAME_WIDTH}}", "label"), *part])
-        return lines
+        known = [(name, text) for name, text in facts.items() if text.strip()]
+        return [BLANK, *wrap(row.text, width), BLANK, *fact_column(known, width, _NAME_WIDTH)]
 
 
 def _number(row: ListRow) -> int | None:
