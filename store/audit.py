@@ -274,7 +274,8 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
     highest = max([highest_seq, *expected])
     if highest > last.seq:
         missing = f"row {highest} is" if highest == last.seq + 1 else f"rows {last.seq + 1} to {highest} are"
-        return Verdict(last.seq, last, last.seq + 1, f"{missing} missing from the end of the chain")
+        where = "missing from the end of the chain" if last.seq else "missing: the chain is empty"
+        return Verdict(last.seq, last, last.seq + 1, f"{missing} {where}")
     return Verdict(last.seq, last)
 
 
@@ -282,11 +283,13 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: in
     """Check one row, assuming that the preceding row is valid. Returns the seq of the first wrong or missing
     row and a description of the fault, or None if the row is valid."""
     if row.seq != last.seq + 1:
-        return last.seq + 1, f"missing: row {last.seq} is followed by row {row.seq}"
+        found = f"row {last.seq} is followed by row {row.seq}"
+        return last.seq + 1, f"missing: {found if last.seq else f'the chain begins with row {row.seq}'}"
     if any(value is not None and not isinstance(value, str) for value in row[1:]):
         return row.seq, "rewritten: one of its values is not text"
     if row.previous_hash != last.hash:
-        return row.seq, f"rewritten: its previous_hash is not the hash of row {last.seq}"
+        right = f"the hash of row {last.seq}" if last.seq else "that of a chain's first row (64 zeros)"
+        return row.seq, f"rewritten: its previous_hash is not {right}"
     if row.hash != row_hash(row):
         return row.seq, "rewritten: its hash does not match its content"
     if recorded is not None and recorded != {row.hash}:

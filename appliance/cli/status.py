@@ -299,7 +299,10 @@ def _stores(status: Status, width: int | None) -> list[str]:
 
 
 def _audit(audit: AuditStatus, width: int | None) -> list[str]:
-    facts = f"{audit.rows:,} rows · heads anchored up to row {audit.recorded_rows:,}"
+    anchored = (
+        f"heads anchored up to row {audit.recorded_rows:,}" if audit.recorded_rows else "no head anchored"
+    )
+    facts = f"{audit.rows:,} row{'' if audit.rows == 1 else 's'} · {anchored}"
     lines = _labelled("AUDIT", facts, width)
     troubles = []
     if audit.spooled:

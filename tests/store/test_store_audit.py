@@ -156,7 +156,8 @@ _RENUMBER = "".join(f"UPDATE audit SET seq = {seq - 1} WHERE seq = {seq};" for s
     ("removal", "broken_seq", "problem"),
     [
         ("DELETE FROM audit WHERE seq = 5", 5, "missing: row 4 is followed by row 6"),
-        ("DELETE FROM audit WHERE seq = 1", 1, "missing: row 0 is followed by row 2"),
+        ("DELETE FROM audit WHERE seq = 1", 1, "missing: the chain begins with row 2"),
+        ("DELETE FROM audit", 1, "rows 1 to 10 are missing: the chain is empty"),
         (
             f"DELETE FROM audit WHERE seq = 5; {_RENUMBER} UPDATE sqlite_sequence SET seq = 9",
             5,
@@ -164,13 +165,21 @@ _RENUMBER = "".join(f"UPDATE audit SET seq = {seq - 1} WHERE seq = {seq};" for s
         ),
         ("DELETE FROM audit WHERE seq > 7", 8, "rows 8 to 10 are missing from the end of the chain"),
     ],
-    ids=["middle", "first", "renumbered", "end"],
+    ids=["middle", "first", "all", "renumbered", "end"],
 )
 def test_removed_rows_are_detected_without_a_recorded_head(removal, broken_seq, problem):
     connection = chain(10)
     connection.executescript(removal)
     verdict = audit.verify(connection)
     assert (verdict.broken_seq, verdict.problem) == (broken_seq, problem)
+
+
+def test_a_first_row_with_a_previous_hash_does_not_name_a_row_0():
+    connection = chain(2)
+    connection.execute("UPDATE audit SET previous_hash = ? WHERE seq = 1", ("1" * 64,))
+    verdict = audit.verify(connection)
+    assert verdict.broken_seq == 1
+    assert verdict.problem == "rewritten: its previous_hash is not that of a chain's first row (64 zeros)"
 
 
 @pytest.mark.parametrize(
