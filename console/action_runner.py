@@ -64,13 +64,44 @@ class ActionRunner:
             ChoiceDialog(title, [(one.name, f"{one.title:<36} {one.name}") for one in choices]), chosen
         )
 
+    def resume(self) -> None:
+        """End the drain in the banner. If there are several drains, let the operator choose one of them."""
+        session, action = self._app.session, action_named("resume")
+        if not self._may_act():
+            return
+        drains = [] if session.context.snapshot is None else session.context.snapshot.drains
+        if not drains:
+            session.say("nothing to resume: no model is draining, and neither is the service", "warn")
+            return
+
+        def end(model: str | None) -> None:
+            self.begin(action, {} if model is None else {"model": model}, given=True)
+
+        if len(drains) == 1:
+            end(drains[0].model)
+            return
+        names = {f"drain-{number}": one.model for number, one in enumerate(drains)}
+        choices = [(name, f"model {model}" if model else "the service") for name, model in names.items()]
+
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                end(names[name])
+
+        self._app.push_screen(ChoiceDialog("Choose the drain to end", choices), chosen)
+
+    def _may_act(self) -> bool:
+        """Return whether actions are permitted. If they are not, say why."""
+        session = self._app.session
+        if not session.context.write:
+            session.say(_READ_ONLY if session.past is None else PAST_IS_FIXED, "warn")
+        return session.context.write
+
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
         """Open the dialog for an action. Unless the command line names a target, the action applies to the
         marked rows, or to the row under the cursor if no rows are marked. `given` is true if the
         operator typed the command line. If a typed line names no target and the action requires none, the
         action applies to the whole service."""
-        if not self._app.session.context.write:
-            self._app.session.say(_READ_ONLY if self._app.session.past is None else PAST_IS_FIXED, "warn")
+        if not self._may_act():
             return
         named = given and (action.named_by in values or not action.is_target_required)
         names = [] if named else self._targets_on_screen(action)

@@ -249,6 +249,8 @@ class ConsoleApp(App[int]):
             self._begin_verifying()
         elif word == "actions":
             self.action_runner.choose()
+        elif command == "act resume":
+            self.action_runner.resume()
         elif word == "act":
             self.action_runner.begin(action_named(rest), {})
         self.redraw()

@@ -11,7 +11,7 @@ from console import units
 from console.context import Context
 from console.help import help_lines
 from console.keys import key_of
-from console.lines import BLANK, Line, Span, cells, clip, line, span, spread, width_of, wrap
+from console.lines import BLANK, Line, Span, cells, clip, fit, line, span, spread, width_of, wrap
 from console.screens.base import MIN_HEIGHT, MIN_WIDTH, View
 from console.screens.panels import STATE_ROLES
 from console.screens.table import TableView
@@ -191,13 +191,18 @@ def _banners(state: FrameState, width: int) -> list[Line]:
     if state.error and snapshot is not None and state.past is None:
         lines.append(clip([span(f" {state.error} ", "badge_bad")], width))
     if snapshot is not None:
-        key = key_of(state.context.keys, "act resume") if state.past is None else ""
-        lines += _drains(snapshot, width, f"; press {key} to resume" if key else "")
+        can_act = state.context.write and state.past is None
+        key = key_of(state.context.keys, "act resume") if can_act else ""
+        lines += _drains(snapshot, width, key)
     return lines
 
 
-def _drains(snapshot: Snapshot, width: int, remedy: str) -> list[Line]:
+def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
+    """Return a banner for each drain. `key` is the name of the key that ends the only drain, or that lists
+    the drains to choose from. It is empty if there is no such key."""
     lines = []
+    what = "to resume" if len(snapshot.drains) == 1 else "to resume one"
+    remedy = [span(f" press {key} {what} ", "badge", "act resume")] if key else []
     for one in snapshot.drains:
         name = "SERVICE" if one.model is None else f"MODEL {one.model}"
         if one.state == "drained":
@@ -216,8 +221,9 @@ def _drains(snapshot: Snapshot, width: int, remedy: str) -> list[Line]:
         announced = one.state == "announced"
         state = "DRAIN ANNOUNCED" if announced else one.state.upper()
         effect = "are still accepted" if announced else "wait" if one.queue else "are refused"
-        text = f" {name} {state}: {', '.join([*facts, f'new requests {effect}'])}" + remedy
-        lines.append([span(clip([span(text)], width)[0].text.ljust(width), "badge")])
+        text = f" {name} {state}: {', '.join([*facts, f'new requests {effect}'])}"
+        room = max(0, width - width_of(remedy))
+        lines.append(clip([span(fit(span(text).text, room), "badge"), *remedy], width))
     return lines
 
 

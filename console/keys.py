@@ -170,7 +170,9 @@ KEYS: tuple[KeyBinding, ...] = (
         "Actions",
     ),
     KeyBinding("act drain", ("D",), "Drain the model under the cursor, or the service", "Actions"),
-    KeyBinding("act resume", ("R",), "Resume the model under the cursor, or the service", "Actions"),
+    KeyBinding(
+        "act resume", ("R",), "End the drain in the banner, or choose one of several drains to end", "Actions"
+    ),
     KeyBinding(
         "act requests.cancel",
         ("X",),
