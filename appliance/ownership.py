@@ -27,9 +27,9 @@ class UntrustedError(Exception):
     """Raised if a directory, a file or a process belongs to a user who is not trusted. Nothing was sent or
     read. The message ends with the remedy."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(f"{what}: {remedy}")
-        self.what = what
+    def __init__(self, description: str, remedy: str) -> None:
+        super().__init__(f"{description}: {remedy}")
+        self.description = description
         self.remedy = remedy
 
 

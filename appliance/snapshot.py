@@ -349,7 +349,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     state: AlertState
     where: str
     """The model, replica, front process, GPU, tenant or database that the alert concerns."""
-    what: str
+    description: str
     cause: str = ""
     """Description of the likely cause, based on recent events."""
     remedy: str = ""

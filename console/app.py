@@ -360,7 +360,7 @@ class ConsoleApp(App[int]):
             "model": {one.name: "" for one in snapshot.models},
             "tenant": {one.name: "" for one in snapshot.tenants},
             "request": {one.request_id: "" for one in snapshot.requests},
-            "alert": {one.id: units.about(one.where, one.what) for one in active},
+            "alert": {one.id: units.about(one.where, one.description) for one in active},
             "rule": {one.subject: "" for one in context.rows_of("rules", ListRow)},
             "silence": {
                 one.id: f"{one.rule} on {one.subject}" for one in context.rows_of("silences", Silence)

@@ -154,7 +154,7 @@ class FakeAlerts:
         )
 
     def _write(self, at: float, level: str, event: str, alert: Alert) -> None:
-        text = f"alert {alert.id} {event}: {alert.rule}: {alert.what}; likely cause: {alert.cause}"
+        text = f"alert {alert.id} {event}: {alert.rule}: {alert.description}; likely cause: {alert.cause}"
         self._log.write(at, "core", "manager", text, level)
 
 
@@ -186,7 +186,7 @@ def _raised(condition: Condition, snapshot: Snapshot) -> Alert:
         severity=rule.severity,
         state="firing",
         where=condition.where,
-        what=filled(rule, condition),
+        description=filled(rule, condition),
         cause=f"nothing else changed within the {minutes:.0f} min before the alert",
         remedy=rule.remedy,
         since=condition.since,

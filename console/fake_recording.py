@@ -48,7 +48,8 @@ class FakeRecording:
         for one in snapshot.alerts:
             if one.state == "firing":
                 self._alerts.setdefault(
-                    one.id, Mark(snapshot.at, True, f"{one.severity}: {units.about(one.where, one.what)}")
+                    one.id,
+                    Mark(snapshot.at, True, f"{one.severity}: {units.about(one.where, one.description)}"),
                 )
 
     async def instant(self, at: float | None) -> PastSnapshot:

@@ -201,8 +201,8 @@ def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
     """Return a banner for each drain. `key` is the name of the key that ends the only drain, or that lists
     the drains to choose from. It is empty if there is no such key."""
     lines = []
-    what = "to resume" if len(snapshot.drains) == 1 else "to resume one"
-    remedy = [span(f" press {key} {what} ", "badge", "act resume")] if key else []
+    description = "to resume" if len(snapshot.drains) == 1 else "to resume one"
+    remedy = [span(f" press {key} {description} ", "badge", "act resume")] if key else []
     for one in snapshot.drains:
         name = "SERVICE" if one.model is None else f"MODEL {one.model}"
         if one.state == "drained":

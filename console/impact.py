@@ -86,7 +86,9 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
             return _silence(silence_with(target, context), snapshot)
         case "alert":
             found = [one for one in snapshot.alerts if one.id == target]
-            return [f"{units.about(one.where, one.what)} ({one.severity}, {one.state})" for one in found]
+            return [
+                f"{units.about(one.where, one.description)} ({one.severity}, {one.state})" for one in found
+            ]
     return []
 
 

@@ -64,7 +64,7 @@ class StoredRecording:
             values = columns.figures.get(_TIMELINE_FIGURE, [None] * len(columns.at))
             alerts = self._past.alert_log(AlertLogQuery(since=since, until=until, limit=_MARKS)).rows
             marks = [
-                Mark(row.raised_at, True, f"{row.severity}: {units.about(row.subject, row.what)}")
+                Mark(row.raised_at, True, f"{row.severity}: {units.about(row.subject, row.description)}")
                 for row in alerts
                 if row.raised_at >= since and not row.suppressed_by
             ]

@@ -92,10 +92,10 @@ def size(value: float | None) -> str:
     return f"{value:.1f}T"
 
 
-def about(where: str, what: str) -> str:
+def about(where: str, description: str) -> str:
     """Return the description of a condition, with the name of its subject unless the description contains
     it."""
-    return what if where in what else f"{where}: {what}"
+    return description if where in description else f"{where}: {description}"
 
 
 def clock(at: float | None) -> str:

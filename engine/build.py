@@ -127,9 +127,9 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--config", type=Path, help="folder that contains the model's config.json")
-    what.add_argument("--served", type=_served, help=argparse.SUPPRESS)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path, help="folder that contains the model's config.json")
+    source.add_argument("--served", type=_served, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the model; default: the checkpoint's dtype")
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' matrices to e4m3")
     parser.add_argument("--kv-fp8", action="store_true", help="store the KV cache in e4m3")

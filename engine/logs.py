@@ -213,7 +213,7 @@ def _log_exception(kind: type[BaseException], error: BaseException, traceback: T
 
 
 def _log_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    what = unraisable.err_msg or "ignored an exception in"
+    message = unraisable.err_msg or "ignored an exception in"
     error = unraisable.exc_value
     information = None if error is None else (type(error), error, unraisable.exc_traceback)
-    log.error("%s %r", what, unraisable.object, exc_info=information)
+    log.error("%s %r", message, unraisable.object, exc_info=information)

@@ -217,9 +217,9 @@ class _Group(Collectives):
         with contextlib.suppress(Exception):  # the process exits even if the abort fails
             _abort_process_group()
 
-    def _lost(self, what: str, error: RuntimeError) -> RankLost:
+    def _lost(self, operation: str, error: RuntimeError) -> RankLost:
         return RankLost(
-            f"{what} failed on rank {self.rank} of {self.size}: a peer died or timed out "
+            f"{operation} failed on rank {self.rank} of {self.size}: a peer died or timed out "
             f"({str(error).splitlines()[0]}); restart the whole replica"
         )
 

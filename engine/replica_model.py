@@ -103,10 +103,10 @@ class ReplicaModel:
                 elsewhere,
             )
         if capability < limits.MIN_FP8_CAPABILITY and (self.fp8 or self.kv_fp8):
-            what = "weights are fp8" if self.fp8 else "kv_cache_dtype is fp8"
+            description = "weights are fp8" if self.fp8 else "kv_cache_dtype is fp8"
             whole = "weights that are not FP8" if self.fp8 else 'kv_cache_dtype "auto"'
             raise UnsupportedError(
-                f"{what}, but {gpu.name} has compute capability {version}; FP8 needs at least "
+                f"{description}, but {gpu.name} has compute capability {version}; FP8 needs at least "
                 f"{limits.MIN_FP8_CAPABILITY / 10}",
                 f"serve this model with {whole}, or on another GPU",
             )

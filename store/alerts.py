@@ -27,7 +27,7 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     severity: str
     subject: str
     """Name of the model, replica, front process, GPU, tenant or other component that the alert concerns."""
-    what: str
+    description: str
     cause: str
     remedy: str
     since: float

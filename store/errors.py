@@ -11,9 +11,9 @@ class StoreError(Exception):
     """Base class of the errors that this package defines. The message names the path and the problem, and
     ends with the remedy, if there is one."""
 
-    def __init__(self, what: str, remedy: str = "") -> None:
-        super().__init__(f"{what}: {remedy}" if remedy else what)
-        self.what = what
+    def __init__(self, description: str, remedy: str = "") -> None:
+        super().__init__(f"{description}: {remedy}" if remedy else description)
+        self.description = description
         self.remedy = remedy
 
 

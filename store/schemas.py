@@ -249,6 +249,7 @@ CREATE TABLE silences (
 """,
 )
 
+_ALERT_DESCRIPTION = ("ALTER TABLE alerts RENAME COLUMN what TO description",)
 
 # The prompts and answers that are stored because of tenants' log policies. Only the service's user can read
 # this file.
@@ -285,5 +286,6 @@ HISTORY = Schema(
         Migration("telemetry details", _TELEMETRY_DETAILS),
         Migration("unit", _UNIT),
         Migration("fallback", _FALLBACK),
+        Migration("alert description", _ALERT_DESCRIPTION),
     ),
 )

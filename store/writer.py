@@ -345,16 +345,16 @@ class Writer:
         if self._database is None:
             self._database = WritableDatabase(self.path, self._schema, self._synchronous)
             self._note_success([])
-        elif what := self._database.displaced():
-            self._write_back(self._database, what)
+        elif description := self._database.displaced():
+            self._write_back(self._database, description)
         return self._database
 
-    def _write_back(self, database: WritableDatabase, what: str) -> None:
+    def _write_back(self, database: WritableDatabase, description: str) -> None:
         began = time.monotonic()
         aside = database.write_back(self._note_progress)
         done = "the service restored it from the open file, so no rows are lost"
         other = f"; the file found in its place was renamed to {aside}" if aside else ""
-        self._restored = f"{what}: {done}{other}"
+        self._restored = f"{description}: {done}{other}"
         log.warning("%s (restored in %.1f s)", self._restored, time.monotonic() - began)
         self._note_success([])
 

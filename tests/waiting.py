@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "the condition") -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, description: str = "the condition") -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
-        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {what}"
+        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {description}"
         time.sleep(0.01)
 
 

@@ -42,7 +42,7 @@ def _model(model: ModelStatus) -> Iterator[CurrentProblem]:
     if model.state == "failed":
         yield CurrentProblem(
             where=f"model {model.name}",
-            what=f"failed: {model.detail}{_fallback(model)}",
+            description=f"failed: {model.detail}{_fallback(model)}",
             remedy=next((one.remedy for one in model.replicas if one.remedy), _RETRIED),
         )
     for replica in model.replicas:
@@ -57,18 +57,18 @@ def _fallback(model: ModelStatus) -> str:
 
 def _replica(replica: ReplicaStatus) -> Iterator[CurrentProblem]:
     for one in replica.degraded:
-        yield CurrentProblem(where=replica.name, what=one.what, remedy=one.remedy)
+        yield CurrentProblem(where=replica.name, description=one.description, remedy=one.remedy)
     if replica.state == "silent":
         yield CurrentProblem(
             where=replica.name,
-            what=f"replica receives no new requests: {replica.detail}",
+            description=f"replica receives no new requests: {replica.detail}",
             remedy="wait: the replica's requests continue on another replica or after the restart; if the "
             "problem recurs, check the log and the machine's memory and load",
         )
     elif replica.state in ("restarting", "failed"):
         yield CurrentProblem(
             where=replica.name,
-            what=f"{replica.state}, {replica.detail}: {replica.last_error}",
+            description=f"{replica.state}, {replica.detail}: {replica.last_error}",
             remedy=replica.remedy or _RETRIED,
         )
 
@@ -77,31 +77,31 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
     if front.state == "restarting":
         yield CurrentProblem(
             where=front.name,
-            what=f"{front.detail}: {front.last_error}",
+            description=f"{front.detail}: {front.last_error}",
             remedy="see the log for the cause; the service retries automatically",
         )
     elif front.state == "starting" and front.detail:
         yield CurrentProblem(
             where=front.name,
-            what=front.detail,
+            description=front.detail,
             remedy="see the log, and check that the disk with the model files responds",
         )
     elif front.state == "silent":
         yield CurrentProblem(
             where=front.name,
-            what=front.detail,
+            description=front.detail,
             remedy="wait: if the front does not report again, it is killed and restarted; see the log",
         )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(
             where=front.name,
-            what=front.detail,
+            description=front.detail,
             remedy="raise the limit named in the message, or start more fronts",
         )
     for model, why in front.problems.items():
         yield CurrentProblem(
             where=front.name,
-            what=f"model {model!r} cannot be used: {why}",
+            description=f"model {model!r} cannot be used: {why}",
             remedy="fix the model's files; the service retries automatically",
         )
 
@@ -112,14 +112,15 @@ def _database(database: DatabaseStatus) -> Iterator[CurrentProblem]:
     if database.last_error is not None:
         yield CurrentProblem(
             where=name,
-            what=f"writes have failed for {database.failing_s:.0f} s; {waiting}: {database.last_error}",
+            description=f"writes have failed for {database.failing_s:.0f} s; {waiting}: "
+            f"{database.last_error}",
             remedy="fix the cause given in the message; until then, requests are served and rows wait in "
             "memory",
         )
     elif database.stalled_s > _STALLED_S:
         yield CurrentProblem(
             where=name,
-            what=f"the current write has taken {database.stalled_s:.0f} s so far; {waiting}",
+            description=f"the current write has taken {database.stalled_s:.0f} s so far; {waiting}",
             remedy="check that the disk responds and that no other program has locked the file",
         )
 
@@ -128,14 +129,14 @@ def _audit(audit: AuditStatus) -> Iterator[CurrentProblem]:
     if audit.last_error is not None:
         yield CurrentProblem(
             where="audit",
-            what=audit.last_error,
+            description=audit.last_error,
             remedy="fix the cause given in the message; until then, audit entries wait in the spool",
         )
     elif audit.spooled:
         places = " and ".join([*audit.places, *(["memory"] if audit.in_memory else [])])
         yield CurrentProblem(
             where="audit",
-            what=f"{audit.spooled:,} audit entries are waiting in {places}",
+            description=f"{audit.spooled:,} audit entries are waiting in {places}",
             remedy="fix the problem with control.db; the entries are then added to the audit chain",
         )
 
@@ -144,8 +145,8 @@ def _clock(jump_s: float) -> Iterator[CurrentProblem]:
     if jump_s:
         yield CurrentProblem(
             where="clock",
-            what=f"the system clock was changed by {jump_s / 3600:+,.1f} hours, so removing old log entries "
-            "is paused",
+            description=f"the system clock was changed by {jump_s / 3600:+,.1f} hours, so removing old log "
+            "entries is paused",
             remedy="if the clock is wrong now, correct it with timedatectl; if it is right, wait: removing "
             "old entries resumes after a day",
         )
@@ -155,7 +156,7 @@ def _log(log: LogState) -> Iterator[CurrentProblem]:
     if log.stalled_s > _STALLED_S:
         yield CurrentProblem(
             where="log",
-            what=f"standard error has not been read for {log.stalled_s:.0f} s; {log.dropped_lines:,} log "
-            "lines were dropped",
+            description=f"standard error has not been read for {log.stalled_s:.0f} s; {log.dropped_lines:,} "
+            "log lines were dropped",
             remedy="resume the program that reads the log (journald, a terminal or the reader of a pipe)",
         )

@@ -369,8 +369,8 @@ def _check_settings(name: str, folder: str, settings: Mapping[str, Any]) -> None
         converter.add((*path, "folder"), "folder is not a setting of a version", "give the folder itself")
     template = settings.get("chat_template")
     if isinstance(template, str) and not os.path.isabs(template):
-        what = f"chat_template = {template!r} is not an absolute path"
-        converter.add((*path, "chat_template"), what, "write the whole path")
+        description = f"chat_template = {template!r} is not an absolute path"
+        converter.add((*path, "chat_template"), description, "write the whole path")
     converter.settings({"models": {name: {**settings, "folder": folder}}})
     if converter.faults:
         raise SettingsError(*converter.faults)

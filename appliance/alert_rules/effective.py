@@ -59,6 +59,6 @@ def rule_set_faults(
             )
     if not faults and (circle := cycle(effective_rules(configured, ()))):
         index = max(index for index, rule in enumerate(configured) if rule.name in circle)
-        what = f"the rules {', '.join(circle)} explain each other, so none of them would be shown"
-        faults.append((index, RuleFault("downstream_of", what, "remove one of the names")))
+        description = f"the rules {', '.join(circle)} explain each other, so none of them would be shown"
+        faults.append((index, RuleFault("downstream_of", description, "remove one of the names")))
     return faults

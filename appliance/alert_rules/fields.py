@@ -66,7 +66,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """Names of rules that detect possible causes of this alert. While an alert of one of these rules is
     active for the same model, replica or GPU, and for one minute afterwards, this alert is not shown, but is
     counted in the other alert."""
-    what: str = ""
+    description: str = ""
     """Text of the alert. {where}, {value}, {threshold} and {text} are placeholders."""
     remedy: str = ""
     """The operator's next step. {remedy} is replaced with the field `remedy` of the object that contains the
@@ -99,7 +99,7 @@ class RuleFault(NamedTuple):
     """A fault in a rule or receiver that the type checks of its fields do not detect."""
 
     field: str
-    what: str
+    description: str
     remedy: str
 
 
@@ -108,24 +108,26 @@ def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
     faults = []
     thresholds = (rule.above is not None) + (rule.below is not None) + bool(rule.texts)
     if thresholds != 1:
-        what = f"rule {rule.name!r} has {thresholds} thresholds"
-        faults.append(RuleFault("above", what, "set exactly one of above, below and texts"))
+        description = f"rule {rule.name!r} has {thresholds} thresholds"
+        faults.append(RuleFault("above", description, "set exactly one of above, below and texts"))
     threshold = rule.above if rule.above is not None else rule.below
     if rule.clear is not None and threshold is not None:
         wrong = rule.clear > threshold if rule.above is not None else rule.clear < threshold
         if wrong:
             side = "at most" if rule.above is not None else "at least"
-            what = f"rule {rule.name!r}: clear = {rule.clear:g} is beyond the threshold"
-            faults.append(RuleFault("clear", what, f"set it to {side} {threshold:g}"))
+            description = f"rule {rule.name!r}: clear = {rule.clear:g} is beyond the threshold"
+            faults.append(RuleFault("clear", description, f"set it to {side} {threshold:g}"))
     if not rule.figure or rule.figure.count("[") != rule.figure.count("]"):
-        what = f"rule {rule.name!r}: {rule.figure!r} is not the name of a figure"
-        faults.append(RuleFault("figure", what, "use a name such as gpus[*].power_w"))
-    for field, allowed in (("what", ("where", "value", "threshold", "text")), ("remedy", ("remedy",))):
+        description = f"rule {rule.name!r}: {rule.figure!r} is not the name of a figure"
+        faults.append(RuleFault("figure", description, "use a name such as gpus[*].power_w"))
+    for field, allowed in (("description", ("where", "value", "threshold", "text")), ("remedy", ("remedy",))):
         try:
             getattr(rule, field).format(**dict.fromkeys(allowed, ""))
         except (KeyError, IndexError, ValueError, AttributeError) as error:
-            what = f"rule {rule.name!r}: the text cannot be filled in ({error})"
-            faults.append(RuleFault(field, what, "use only " + ", ".join(f"{{{name}}}" for name in allowed)))
+            description = f"rule {rule.name!r}: the text cannot be filled in ({error})"
+            faults.append(
+                RuleFault(field, description, "use only " + ", ".join(f"{{{name}}}" for name in allowed))
+            )
     return faults
 
 
@@ -141,6 +143,6 @@ def faults_of_sink(sink: AlertSink) -> list[RuleFault]:
         except ValueError:
             valid = False
         if not valid:
-            what = f"webhook = {sink.webhook!r} is not a URL"
-            return [RuleFault("webhook", what, "use a URL such as http://127.0.0.1:9000/alerts")]
+            description = f"webhook = {sink.webhook!r} is not a URL"
+            return [RuleFault("webhook", description, "use a URL such as http://127.0.0.1:9000/alerts")]
     return []

@@ -87,7 +87,7 @@ def _print(transitions: list[Transition]) -> None:
         Column("EVENT"),
         Column("RULE"),
         Column("WHERE", flexible=True),
-        Column("WHAT", flexible=True, drop=1),
+        Column("DESCRIPTION", flexible=True, drop=1),
         Column("LIKELY CAUSE", flexible=True, drop=2),
     ]
     rows = [
@@ -96,7 +96,7 @@ def _print(transitions: list[Transition]) -> None:
             one.event,
             one.alert.rule,
             printable(one.alert.where),
-            printable(one.alert.what) if one.event == "raised" else "",
+            printable(one.alert.description) if one.event == "raised" else "",
             printable(one.alert.cause) if one.event == "raised" else "",
         ]
         for one in transitions
@@ -118,7 +118,7 @@ def _document(result: BackTest, shown: list[Transition]) -> dict[str, Any]:
                 "rule": one.alert.rule,
                 "severity": one.alert.severity,
                 "where": one.alert.where,
-                "what": one.alert.what,
+                "description": one.alert.description,
                 "cause": one.alert.cause,
                 "value": one.alert.value,
                 "threshold": one.alert.threshold,

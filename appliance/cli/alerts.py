@@ -54,7 +54,7 @@ def alert_lines(alert: Alert, now: float) -> list[str]:
         lasted = f"since {local(since)} ({of_seconds(max(0.0, now - since))})"
     by = f" by {alert.acknowledged_by}" if alert.acknowledged_by else ""
     colour = "dim" if alert.state == "resolved" else _COLOURS[alert.severity]
-    head = f"{alert.severity.upper()}  {alert.what}"
+    head = f"{alert.severity.upper()}  {alert.description}"
     lines = [
         paint(printable(head), colour),
         printable(f"  {alert.state}{by} · {alert.rule} · {lasted} · id {alert.id}"),

@@ -118,5 +118,5 @@ def _verdict(examination: Examination) -> str:
     return paint("no problems", "green")
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

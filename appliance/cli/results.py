@@ -25,7 +25,7 @@ def print_result(result: Any) -> None:
         case Reloaded():
             _print_reloaded(result)
         case Alert():
-            print(printable(f"acknowledged: {result.what}"))
+            print(printable(f"acknowledged: {result.description}"))
         case Silence():
             from appliance.cli.alerts import silence_line
 

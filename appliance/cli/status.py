@@ -70,14 +70,14 @@ def status_lines(status: Status, width: int | None) -> Iterable[str]:
 
 
 def _head(status: Status, width: int | None) -> Iterable[str]:
-    what = [
+    description = [
         f"appliance {printable(status.version)}",
         _state(status.state),
         f"up {of_seconds(status.uptime_s)}",
         f"pid {status.pid}",
         f"uid {status.uid}",
     ]
-    yield paint(what[0], "bold") + " · " + " · ".join(what[1:])
+    yield paint(description[0], "bold") + " · " + " · ".join(description[1:])
     if status.reason and all(drain.model is not None for drain in status.drains):
         yield from _wrapped(printable(status.reason), width, "")
     for drain in status.drains:
@@ -320,7 +320,7 @@ def _audit(audit: AuditStatus, width: int | None) -> list[str]:
 
 def _current(problems: list[CurrentProblem], width: int | None) -> Iterable[str]:
     for problem in problems:
-        yield from _wrapped(f"{printable(problem.where)}: {printable(problem.what)}", width, "  ")
+        yield from _wrapped(f"{printable(problem.where)}: {printable(problem.description)}", width, "  ")
         yield from _wrapped(f"→ {printable(problem.remedy)}", width, "    ")
 
 
@@ -330,7 +330,7 @@ def _problems(status: Status, width: int | None) -> list[str]:
         times = f" ({problem.count:,} times)" if problem.count > 1 else ""
         when = local_short(problem.at)
         lines += _wrapped(
-            f"{when}  {printable(problem.where)}: {printable(problem.what)}{times}", width, "  "
+            f"{when}  {printable(problem.where)}: {printable(problem.description)}{times}", width, "  "
         )
     left = len(status.problems) - _MAX_PROBLEMS
     return [*lines, f"  {left} older events are shown by: appliance status --json"] if left > 0 else lines

@@ -21,13 +21,15 @@ class Problems:
         """Number of problems since startup, including repetitions."""
         self._problems: OrderedDict[tuple[str, str], Problem] = OrderedDict()
 
-    def note(self, where: str, what: str) -> None:
+    def note(self, where: str, description: str) -> None:
         """Log and store a problem. `where` names its location (a front, replica, socket, …)."""
-        log.warning("%s: %s", where, what)
+        log.warning("%s: %s", where, description)
         self.total += 1
-        known = self._problems.pop((where, what), None)
+        known = self._problems.pop((where, description), None)
         count = known.count + 1 if known else 1
-        self._problems[(where, what)] = Problem(at=time.time(), where=where, what=what, count=count)
+        self._problems[(where, description)] = Problem(
+            at=time.time(), where=where, description=description, count=count
+        )
         if len(self._problems) > _KEPT:
             self._problems.popitem(last=False)
 

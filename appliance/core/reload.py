@@ -126,8 +126,8 @@ class Reloader:
             self.loaded = loaded
             for line in (*map(str, applied), *models):
                 log.info("reload: %s", line)
-            for record, what in unknown_targets(self.registry(), loaded.settings.models):
-                log.warning("%s: %s", record, what)
+            for record, description in unknown_targets(self.registry(), loaded.settings.models):
+                log.warning("%s: %s", record, description)
             return Reloaded(
                 changed=list(map(str, applied)), models=models, at_restart=list(map(str, waiting))
             )
@@ -185,7 +185,7 @@ def check_still_there(former: Loaded, loaded: Loaded) -> None:
     raise SettingsError(
         Fault(
             place=Place(str(gone)),
-            what="the service was started with this settings file, but the file no longer exists",
+            description="the service was started with this settings file, but the file no longer exists",
             remedy="restore the file, or restart the service to run without it",
         )
     )
@@ -202,7 +202,7 @@ def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
                 Fault(
                     place=loaded.places.get(("models", name), Place("default")),
                     field=dotted(("models", name)),
-                    what=f"the registry already has {kind} named {name!r}",
+                    description=f"the registry already has {kind} named {name!r}",
                     remedy="choose another name, or unload and remove the entry in the registry with: "
                     "appliance models",
                 )

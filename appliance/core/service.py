@@ -122,9 +122,9 @@ class Service:
         )
         self.controller.apply_policies()
         for fault in fallback_faults(loaded, state.registry.current):
-            problems.note(str(fault.place), f"{fault.what}: {fault.remedy}")
-        for record, what in unknown_targets(state.registry.current, settings.models):
-            problems.note(record, what)
+            problems.note(str(fault.place), f"{fault.description}: {fault.remedy}")
+        for record, description in unknown_targets(state.registry.current, settings.models):
+            problems.note(record, description)
         self.levels.restore(state.history.path)
         # Monitoring.
         scrape = self._scraper(parts, counted, state, problems, started_at)

@@ -17,8 +17,8 @@ _EXPOSED = (
     "x-appliance-retry-of",
     "x-request-id",
     *(
-        f"x-ratelimit-{what}-{kind}"
-        for what in ("limit", "remaining", "reset")
+        f"x-ratelimit-{value}-{kind}"
+        for value in ("limit", "remaining", "reset")
         for kind in ("requests", "tokens")
     ),
 )

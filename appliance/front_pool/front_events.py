@@ -53,5 +53,5 @@ class FrontEvents(Protocol):
     def front_lost(self, front: Front, name: str) -> None:
         """Handle the exit of the process with this name."""
 
-    def front_problem(self, front: Front, what: str) -> None:
+    def front_problem(self, front: Front, description: str) -> None:
         """Report a problem to the operator."""

@@ -378,5 +378,5 @@ class FrontPool:
         self._on_availability()
         self.publish_configuration()
 
-    def front_problem(self, front: Front, what: str) -> None:
-        self._note(front.name, what)
+    def front_problem(self, front: Front, description: str) -> None:
+        self._note(front.name, description)

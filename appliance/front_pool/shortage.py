@@ -20,11 +20,12 @@ class ShortageReport:
         self._note = note
         self._latest_at: float | None = None
 
-    def report(self, what: str, shortage: OSError) -> None:
-        """Report that `what` is impossible because of a shortage."""
+    def report(self, operation: str, shortage: OSError) -> None:
+        """Report that `operation` is impossible because of a shortage."""
         now = time.monotonic()
         if self._latest_at is None or now - self._latest_at > _SAME_SHORTAGE_S:
             self._note(
-                self._location, f"{what} ({shortage.strerror}): raise the limit of open files (ulimit -n)"
+                self._location,
+                f"{operation} ({shortage.strerror}): raise the limit of open files (ulimit -n)",
             )
         self._latest_at = now

@@ -140,9 +140,9 @@ def _lines(past: PastSource, writer: IncidentWriter, since: float, until: float)
         until = lines[0].at
 
 
-def _noted(notes: list[str], what: str, export: Callable[[], int]) -> int:
+def _noted(notes: list[str], part: str, export: Callable[[], int]) -> int:
     try:
         return export()
     except PastError as error:
-        notes.append(f"without {what}: {error}")
+        notes.append(f"without {part}: {error}")
         return 0

@@ -187,7 +187,7 @@ def logged_alert(row: AlertRow, at: float) -> Alert:
         severity=msgspec.convert(row.severity, Severity),
         state="resolved" if ended else "acknowledged" if acknowledged else "firing",
         where=row.subject,
-        what=row.what,
+        description=row.description,
         cause=row.cause,
         remedy=row.remedy,
         since=row.since,

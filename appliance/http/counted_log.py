@@ -27,10 +27,12 @@ class CountedLog:
         self._latest = ""
         self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, peer: Peer | None, what: str = "") -> None:
-        """Count an event. `what` is an additional description of the event."""
+    def note(self, peer: Peer | None, description: str = "") -> None:
+        """Count an event. `description` is an additional description of the event."""
         self.total += 1
-        self._latest = ("an unknown address" if peer is None else str(peer)) + (what and f": {what}")
+        self._latest = ("an unknown address" if peer is None else str(peer)) + (
+            description and f": {description}"
+        )
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._write)
 

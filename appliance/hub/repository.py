@@ -125,10 +125,10 @@ def configuration_files(listing: Listing) -> list[RemoteFile]:
     name = listing.reference.repository
     if SINGLE not in listing.files and INDEX not in listing.files:
         raise HubError(_no_safetensors(name, listing.files))
-    for needed, what in (("config.json", "the architecture"), ("tokenizer.json", "the tokenizer")):
+    for needed, content in (("config.json", "the architecture"), ("tokenizer.json", "the tokenizer")):
         if needed not in listing.files:
             raise HubError(
-                f"{name} has no {needed}, which describes {what}: choose a repository in the transformers "
+                f"{name} has no {needed}, which describes {content}: choose a repository in the transformers "
                 "format"
             )
     return [

@@ -29,8 +29,8 @@ _EXPECTED = "a folder with config.json, tokenizer.json and *.safetensors"
 class FolderFault(Exception):
     """Raised if something is wrong with a model folder. `remedy` explains how to fix it."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
+    def __init__(self, description: str, remedy: str) -> None:
+        super().__init__(description)
         self.remedy = remedy
 
 
@@ -40,7 +40,7 @@ def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
     _check_kind(folder, reader)
     for path in _needed(folder, weights):
         if unreadable := why_unreadable(path, reader):
-            raise FolderFault(unreadable.what, unreadable.remedy)
+            raise FolderFault(unreadable.description, unreadable.remedy)
         _check_content(path, folder)
     if weights:
         _check_weights(folder)
@@ -55,7 +55,7 @@ def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
 def _check_kind(folder: Path, reader: FileReader) -> None:
     """Check that `folder` contains a checkpoint, and not a model in another storage format."""
     if unreadable := why_unreadable(folder, reader):
-        raise FolderFault(unreadable.what, unreadable.remedy)
+        raise FolderFault(unreadable.description, unreadable.remedy)
     if not os.path.isdir(folder):
         raise _not_a_folder(folder)
     if os.path.lexists(folder / CONFIG):

@@ -21,8 +21,8 @@ _LENGTHS = (1024, 4096, 16_384, 65_536)
 class UnfitError(Exception):
     """Raised if the model cannot run on this machine. `remedy` explains how to fix the problem."""
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
+    def __init__(self, description: str, remedy: str) -> None:
+        super().__init__(description)
         self.remedy = remedy
 
 

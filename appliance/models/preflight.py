@@ -104,7 +104,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
     """Check the tokenizer and the chat template."""
     folder = Path(model.folder)
     if model.chat_template and (unreadable := why_unreadable(Path(model.chat_template), reader)):
-        yield _problem(unreadable.what, unreadable.remedy)
+        yield _problem(unreadable.description, unreadable.remedy)
         return
     # The tokenizer library is imported only when a model is checked.
     from appliance.text.template_files import read_template_sources

@@ -45,11 +45,11 @@ def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
         found = run_module("appliance.models.preflight_process", msgspec.json.encode(models), _TIMEOUT_S)
         return msgspec.json.decode(found, type=Findings)
     except subprocess.TimeoutExpired:
-        what = f"the model's files could not be checked within {_TIMEOUT_S:g} s"
+        description = f"the model's files could not be checked within {_TIMEOUT_S:g} s"
         remedy = "check that the disk with the model responds"
     except (OSError, subprocess.CalledProcessError, msgspec.MsgspecError) as error:
-        what, remedy = f"the check of the model's files failed: {error}", "see the log for the cause"
-    return {name: [ModelFinding(level="problem", text=what, remedy=remedy)] for name in models}
+        description, remedy = f"the check of the model's files failed: {error}", "see the log for the cause"
+    return {name: [ModelFinding(level="problem", text=description, remedy=remedy)] for name in models}
 
 
 class ModelChecks(NamedTuple):

@@ -29,7 +29,7 @@ class FileReader(NamedTuple):
 class Unreadable(NamedTuple):
     """A file or directory that the user cannot read, and how to fix that."""
 
-    what: str
+    description: str
     remedy: str
 
 

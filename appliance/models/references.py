@@ -37,7 +37,7 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
             Fault(
                 place=loaded.places.get(path, Place("default")),
                 field=dotted(path),
-                what=f"{dotted(path)} = {model.fallback!r} does not name another model or alias",
+                description=f"{dotted(path)} = {model.fallback!r} does not name another model or alias",
                 remedy=remedy,
             )
         )

@@ -47,7 +47,7 @@ def _fault(loaded: Loaded, name: str, finding: ModelFinding) -> Fault:
     return Fault(
         place=loaded.places.get(path, Place("default")),
         field=dotted(path),
-        what=f"model {name!r}: {finding.text}",
+        description=f"model {name!r}: {finding.text}",
         remedy=finding.remedy,
     )
 
@@ -88,7 +88,8 @@ def describe_models(
                 Fault(
                     place=loaded.places.get(path, Place("default")),
                     field=dotted(path),
-                    what=f"{dotted(path)} = {value!r} cannot be used: {error.filename}: {error.strerror}",
+                    description=f"{dotted(path)} = {value!r} cannot be used: {error.filename}: "
+                    f"{error.strerror}",
                     remedy=f"set it to {remedy}",
                 )
             )

@@ -109,8 +109,8 @@ class ReplicaConnections:
             self._requests.recover_model(replica.model)
         self._publish()
 
-    def replica_problem(self, replica: Replica, what: str) -> None:
-        self._note(replica.name, what)
+    def replica_problem(self, replica: Replica, description: str) -> None:
+        self._note(replica.name, description)
 
     def update(self, replica: Replica) -> None:
         """Dispatch requests to the replica if it may get new requests now, and otherwise dispatch no more.

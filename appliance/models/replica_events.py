@@ -32,5 +32,5 @@ class ReplicaEvents(Protocol):
         """Handle a replica that has exited and will be started again. If `replica.failure` is set, an
         operator must fix its cause before a start can succeed."""
 
-    def replica_problem(self, replica: Replica, what: str) -> None:
+    def replica_problem(self, replica: Replica, description: str) -> None:
         """Report a problem to the operator."""

@@ -69,10 +69,10 @@ def _degradations(replica: Replica) -> list[Degradation]:
     found = []
     if replica.fallback:
         remedy = f"correct the cause, then run: appliance models retry {replica.model}"
-        what = f"runs on the CPU instead of a GPU: {replica.fallback}"
-        found.append(Degradation(what=what, remedy=remedy))
+        description = f"runs on the CPU instead of a GPU: {replica.fallback}"
+        found.append(Degradation(description=description, remedy=remedy))
     if without_limits := replica.resources.without_limits:
-        found.append(Degradation(what=without_limits, remedy=LIMITS_REMEDY))
+        found.append(Degradation(description=without_limits, remedy=LIMITS_REMEDY))
     return found
 
 

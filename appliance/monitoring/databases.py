@@ -157,7 +157,7 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
 
 def _refused(subject: str, error: StoreError | UntrustedError) -> Finding:
     """Return the finding about a file that cannot be used."""
-    return _broken(subject, error.what, error.remedy)
+    return _broken(subject, error.description, error.remedy)
 
 
 def _broken(subject: str, text: str, remedy: str) -> Finding:

@@ -109,7 +109,7 @@ def _service(
 ) -> Iterable[Finding]:
     if isinstance(settings, SettingsError):
         for fault in settings.faults:
-            yield _finding("settings", "problem", f"{fault.place}: {fault.what}", fault.remedy)
+            yield _finding("settings", "problem", f"{fault.place}: {fault.description}", fault.remedy)
     elif settings.config_file:
         yield _finding("settings", "ok", f"{settings.config_file} is valid")
     if status is None:
@@ -127,7 +127,7 @@ def _service(
     else:
         yield _finding("state", "warning", f"{text}: {status.reason}", "wait, then run the doctor again")
     for current in status.current_problems:
-        yield _finding(current.where, "problem", f"{current.where}: {current.what}", current.remedy)
+        yield _finding(current.where, "problem", f"{current.where}: {current.description}", current.remedy)
     for database in status.databases:
         if database.restored:
             yield _finding(
@@ -148,7 +148,10 @@ def _service(
     for problem in recent[:_MAX_REPORTED_PROBLEMS]:
         times = f" ({problem.count:,} times)" if problem.count > 1 else ""
         yield _finding(
-            problem.where, "warning", f"within the last hour{times}: {problem.what}", "see the service's log"
+            problem.where,
+            "warning",
+            f"within the last hour{times}: {problem.description}",
+            "see the service's log",
         )
 
 

@@ -27,12 +27,12 @@ def orphans(service_pid: int | None) -> Iterator[Finding]:
             orphaned.append(process)
     _, left = psutil.wait_procs(orphaned, timeout=_EXIT_S)
     for process in left:
-        pid, what = process.info["pid"], " ".join(process.info["cmdline"][1:3])
+        pid, command = process.info["pid"], " ".join(process.info["cmdline"][1:3])
         yield Finding(
             area="leftovers",
             subject=f"process {pid}",
             level="problem",
-            text=f"process {pid} ({what}) is still running after its service ended and may occupy memory",
+            text=f"process {pid} ({command}) is still running after its service ended and may occupy memory",
             remedy=f"kill the process: kill -9 {pid}",
         )
     if not left:

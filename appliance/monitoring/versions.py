@@ -28,8 +28,8 @@ def requirements() -> list[str]:
         return []
     names = []
     for requirement in declared:
-        what, _, marker = requirement.partition(";")
+        package, _, marker = requirement.partition(";")
         if "extra" not in marker:
-            end = next((i for i, character in enumerate(what) if character in " <>=!~[("), len(what))
-            names.append(what[:end].strip())
+            end = next((i for i, character in enumerate(package) if character in " <>=!~[("), len(package))
+            names.append(package[:end].strip())
     return names

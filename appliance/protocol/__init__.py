@@ -17,7 +17,7 @@ def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
     """Return a model's dtype, followed by the dtypes of weights and KV cache that differ from it, such as
     "bfloat16, weights fp8, KV fp8"."""
     held = (("weights", weights), ("KV", kv_cache_dtype))
-    return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
+    return ", ".join([dtype, *(f"{description} {name}" for description, name in held if name != dtype)])
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -60,7 +60,7 @@ class Degradation(msgspec.Struct, frozen=True, kw_only=True):
     """A feature that a replica's settings request but that the replica runs without, such as a GPU or
     resource limits."""
 
-    what: str
+    description: str
     remedy: str
 
 

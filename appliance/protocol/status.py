@@ -131,7 +131,7 @@ class Problem(msgspec.Struct, kw_only=True):
     """When the problem last occurred, in unix seconds."""
     where: str
     """Location of the problem: a front process, replica, database or socket."""
-    what: str
+    description: str
     count: int = 1
 
 
@@ -140,7 +140,7 @@ class CurrentProblem(msgspec.Struct, kw_only=True):
 
     where: str
     """Location of the problem: a model, replica, front process, database, "audit" or "log"."""
-    what: str
+    description: str
     remedy: str
 
 

@@ -46,9 +46,11 @@ class Converter:
         converted = {key: self._table(table, part, (name, key)) for key, table in tables.items()}
         return {key: table for key, table in converted.items() if table is not None}
 
-    def add(self, path: Path, what: str, remedy: str) -> None:
+    def add(self, path: Path, description: str, remedy: str) -> None:
         """Add a fault for the setting at `path`."""
-        self.faults.append(Fault(place=self.place(path), field=dotted(path), what=what, remedy=remedy))
+        self.faults.append(
+            Fault(place=self.place(path), field=dotted(path), description=description, remedy=remedy)
+        )
 
     def place(self, path: Path) -> Place:
         """Return the file and line of a setting, or of the nearest table that contains it."""

@@ -29,12 +29,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
     field: str = ""
     """Setting, such as "models.chat.max_num_seqs"; empty for the whole file."""
-    what: str
+    description: str
     """Description of the fault, including the value."""
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.what}: {self.remedy}"
+        return f"{self.place}: {self.description}: {self.remedy}"
 
 
 class SettingsError(Exception):

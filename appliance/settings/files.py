@@ -41,7 +41,7 @@ def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
                 raise SettingsError(
                     Fault(
                         place=Place(by),
-                        what=f"{path} is not a file",
+                        description=f"{path} is not a file",
                         remedy="create the file, or set another path",
                     )
                 )
@@ -122,7 +122,7 @@ def _is_file(path: Path) -> bool:
     except PermissionError as error:
         fault = Fault(
             place=Place(str(path)),
-            what=f"the file cannot be accessed ({error.strerror})",
+            description=f"the file cannot be accessed ({error.strerror})",
             remedy="give this user access to its folder, or set another file with --config",
         )
         raise SettingsError(fault) from error
@@ -132,8 +132,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
     """Return the tables of a TOML file, and the line of each setting. Raises SettingsError."""
     import tomllib
 
-    def fault(what: str, remedy: str, line: int | None = None) -> SettingsError:
-        return SettingsError(Fault(place=Place(str(path), line), what=what, remedy=remedy))
+    def fault(description: str, remedy: str, line: int | None = None) -> SettingsError:
+        return SettingsError(Fault(place=Place(str(path), line), description=description, remedy=remedy))
 
     try:
         text = path.read_text(encoding="utf-8").replace("\r\n", "\n")
@@ -141,8 +141,10 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
     except tomllib.TOMLDecodeError as error:
         said = _SYNTAX_LINE.search(str(error))
         line = int(said[1]) if said and said[1] else text.count("\n") + 1
-        what = _SYNTAX_LINE.sub("", str(error))
-        raise fault("the file is not valid TOML", f"{what[:1].lower()}{what[1:]}", line) from error
+        description = _SYNTAX_LINE.sub("", str(error))
+        raise fault(
+            "the file is not valid TOML", f"{description[:1].lower()}{description[1:]}", line
+        ) from error
     except UnicodeDecodeError as error:
         raise fault(f"the file is not UTF-8 text ({error})", "save the file as UTF-8") from error
     except ValueError as error:

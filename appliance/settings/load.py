@@ -126,7 +126,7 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
             raise SettingsError(
                 faults.Fault(
                     place=at,
-                    what=f"{text!r} is not FOLDER or NAME=FOLDER",
+                    description=f"{text!r} is not FOLDER or NAME=FOLDER",
                     remedy="use a value such as --model /srv/chat or --model chat=/srv/chat",
                 )
             )
@@ -134,7 +134,7 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
             raise SettingsError(
                 faults.Fault(
                     place=at,
-                    what=f"the model name {name!r} is given twice",
+                    description=f"the model name {name!r} is given twice",
                     remedy="give each model a different name",
                 )
             )
@@ -212,17 +212,17 @@ def _check_replicas(path: faults.Path, model: ModelSettings, converter: Converte
     least, most = model.min_replicas, model.max_replicas
     if least is not None and most is not None and least > most:
         field = (*path, "min_replicas")
-        what = f"{faults.dotted(field)} = {least} exceeds max_replicas = {most}"
-        converter.add(field, what, f"use at most {most}")
+        description = f"{faults.dotted(field)} = {least} exceeds max_replicas = {most}"
+        converter.add(field, description, f"use at most {most}")
 
 
 def _check_alerts(alerts: AlertSettings, converter: Converter) -> None:
     for index, fault in rule_set_faults(alerts.rules, alerts.disabled):
         part = ("disabled",) if index is None else ("rules", str(index + 1), fault.field)
-        converter.add(("alerts", *part), fault.what, fault.remedy)
+        converter.add(("alerts", *part), fault.description, fault.remedy)
     for number, sink in enumerate(alerts.sinks, 1):
         for fault in faults_of_sink(sink):
-            converter.add(("alerts", "sinks", str(number), fault.field), fault.what, fault.remedy)
+            converter.add(("alerts", "sinks", str(number), fault.field), fault.description, fault.remedy)
 
 
 def _check_metrics(metrics: MetricsSettings, converter: Converter) -> None:

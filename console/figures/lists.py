@@ -22,7 +22,7 @@ LISTS: dict[str, Figure] = {
         "The model, replica, front process, GPU, tenant or database that the alert concerns.",
         "alerts: where",
     ),
-    "what": Figure("WHAT", "", NOW, "Description of the condition.", "alerts: what"),
+    "description": Figure("DESCRIPTION", "", NOW, "Description of the condition.", "alerts: description"),
     "rule": Figure(
         "RULE",
         "",

@@ -64,7 +64,7 @@ class AlertsView(TableView[Alert]):
             unit="time",
         ),
         TableColumn("where", "WHERE", 18, lambda a: a.where, right=False, drop=4, role=lambda a: "bold"),
-        TableColumn("what", "WHAT", 54, lambda a: a.what, right=False, flexible=True),
+        TableColumn("description", "DESCRIPTION", 54, lambda a: a.description, right=False, flexible=True),
         TableColumn("rule", "RULE", 18, lambda a: a.rule, right=False, drop=5, role=lambda a: "dim"),
         TableColumn(
             "suppressed",
@@ -76,7 +76,7 @@ class AlertsView(TableView[Alert]):
         ),
     )
     figures = (
-        *("severity", "alert_state", "since", "where", "what", "rule", "suppressed"),
+        *("severity", "alert_state", "since", "where", "description", "rule", "suppressed"),
         *("cause", "remedy", "alert_value", "alert_ended", "silenced_until"),
     )
 
@@ -113,7 +113,7 @@ class AlertsView(TableView[Alert]):
         return [row.id for row in alerts]
 
     def title_of(self, row: Alert) -> str:
-        return units.about(row.where, row.what)
+        return units.about(row.where, row.description)
 
     def describe(self, row: Alert, context: Context, width: int) -> list[Line]:
         facts = [
@@ -121,7 +121,7 @@ class AlertsView(TableView[Alert]):
             ("severity", row.severity),
             ("state", row.state + (f" by {row.acknowledged_by}" if row.acknowledged_by else "")),
             ("where", row.where),
-            ("what", row.what),
+            ("description", row.description),
             ("since", units.clock(row.since)),
             ("explains", f"{row.suppressed} other alert{'' if row.suppressed == 1 else 's'}"),
         ]

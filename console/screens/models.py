@@ -170,7 +170,7 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
     if one.remedy:
         lines += wrap(f"next step: {one.remedy}", width, "warn")
     for degraded in one.degraded:
-        lines += wrap(f"degraded: {degraded.what}; {degraded.remedy}", width, "warn")
+        lines += wrap(f"degraded: {degraded.description}; {degraded.remedy}", width, "warn")
     if not one.blocks_total:
         return lines
     off = _difference(one.used_bytes, one.predicted_bytes)

@@ -29,7 +29,10 @@ _LISTS: dict[str, tuple[Callable[[Snapshot], Sequence[object]], tuple[str, ...]]
         lambda snapshot: snapshot.kv,
         ("replica", "blocks_total", "blocks_used", "blocks_cached", "hit_rate"),
     ),
-    "alerts": (lambda snapshot: snapshot.alerts, ("id", "severity", "state", "where", "what", "since")),
+    "alerts": (
+        lambda snapshot: snapshot.alerts,
+        ("id", "severity", "state", "where", "description", "since"),
+    ),
     "tenants": (lambda snapshot: snapshot.tenants, ("name", "running", "tokens_per_s", "share")),
     "processes": (
         lambda snapshot: snapshot.host.processes,

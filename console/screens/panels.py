@@ -292,10 +292,10 @@ def alert_line(one: Alert, width: int) -> Line:
     """Return a line that describes an alert. The first character shows the severity."""
     role = SEVERITY_ROLES[one.severity]
     sign = {"critical": "‼", "warning": "!", "info": "i"}[one.severity]
-    text = units.about(one.where, one.what)
+    text = units.about(one.where, one.description)
     before, where, after = text.partition(one.where) if one.where else ("", "", text)
-    what = [span(before), span(where, "bold"), span(after)]
-    return clip([span(f"{sign} ", role), *what, span(f" ({one.state})", "dim")], width)
+    description = [span(before), span(where, "bold"), span(after)]
+    return clip([span(f"{sign} ", role), *description, span(f" ({one.state})", "dim")], width)
 
 
 def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:

@@ -83,6 +83,9 @@ class SilencesView(TableView[Silence]):
         ]
         texts = (
             ("reason", row.reason or "none given"),
-            ("silenced alerts", ", ".join(units.about(one.where, one.what) for one in alerts) or "none now"),
+            (
+                "silenced alerts",
+                ", ".join(units.about(one.where, one.description) for one in alerts) or "none now",
+            ),
         )
         return [*fact_lines(texts, width), BLANK, *fact_lines(facts, width)]

@@ -258,7 +258,9 @@ def a_status(run_dir: Path) -> Status:
                 rejected_rows=0,
             )
         ],
-        problems=[Problem(at=1_790_000_500.0, where="demo-0", what="rank 1 was killed by signal 9", count=2)],
+        problems=[
+            Problem(at=1_790_000_500.0, where="demo-0", description="rank 1 was killed by signal 9", count=2)
+        ],
     )
 
 

@@ -30,7 +30,7 @@ name = "busy"
 figure = "queue.waiting"
 above = 50.0
 for_s = 5.0
-what = "{value} requests are waiting"
+description = "{value} requests are waiting"
 """
 
 
@@ -70,7 +70,11 @@ def test_rules_are_tested_on_a_recorded_history(recorded: Path, tmp_path: Path) 
     found = json.loads(run("alerts", "test", rules, "--on", recorded, "--json"))
     assert found["samples"] == 150 and found["lasting"] == 0
     [raised, ended] = found["transitions"]
-    assert (raised["event"], raised["rule"], raised["what"]) == ("raised", "busy", "60 requests are waiting")
+    assert (raised["event"], raised["rule"], raised["description"]) == (
+        "raised",
+        "busy",
+        "60 requests are waiting",
+    )
     assert raised["at"] - found["since"] == pytest.approx(35, abs=0.1)
     assert (ended["event"], ended["at"] - found["since"]) == ("ended", pytest.approx(90, abs=0.1))
     assert "1 alert in 150 samples" in run("alerts", "test", rules, "--on", recorded)

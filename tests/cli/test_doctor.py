@@ -398,10 +398,12 @@ def test_the_problems_that_the_service_reports_are_findings(
 ) -> None:
     admin.status.state, admin.status.reason = "degraded", "demo-0 has failed"
     admin.status.current_problems = [
-        CurrentProblem(where="demo-0", what="model.safetensors: truncated", remedy="the service tries again")
+        CurrentProblem(
+            where="demo-0", description="model.safetensors: truncated", remedy="the service tries again"
+        )
     ]
     admin.status.databases[0] = structs.replace(admin.status.databases[0], dropped_rows=3)
-    admin.status.problems = [Problem(at=4e9, where="demo-0", what="it broke")]
+    admin.status.problems = [Problem(at=4e9, where="demo-0", description="it broke")]
     code, findings = doctor()
     text = " ".join(f"{finding['text']} → {finding['remedy']}" for finding in findings)
     assert code == 1

@@ -187,7 +187,7 @@ def test_names_chosen_by_others_cannot_control_the_terminal(
     cli: Run, admin: AdminService, run_dir: Path
 ) -> None:
     admin.status.models[0].name = "de\x1b]0;owned\x07mo"
-    admin.status.problems[0].what = "line\r\n\x1b[2Jbreak"
+    admin.status.problems[0].description = "line\r\n\x1b[2Jbreak"
     out = cli("status", "--run-dir", run_dir).out
     assert not set(out) & {"\x1b", "\x07", "\r"}
 

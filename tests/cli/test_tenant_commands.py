@@ -256,9 +256,9 @@ def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
 
 
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("what", ["tenants", "keys", "peers"])
+@pytest.mark.parametrize("description", ["tenants", "keys", "peers"])
 def test_no_table_is_wider_than_the_terminal(
-    admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch, what: str, width: int
+    admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch, description: str, width: int
 ) -> None:
     admin.tenants = [a_tenant("a" * 64, quota=LIMITS, cache_group="g" * 200, keys=12345, peers=999)]
     admin.keys = [
@@ -277,7 +277,9 @@ def test_no_table_is_wider_than_the_terminal(
     admin.peers = [
         PeerMapping(kind="uid", number=2**32 - 2, tenant="t" * 64, source="mapped", created_at=1.79e9)
     ]
-    lines = on_a_terminal(what, "list", "--run-dir", str(run_dir), width=width, NO_COLOR="1").splitlines()
+    lines = on_a_terminal(
+        description, "list", "--run-dir", str(run_dir), width=width, NO_COLOR="1"
+    ).splitlines()
     assert len(lines) == 2
     assert max(map(cells, lines)) <= width
 

@@ -120,10 +120,10 @@ class Browser:
         await self.until(lambda: text in self.received, repr(text))
         self.received = ""
 
-    async def until(self, condition: Callable[[], object], what: str) -> None:
+    async def until(self, condition: Callable[[], object], description: str) -> None:
         """Wait for a condition."""
         for _ in range(int(_LIMIT_S / 0.1)):
             if condition():
                 return
             await asyncio.sleep(0.1)
-        raise AssertionError(f"timed out waiting for {what}: {self.received[-2000:]}")
+        raise AssertionError(f"timed out waiting for {description}: {self.received[-2000:]}")

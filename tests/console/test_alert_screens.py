@@ -35,7 +35,7 @@ def _alert(**values: Any) -> Alert:
         severity="warning",
         state="firing",
         where="llama-1",
-        what="the KV cache of llama-1 is 97% full",
+        description="the KV cache of llama-1 is 97% full",
     )
     return msgspec.structs.replace(plain_alert, **values)
 
@@ -139,13 +139,15 @@ def test_a_silence_names_the_active_alerts_that_it_matches(shown: ConsoleSession
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_text_of_an_alert_fits_and_names_its_subject_once(size: tuple[int, int]) -> None:
-    what = "tenant research has used 90% of its daily token limit"
-    snapshot = msgspec.structs.replace(unknown(), alerts=[_alert(where="tenant research", what=what)])
+    description = "tenant research has used 90% of its daily token limit"
+    snapshot = msgspec.structs.replace(
+        unknown(), alerts=[_alert(where="tenant research", description=description)]
+    )
     rows = [plain(row) for row in AlertsView().render(context(snapshot), *size)]
-    assert any(what in row for row in rows[:3])
+    assert any(description in row for row in rows[:3])
     panel = plain(panels.alert_line(snapshot.alerts[0], 120))
-    assert panel == f"! {what} (firing)"
-    other = msgspec.structs.replace(snapshot.alerts[0], what="its limit is nearly reached")
+    assert panel == f"! {description} (firing)"
+    other = msgspec.structs.replace(snapshot.alerts[0], description="its limit is nearly reached")
     assert plain(panels.alert_line(other, 120)) == "! tenant research: its limit is nearly reached (firing)"
     without = msgspec.structs.replace(other, where="")
     assert plain(panels.alert_line(without, 120)) == "! its limit is nearly reached (firing)"

@@ -43,8 +43,8 @@ def test_alerts_begin_and_end_as_the_rules_of_the_product_say(
         (raised_at, first), (_, last) = alerts[0], alerts[-1]
         rule = _RULES[first.rule]
         assert first.since is not None and raised_at - first.since >= rule.for_s
-        assert {(one.since, one.what, one.value) for _, one in alerts} == {
-            (first.since, first.what, first.value)
+        assert {(one.since, one.description, one.value) for _, one in alerts} == {
+            (first.since, first.description, first.value)
         }
         states = [one.state for _, one in alerts]
         assert states == sorted(states), "an alert that has ended does not fire again"
@@ -75,7 +75,7 @@ def test_the_log_describes_the_simulated_service(minutes: tuple[list[Snapshot], 
     assert {row.text.split()[1] for row in logged} == set(raised)
     for row in logged:
         alert = raised[row.text.split()[1]]
-        assert row.level == "warning" and alert.what in row.text and alert.cause in row.text
+        assert row.level == "warning" and alert.description in row.text and alert.cause in row.text
     for model in snapshots[-1].models:
         for replica in model.replicas:
             [text] = [text for text in texts if text.startswith(f"{replica.name} was ready")]

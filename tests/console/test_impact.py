@@ -393,7 +393,7 @@ def test_a_result_is_shown_without_the_notation_of_a_programming_language() -> N
 
 def test_the_impact_on_alerts_names_the_alert_or_the_number_of_alerts() -> None:
     alert = Alert(
-        id="a1", rule="replica-down", severity="critical", state="firing", where="m", what="m is down"
+        id="a1", rule="replica-down", severity="critical", state="firing", where="m", description="m is down"
     )
     ended = msgspec.structs.replace(alert, id="a2", state="resolved")
     context = newer(two_versions(), lambda snapshot: snapshot.alerts.extend([alert, ended]))
@@ -404,7 +404,9 @@ def test_the_impact_on_alerts_names_the_alert_or_the_number_of_alerts() -> None:
 
 @pytest.mark.parametrize(("action", "target"), [("alerts.ack", "a1"), ("alerts.silence", "replica-*")])
 def test_a_dialog_notices_that_an_alert_has_changed(action: str, target: str) -> None:
-    alert = Alert(id="a1", rule="replica-down", severity="critical", state="firing", where="m", what="w")
+    alert = Alert(
+        id="a1", rule="replica-down", severity="critical", state="firing", where="m", description="w"
+    )
     before = newer(two_versions(), lambda snapshot: snapshot.alerts.append(alert))
     ended = msgspec.structs.replace(alert, state="resolved")
     after = newer(before, lambda snapshot: snapshot.alerts.__setitem__(0, ended))
@@ -413,7 +415,12 @@ def test_a_dialog_notices_that_an_alert_has_changed(action: str, target: str) ->
 
 def test_the_impact_of_ending_a_silence_names_it_and_its_end_is_noticed() -> None:
     alert = Alert(
-        id="a1", rule="replica-down", severity="critical", state="silenced", where="m", what="m is down"
+        id="a1",
+        rule="replica-down",
+        severity="critical",
+        state="silenced",
+        where="m",
+        description="m is down",
     )
     silence = Silence(
         id="s1", rule="replica-*", subject="*", until=1_800_000_000.0, reason="repair", created_by="ops"

@@ -62,7 +62,7 @@ SETTINGS = f"""
 name = "{RULE}"
 figure = "models[*].state"
 texts = ["ready"]
-what = "{{where}} is ready"
+description = "{{where}} is ready"
 """
 """A rule whose alert lasts as long as the model of the core is ready."""
 
@@ -79,11 +79,11 @@ class Target:
         self.key = created.id
         service.admin.act(MapPeer(peer="uid:4242", tenant="acme"))
         self.clients: list[socket.socket] = [service.connect("m 1000000")]
-        wait_until(lambda: bool(service.admin.in_flight()), what="a running request")
+        wait_until(lambda: bool(service.admin.in_flight()), description="a running request")
         self.request = service.admin.in_flight()[0].request_id
         silence: Any = service.admin.act(SilenceAlerts(rule="disk-*", for_s=MAX_SILENCE_S))
         self.silence = silence.id
-        wait_until(lambda: bool(self.alerts()), what=f"an alert of the rule {RULE}")
+        wait_until(lambda: bool(self.alerts()), description=f"an alert of the rule {RULE}")
         self.alert = self.alerts()[0].id
 
     def alerts(self) -> list[Alert]:
@@ -251,7 +251,7 @@ def test_the_service_refuses_every_action_of_a_read_only_session(target: Target)
         return any("read-only" in (one.result or "") for one in rows)
 
     # The audit entries of refused actions are written in the background.
-    wait_until(audited, what="a refused action in the audit trail")
+    wait_until(audited, description="a refused action in the audit trail")
 
 
 def test_no_key_changes_anything(target: Target) -> None:

@@ -38,12 +38,12 @@ class Tmux:
     def screen(self) -> str:
         return self.tmux("capture-pane", "-p")
 
-    def wait(self, condition: Callable[[], object], what: str) -> None:
+    def wait(self, condition: Callable[[], object], description: str) -> None:
         for _ in range(600):
             if condition():
                 return
             time.sleep(0.2)
-        raise AssertionError(f"timed out waiting for {what}:\n{self.screen()}")
+        raise AssertionError(f"timed out waiting for {description}:\n{self.screen()}")
 
     def keys(self, *keys: str) -> None:
         """Press keys, which are given by the names that tmux uses."""

@@ -59,7 +59,7 @@ class Service:
             )
 
     def wait_ready(self) -> Status:
-        wait_until(lambda: self.state() == "ready", what=f"ready ({self.log})")
+        wait_until(lambda: self.state() == "ready", description=f"ready ({self.log})")
         return self.admin.status()
 
     def start_and_wait(self) -> Service:
@@ -99,7 +99,7 @@ class Service:
             [database] = [one for one in self.admin.status().databases if one.path == str(path)]
             return database.lag_rows == 0
 
-        wait_until(written, what="control.db to be written")
+        wait_until(written, description="control.db to be written")
         return read_audit(path)
 
     def have_time_to_load(self) -> None:

@@ -74,7 +74,7 @@ def wait_until_sampled(service: Service) -> None:
         trees = [msgspec.convert(one.sample.tree(), Snapshot) for one in recorded]
         return any(replica.state == "ready" for one in trees[-1:] for replica in one.models[0].replicas)
 
-    wait_until(sampled, what="a sample with the ready replica")
+    wait_until(sampled, description="a sample with the ready replica")
 
 
 def alerts(service: Service, state: str) -> list[Alert]:

@@ -27,10 +27,10 @@ def replica(service: Service, model: int = 0) -> ReplicaStatus:
 
 def kill(service: Service) -> None:
     """Kill the first model's replica when it is ready, and wait until the core has noticed."""
-    wait_until(lambda: replica(service).state == "ready", what=f"a ready replica ({service.log})")
+    wait_until(lambda: replica(service).state == "ready", description=f"a ready replica ({service.log})")
     before = replica(service)
     os.kill(before.pids[0], signal.SIGKILL)
-    wait_until(lambda: replica(service).restarts > before.restarts, what="the core to notice the kill")
+    wait_until(lambda: replica(service).restarts > before.restarts, description="the core to notice the kill")
 
 
 def test_the_breaker_opens_after_repeated_deaths_says_why_and_spares_other_models(
@@ -52,7 +52,7 @@ def test_the_breaker_opens_after_repeated_deaths_says_why_and_spares_other_model
     [shown, _] = service.admin.models()
     assert shown.state == "failed" and "appliance models retry m" in shown.versions[0].detail
     # The service writes the log in a separate thread.
-    wait_until(lambda: "exited 3 times" in service.log.read_text(), what="the log line")
+    wait_until(lambda: "exited 3 times" in service.log.read_text(), description="the log line")
     assert "exited 3 times" in read_answer(service.connect("m 2"))[-1]
     assert read_answer(service.connect("other 2"))[-1] == "front-0 length"
     with pytest.raises(AdminError, match="none of its replicas is waiting"):
@@ -67,10 +67,12 @@ def test_the_breaker_opens_after_repeated_deaths_says_why_and_spares_other_model
 def test_an_open_breaker_tries_one_start_after_a_while(make_service: Make) -> None:
     service = make_service("[restarts]\nmax_deaths = 1\nwindow_s = 3600\nretry_s = 1").start_and_wait()
     kill(service)
-    wait_until(lambda: replica(service).state == "ready", what="the start of the half-open breaker")
+    wait_until(lambda: replica(service).state == "ready", description="the start of the half-open breaker")
     assert replica(service).breaker == "half-open"
     kill(service)
-    assert "exited again" in next(one.what for one in service.admin.status().problems if one.where == "m-0")
+    assert "exited again" in next(
+        one.description for one in service.admin.status().problems if one.where == "m-0"
+    )
 
 
 def test_a_replica_is_tried_again_when_its_files_change(make_service: Make) -> None:
@@ -84,7 +86,7 @@ def test_a_replica_is_tried_again_when_its_files_change(make_service: Make) -> N
             file.write("fixed\n")
         return replica(service).state != "failed"
 
-    wait_until(starts, what="the start after the change")
+    wait_until(starts, description="the start after the change")
     service.wait_ready()
     assert (replica(service).breaker, replica(service).deaths) == ("closed", 0)
 
@@ -94,7 +96,7 @@ def test_kills_further_apart_than_the_window_never_open_the_breaker(make_service
     for _ in range(6):
         wait_until(
             lambda: replica(service).state == "ready" and replica(service).deaths == 0,
-            what="the end of the window",
+            description="the end of the window",
         )
         kill(service)
         assert replica(service).breaker == "closed"

@@ -103,12 +103,14 @@ def test_delays_deviate_by_at_most_a_fifth() -> None:
 
 def test_repeated_problems_are_counted_and_the_latest_comes_first() -> None:
     problems = Problems()
-    for what in ("a", "b", "a"):
-        problems.note("somewhere", what)
-    assert [(problem.what, problem.count) for problem in problems.recent()] == [("a", 2), ("b", 1)]
+    for description in ("a", "b", "a"):
+        problems.note("somewhere", description)
+    assert [(problem.description, problem.count) for problem in problems.recent()] == [("a", 2), ("b", 1)]
     for number in range(50):
         problems.note("somewhere", str(number))
-    assert [problem.what for problem in problems.recent()] == [str(number) for number in range(49, -1, -1)]
+    assert [problem.description for problem in problems.recent()] == [
+        str(number) for number in range(49, -1, -1)
+    ]
 
 
 def test_the_client_says_where_it_looked_and_how_to_start_a_service(tmp_path: Path) -> None:

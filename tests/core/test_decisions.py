@@ -359,7 +359,7 @@ def test_an_action_continues_while_the_disk_does_not_store_its_audit_entry(
         rows = service.audit()
         return [row.phase for row in rows if row.action == action]
 
-    wait_until(lambda: phases() == ["intent", "result"], what="the audit entries")
+    wait_until(lambda: phases() == ["intent", "result"], description="the audit entries")
 
 
 def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None:

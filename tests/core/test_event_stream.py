@@ -121,10 +121,10 @@ def test_the_predicted_duration_of_a_drain_follows_the_requests(running: Service
         return running.admin.status().models[0].drain_eta_s
 
     asked = running.connect("m 100000")
-    wait_until(lambda: (eta_s() or 0.0) > 0.0, what="a prediction of the running request")
+    wait_until(lambda: (eta_s() or 0.0) > 0.0, description="a prediction of the running request")
     running.admin.cancel_request(running.admin.in_flight()[0].request_id)
     asked.close()
-    wait_until(lambda: eta_s() == 0.0, what="the end of the request")
+    wait_until(lambda: eta_s() == 0.0, description="the end of the request")
 
 
 def test_a_client_that_does_not_read_its_stream_delays_nobody_and_takes_no_memory(running: Service) -> None:

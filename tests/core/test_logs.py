@@ -82,7 +82,7 @@ def test_unread_lines_are_dropped_counted_and_reported_later(
     assert f"{dropped} lines of this log were dropped" in report
     lines.handle(record("the last"))
     wait_until(lambda: received.endswith(b"the last\n"))
-    wait_until(lambda: lines.state() == (dropped, 0.0), what="the end of the write")
+    wait_until(lambda: lines.state() == (dropped, 0.0), description="the end of the write")
 
 
 def test_a_long_record_is_cut(pipe: tuple[int, LineQueue]) -> None:

@@ -86,17 +86,17 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
     script = tmp_path / "m" / "fake.json"
     script.write_text(json.dumps({"hang": True}))
     service.start()
-    wait_until(lambda: heard.says(STATUS="loading: m-0 read 50% of 2.0 MiB"), what="the progress")
+    wait_until(lambda: heard.says(STATUS="loading: m-0 read 50% of 2.0 MiB"), description="the progress")
     asked = heard.count("EXTEND_TIMEOUT_USEC")
-    wait_until(lambda: heard.count("EXTEND_TIMEOUT_USEC") >= asked + 2, what="time to load")
+    wait_until(lambda: heard.count("EXTEND_TIMEOUT_USEC") >= asked + 2, description="time to load")
     assert not heard.says(READY="1")
     script.unlink()
     service.have_time_to_load()
-    wait_until(lambda: heard.says(READY="1"), what="READY")
-    wait_until(lambda: heard.says(STATUS="ready: 1 model"), what="its status")
+    wait_until(lambda: heard.says(READY="1"), description="READY")
+    wait_until(lambda: heard.says(STATUS="ready: 1 model"), description="its status")
     assert heard.place(STATUS="starting") < heard.place(STATUS="loading: m-0") < heard.place(READY="1")
     signs = heard.count("WATCHDOG")
-    wait_until(lambda: heard.count("WATCHDOG") > signs + 2, what="signs of life")
+    wait_until(lambda: heard.count("WATCHDOG") > signs + 2, description="signs of life")
     asked = heard.count("EXTEND_TIMEOUT_USEC")
     with service.connect("m 800") as client:
         assert client.recv(1)
@@ -104,7 +104,7 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
         assert process is not None
         process.send_signal(signal.SIGTERM)
         # The kernel buffers only a few messages for a receiver that does not read.
-        wait_until(lambda: (heard.listen(), process.poll() is not None)[1], what="the end")
+        wait_until(lambda: (heard.listen(), process.poll() is not None)[1], description="the end")
         assert process.returncode == 0
     heard.listen()
     assert heard.place(READY="1") < heard.place(STOPPING="1") < heard.place(STATUS="draining: 1 running")
@@ -127,7 +127,7 @@ def test_a_load_beside_models_that_serve_is_part_of_the_status_text(
     service.admin.act(AddModel(name="late", folder=str(folder)))
     service.admin.act(LoadModel(model="late"))
     expected = "ready: 1 model, 0 running, 0 waiting; loading: late@1-0 read 50% of 2.0 MiB"
-    wait_until(lambda: heard.says(STATUS=expected), what="the load in the status text")
+    wait_until(lambda: heard.says(STATUS=expected), description="the load in the status text")
 
 
 def test_the_service_manager_waits_for_slow_databases(
@@ -144,9 +144,9 @@ def test_the_service_manager_waits_for_slow_databases(
         assert writer.path.name != "history.db" or go_on.wait(60)
         close(writer, timeout_s)
 
-    async def asks_again_and_again(what: str) -> None:
+    async def asks_again_and_again(status: str) -> None:
         async with asyncio.timeout(60):
-            while not heard.says(STATUS=what):
+            while not heard.says(STATUS=status):
                 await asyncio.sleep(0.01)
             so_far = heard.count("EXTEND_TIMEOUT_USEC")
             while heard.count("EXTEND_TIMEOUT_USEC") < so_far + 3:

@@ -249,7 +249,7 @@ def test_a_logged_alert_has_the_state_of_the_time() -> None:
         rule="r",
         severity="warning",
         subject="m",
-        what="w",
+        description="w",
         cause="",
         remedy="",
         since=90.0,

@@ -83,14 +83,14 @@ def test_a_bucket_allows_no_more_usage_than_if_each_usage_had_been_known_in_adva
     bucket = Bucket("tenant 't'", "tokens_per_minute", Rate(64.0, 1.0), now)
     used: dict[int, tuple[float, int]] = {}
     running: list[int] = []
-    for what, eighths in happens:
+    for event, eighths in happens:
         bucket.refill(now)
-        if what == "wait":
+        if event == "wait":
             now += 8 * eighths
-        elif what == "take" and (amount := int(bucket.level) * eighths // 8):
+        elif event == "take" and (amount := int(bucket.level) * eighths // 8):
             running.append(bucket.take(amount))
             used[running[-1]] = now, amount
-        elif what == "settle" and running:
+        elif event == "settle" and running:
             number = running.pop(eighths % len(running))
             at, amount = used[number]
             used[number] = at, amount * eighths // 8

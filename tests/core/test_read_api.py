@@ -156,12 +156,12 @@ def test_a_client_that_follows_gets_each_request_once_when_it_ends(running: Serv
         running.admin, calls.follow_request_log(msgspec.structs.replace(query, model="other"))
     )
     asked = running.connect("m 100000")
-    wait_until(lambda: len(opened) == 1, what="the admitted request")
+    wait_until(lambda: len(opened) == 1, description="the admitted request")
     running.admin.cancel_request(opened[0].request_id)
     read_answer(asked)
-    wait_until(lambda: len(ended) == 1, what="the end of the cancelled request")
+    wait_until(lambda: len(ended) == 1, description="the end of the cancelled request")
     read_answer(running.connect("m 2"))
-    wait_until(lambda: len(ended) == 2, what="the ended requests")
+    wait_until(lambda: len(ended) == 2, description="the ended requests")
     assert [row.state for row in ended] == ["ended", "ended"] and other == []
     assert ended[0].request_id == opened[0].request_id
 
@@ -173,7 +173,7 @@ def test_a_client_that_follows_gets_each_action_when_it_begins_and_when_it_ends(
     running.admin.act(SuspendTenant(name="followed"))
     key(running, "read")
     running.admin.act(ResumeTenant(name="followed"))
-    wait_until(lambda: [one.result for one in actions].count("ok") == 2, what="two results")
+    wait_until(lambda: [one.result for one in actions].count("ok") == 2, description="two results")
     named = [one.action for one in actions if one.result == "ok"]
     assert named == ["tenants.suspend", "tenants.resume"] and actions[-1].params == {"name": "followed"}
 
@@ -191,7 +191,7 @@ def test_the_log_lines_of_the_core_can_be_read_filtered_and_followed(running: Se
     assert [line.message for line in page.lines] == ["front-0 is ready"]
     lines, _ = collected(running.admin, calls.follow_log(LogQuery(after=page.number, text="tenants.create")))
     running.admin.act(CreateTenant(name="logged"))
-    wait_until(lambda: bool(lines), what="the new line")
+    wait_until(lambda: bool(lines), description="the new line")
     assert "tenants.create by uid:" in lines[0].message and lines[0].level == "info"
 
 
@@ -226,7 +226,7 @@ def test_streams_leave_room_for_calls_and_end_when_the_service_stops(
     service = make_service().start_and_wait()
     call = calls.follow_log(LogQuery(after=0))
     streams = [collected(service.admin, call) for _ in range(MAX_STREAMS)]
-    wait_until(lambda: all(values for values, _ in streams), what="every stream to begin")
+    wait_until(lambda: all(values for values, _ in streams), description="every stream to begin")
     with pytest.raises(AdminError, match=f"{MAX_STREAMS} streams are open") as refused:
         next(service.admin.follow(call))
     assert refused.value.status == 503
@@ -249,13 +249,15 @@ def test_an_unfinished_request_shows_its_age_class_phase_and_tokens_so_far(
         (one,) = service.admin.in_flight() or [None]
         return one is not None and one.phase == "decode" and (one.generated_tokens or 0) > 2
 
-    wait_until(decoding, what="the first tokens")
+    wait_until(decoding, description="the first tokens")
     (one,) = service.admin.in_flight()
     assert lines.readline() == "1\n"
     assert (one.class_name, one.tenant, one.front, one.replica) == ("P1", "t", "front-0", "m-0")
     assert one.age_s > 0 and one.queue_s is not None and one.ttft_s is not None
     before = one.generated_tokens or 0
-    wait_until(lambda: (service.admin.in_flight()[0].generated_tokens or 0) > before, what="more tokens")
+    wait_until(
+        lambda: (service.admin.in_flight()[0].generated_tokens or 0) > before, description="more tokens"
+    )
     service.admin.cancel_request(one.request_id)
     wait_until(lambda: service.admin.in_flight() == [])
     lines.close()
@@ -296,7 +298,7 @@ def test_usage_sums_the_tokens_of_ended_requests_and_prices_them(
     def counted() -> bool:
         return service.admin.call(calls.usage(UsageQuery())).total.requests == 3
 
-    wait_until(counted, what="three ended requests")
+    wait_until(counted, description="three ended requests")
     (row,) = service.admin.call(calls.usage(UsageQuery())).rows
     assert (row.tenant, row.key_id, row.model, row.requests, row.failed) == ("t", "", None, 3, 1)
     assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (8, 0, 8)

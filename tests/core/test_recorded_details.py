@@ -25,7 +25,7 @@ from tests.core.test_snapshot import snapshot
 
 
 def an_alert(name: str, **fields: Any) -> Alert:
-    return Alert(id=name, rule="r", severity="info", state="firing", where="m", what="w", **fields)
+    return Alert(id=name, rule="r", severity="info", state="firing", where="m", description="w", **fields)
 
 
 def a_stall(replica: str, at: float, ms: float) -> Stall:

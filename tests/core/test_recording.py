@@ -39,7 +39,9 @@ def test_every_second_of_a_replicas_death_can_be_read_back(make_service: Make) -
         listed = {(process.name, process.role) for process in one.host.processes}
         return one.models[0].replicas[0].state == "ready" and names <= listed
 
-    wait_until(lambda: is_complete(recorded()[-1]), what="a second with the new replica and its process")
+    wait_until(
+        lambda: is_complete(recorded()[-1]), description="a second with the new replica and its process"
+    )
     snapshots = recorded()
     before = [one for one in snapshots if one.at < killed_at]
     assert all(one.models[0].replicas[0].restarts == 0 for one in before)

@@ -115,7 +115,7 @@ def test_only_a_changed_model_is_replaced_and_it_serves_until_then(
     assert reloaded.models == ["model m: its replicas are being replaced one by one"]
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
     assert read_answer(stream) == [str(token) for token in range(1, 151)] + ["front-0 length"]
-    wait_until(lambda: names(service) == [("m-1", "ready")], what="the successor")
+    wait_until(lambda: names(service) == [("m-1", "ready")], description="the successor")
     assert replicas(service)[0].pids != before["m"] and replicas(service)[0].max_num_seqs == 5
     assert replicas(service, "n")[0].pids == before["n"]
     wait_until(lambda: all(row.state == "ended" for row in service.rows()))
@@ -142,7 +142,7 @@ def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_s
     assert read_answer(service.connect("new 2"))[-1] == "front-0 length"
     assert "refused" in read_answer(service.connect("n 2"))[-1]
     assert read_answer(stream)[-1] == "front-0 length"
-    wait_until(lambda: len(service.pids()) == 3, what="the end of the removed model's replica")
+    wait_until(lambda: len(service.pids()) == 3, description="the end of the removed model's replica")
     gone = "front-0 refused 404 there is no model 'n'; available models: m, new"
     wait_until(lambda: read_answer(service.connect("n 2")) == [gone])
     assert replicas(service)[0].pids == kept
@@ -188,7 +188,7 @@ def test_of_two_overlapping_changes_the_last_one_takes_effect(make_service: Make
     change(service, ("[models]", '[models.m]\nfolder = "m"\nmax_num_seqs = 8'))
     assert read_answer(stream)[-1] == "front-0 length"
     wait_until(lambda: [replica.max_num_seqs for replica in replicas(service)] == [8])
-    wait_until(lambda: len(service.pids()) == 2, what="the end of every other replica")
+    wait_until(lambda: len(service.pids()) == 2, description="the end of every other replica")
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
 
 
@@ -203,7 +203,7 @@ def test_a_model_with_settings_that_cannot_be_loaded_keeps_the_former_ones(
     (bad / "fake.json").write_text('{"fatal": ["checkpoint", "model.safetensors is missing"]}')
     change(service, ('folder = "m"', 'folder = "bad"'))
     wait_until(
-        lambda: any("m-0 keeps running" in problem.what for problem in service.admin.status().problems)
+        lambda: any("m-0 keeps running" in problem.description for problem in service.admin.status().problems)
     )
     wait_until(lambda: names(service) == [("m-0", "ready")])
     assert replicas(service)[0].pids == kept
@@ -266,7 +266,7 @@ def test_a_surplus_front_that_hangs_is_killed(make_service: Make) -> None:
     wait_until(lambda: [front.name for front in service.admin.status().fronts] == ["front-0"])
     (problem,) = service.admin.status().problems
     assert problem.where == "front-1"
-    assert "sent no message for" in problem.what and "while stopping" in problem.what
+    assert "sent no message for" in problem.description and "while stopping" in problem.description
     for stream in streams:
         stream.close()
 
@@ -309,9 +309,9 @@ def test_a_fallback_that_does_not_exist_is_shown_as_a_problem_at_the_start(make_
         service.config.read_text().replace('folder = "m"', 'folder = "m"\nfallback = "y"')
     )
     service.start_and_wait()
-    [problem] = [one for one in service.admin.status().problems if "fallback" in one.what]
+    [problem] = [one for one in service.admin.status().problems if "fallback" in one.description]
     assert problem.where.startswith(f"{service.config}:")
-    assert problem.what == "models.m.fallback = 'y' does not name another model or alias: remove it"
+    assert problem.description == "models.m.fallback = 'y' does not name another model or alias: remove it"
 
 
 def test_a_change_that_fails_leaves_no_address_open() -> None:

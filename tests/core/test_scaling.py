@@ -34,7 +34,7 @@ def test_a_replica_is_added_while_another_one_finishes_its_requests(
         before = open_requests(service)
         for _ in range(STREAMS):
             streams.append(service.connect("m 1000000"))
-        wait_until(lambda: len(open_requests(service) - before) == STREAMS, what="the streams")
+        wait_until(lambda: len(open_requests(service) - before) == STREAMS, description="the streams")
         return open_requests(service) - before
 
     def end_load(ids: set[str]) -> None:
@@ -43,18 +43,20 @@ def test_a_replica_is_added_while_another_one_finishes_its_requests(
 
     assert states() == {"m-0": "ready"}
     load = add_load()
-    wait_until(lambda: states().get("m-1") == "ready", what=f"the second replica ({service.log})")
+    wait_until(lambda: states().get("m-1") == "ready", description=f"the second replica ({service.log})")
     # The replica gets requests only after its first report, which contains its credit.
-    wait_until(lambda: service.admin.status().models[0].replicas[1].credit_seqs > 0, what="its credit")
+    wait_until(lambda: service.admin.status().models[0].replicas[1].credit_seqs > 0, description="its credit")
     streams.append(service.connect("m 1000000"))  # runs on the second replica, which has more credit
-    wait_until(lambda: service.admin.status().models[0].replicas[1].running == 1, what="the long stream")
+    wait_until(
+        lambda: service.admin.status().models[0].replicas[1].running == 1, description="the long stream"
+    )
     end_load(load)
-    wait_until(lambda: states().get("m-1") == "draining", what="the removal of the second replica")
+    wait_until(lambda: states().get("m-1") == "draining", description="the removal of the second replica")
     load = add_load()
-    wait_until(lambda: states().get("m-2") == "ready", what="a third replica")
+    wait_until(lambda: states().get("m-2") == "ready", description="a third replica")
     assert states()["m-1"] == "draining"
     end_load(open_requests(service))
-    wait_until(lambda: "m-1" not in states(), what="the end of the second replica")
+    wait_until(lambda: "m-1" not in states(), description="the end of the second replica")
 
 
 def open_requests(service: Service) -> set[str]:

@@ -164,7 +164,7 @@ def test_a_front_that_hangs_gets_no_connections_until_it_reports_again(make_serv
     wait_until(lambda: service.admin.status().fronts[0].state == "silent")
     status = service.admin.status()
     (problem,) = status.current_problems
-    assert problem.where == "front-0" and "gets no new connections" in problem.what
+    assert problem.where == "front-0" and "gets no new connections" in problem.description
     assert "it is killed and restarted" in problem.remedy
     found = examine(Path(status.run_dir), Path(status.state_dir), SettingsError()).findings
     assert any("gets no new connections" in one.text for one in found if one.level == "problem")
@@ -202,7 +202,7 @@ def test_a_front_that_does_not_become_ready_is_a_problem_of_status_and_doctor(ma
     status = seen[-1]
     (problem,) = status.current_problems
     assert (problem.where, status.fronts[0].state) == ("front-0", "starting")
-    assert problem.what.startswith("starting for") and problem.remedy
+    assert problem.description.startswith("starting for") and problem.remedy
     found = examine(Path(status.run_dir), Path(status.state_dir), SettingsError()).findings
     assert any("front-0: starting for" in one.text for one in found if one.level == "problem")
 
@@ -240,7 +240,7 @@ def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: 
     assert status.models[0].state == "ready"
     assert status.reason == f"model 'm' is unavailable ({why})"
     assert {problem.where for problem in status.problems} == {"front-0", "front-1"}
-    assert status.problems[0].what == "model 'm' cannot be used: tokenizer.json is missing"
+    assert status.problems[0].description == "model 'm' cannot be used: tokenizer.json is missing"
     assert status.fronts[0].problems == {"m": "tokenizer.json is missing"}
     assert status.fronts[0].dropped_texts == 3
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))

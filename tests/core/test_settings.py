@@ -253,7 +253,7 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
         with pytest.raises(SettingsError) as caught:
             load(tmp_path, f"{folder}{path} = {around.format(number)}\n")
         fault = caught.value.faults[0]
-        assert fault.field == path and str(number) in fault.what
+        assert fault.field == path and str(number) in fault.description
         assert f"≤ {kind.le:.15g}" in fault.remedy
     if isinstance(kind, msgspec.inspect.FloatType):
         for word in ("inf", "nan", "1" + "0" * 400):
@@ -262,7 +262,7 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "what"),
+    ("text", "field", "description"),
     [
         ("models.a.idle_unload_s = 60", "models.a.idle_unload_s", "contradicts required = true"),
         ('groups.g = {models = ["a"], load = "all"}', "groups.g.models", "is not valid"),
@@ -282,13 +282,13 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
     ],
 )
 def test_contradictory_settings_about_loading_are_refused(
-    tmp_path: Path, text: str, field: str, what: str
+    tmp_path: Path, text: str, field: str, description: str
 ) -> None:
     models = "".join(f'models.{name}.folder = "{demo_model_folder()}"\n' for name in "ab")
     with pytest.raises(SettingsError) as caught:
         load(tmp_path, f"{models}models.b.required = false\n{text}\n")
     [fault] = caught.value.faults
-    assert fault.field == field and what in fault.what
+    assert fault.field == field and description in fault.description
 
 
 def test_groups_name_models_of_the_settings_and_of_the_registry(tmp_path: Path) -> None:

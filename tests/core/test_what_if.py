@@ -172,7 +172,9 @@ def test_the_service_forecasts_from_its_own_traffic_and_changes_nothing(
     for _ in range(6):
         read_answer(service.connect("m 100"))
     # A front reports the end of a request only after the client has received the answer.
-    wait_until(lambda: service.admin.status().queue.ended == 6, what="the end of the requests in the core")
+    wait_until(
+        lambda: service.admin.status().queue.ended == 6, description="the end of the requests in the core"
+    )
     read_key = service.admin.act(CreateKey(name="k", scopes=("read",)))
     reader = AdminClient(service.run_dir, key=read_key.key)  # type: ignore[attr-defined]
     forecast = reader.call(calls.what_if(SetTenant(name="t", tokens_per_day=210.0)))

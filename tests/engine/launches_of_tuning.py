@@ -78,7 +78,7 @@ def run(*options: str) -> tuple[list[compiling.CompileJob], set[tuple[str, str]]
         return 100.0
 
     with contextlib.ExitStack() as stack:
-        for where, what, instead in (
+        for where, name, instead in (
             (compiling, "this_gpu", lambda: GPU),
             (command, "compile_launches", compile_launched),
             (tuning, "_CUDA", META),
@@ -89,7 +89,7 @@ def run(*options: str) -> tuple[list[compiling.CompileJob], set[tuple[str, str]]
             (chain, "graph_microseconds", time_chain),
             (sys, "argv", ["engine.tune", *options]),
         ):
-            stack.enter_context(mock.patch.object(where, what, instead))
+            stack.enter_context(mock.patch.object(where, name, instead))
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         launched = compiling.record(GPU.target, command.main)
     return launched, {(job.name, job.specialisation) for job in compiled}, printed.getvalue()

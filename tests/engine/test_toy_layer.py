@@ -15,10 +15,10 @@ def test_a_new_kind_of_layer_is_compiled_loaded_and_tuned_without_further_edits(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     with_toy, without = found["with"], found["without"]
-    for what, added in (
+    for group, added in (
         ("built", {"_toy_gate"}),
         ("loaded", {"_toy_gate"}),
         ("tuned", {"bfloat16 256x256"}),
     ):
-        assert set(with_toy[what]) - set(without[what]) == added
-        assert set(without[what]) <= set(with_toy[what])
+        assert set(with_toy[group]) - set(without[group]) == added
+        assert set(without[group]) <= set(with_toy[group])

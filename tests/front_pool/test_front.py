@@ -50,8 +50,8 @@ class Events:
         if front.state == "ready":
             self.ready.set()
 
-    def front_problem(self, front: Front, what: str) -> None:
-        self.problems.append(what)
+    def front_problem(self, front: Front, description: str) -> None:
+        self.problems.append(description)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *words: None
@@ -117,7 +117,7 @@ def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
         assert not list(_front(front.status()))
         front._started_at -= 100
         (problem,) = _front(front.status())
-        assert "models' tokenizers" in problem.what
+        assert "models' tokenizers" in problem.description
         front.check()
         assert front.state == "starting"
         front._started_at -= 600
@@ -255,7 +255,7 @@ def test_connections_keep_waiting_while_too_many_files_are_open() -> None:
     async def scenario() -> None:
         front = Full(0, room=True)
         problems: list[str] = []
-        balancer = ConnectionBalancer([front], lambda where, what: problems.append(what))
+        balancer = ConnectionBalancer([front], lambda where, description: problems.append(description))
         before = held()
         front.fails = True
         for _ in range(3):

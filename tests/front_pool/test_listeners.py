@@ -54,7 +54,7 @@ def connected(listening: socket.socket) -> socket.socket:
 def test_a_burst_of_connections_is_accepted_in_several_passes_of_the_loop(listening: socket.socket) -> None:
     async def scenario() -> list[int]:
         balancer = Balancer()
-        listener = Listener("api", listening, balancer, lambda where, what: None)  # type: ignore[arg-type]
+        listener = Listener("api", listening, balancer, lambda where, description: None)  # type: ignore[arg-type]
         with ExitStack() as stack:
             for _ in range(3 * _MAX_PER_PASS):
                 stack.enter_context(connected(listening))

@@ -311,7 +311,9 @@ class Program:
             able = [each for each in self._partitions if not each.done and each.ready()]
             if not able and not self._copies:
                 waiting = [(each.name, each.waits_for()) for each in self._partitions if not each.done]
-                raise Deadlock("; ".join(f"{name} waits for {what}" for name, what in waiting if what))
+                raise Deadlock(
+                    "; ".join(f"{name} waits for {awaited}" for name, awaited in waiting if awaited)
+                )
             chosen = self._random.choice([*able, *self._copies])
             if isinstance(chosen, Copy):
                 self._copies.remove(chosen)

@@ -211,12 +211,12 @@ class Site:
         await self.until(lambda: self.manager.loaded(wanted), f"the exchange for {wanted}")
         self.answer(wanted)
 
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
+    async def until(self, condition: Callable[[], bool], description: str) -> None:
         """Advance the clock until the condition is true, for at most 60 s of real time. Simulated time
         is not limited, because files are read and the database is written in real time."""
         end = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < end, f"{what} did not happen; history: {self.manager.history}"
+            assert time.monotonic() < end, f"{description} did not happen; history: {self.manager.history}"
             await asyncio.sleep(0.002)
             self.now += 0.5
 

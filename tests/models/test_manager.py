@@ -41,7 +41,7 @@ class Started:
             requests=requests,
             channels=channels,
             publish=nothing,
-            note=lambda where, what: self.notes.append(f"{where}: {what}"),
+            note=lambda where, description: self.notes.append(f"{where}: {description}"),
             launch=launch,
             preflight=lambda name, settings: "",
             files_check=lambda unit: "",

@@ -154,8 +154,8 @@ class World:
             {},
         )
 
-    def note(self, where: str, what: str) -> None:
-        self.notes.append(f"{where}: {what}")
+    def note(self, where: str, description: str) -> None:
+        self.notes.append(f"{where}: {description}")
 
     def version(self, number: int) -> VersionRecord:
         return self.registry.current.versions[("chat", number)]

@@ -34,7 +34,7 @@ def test_a_fallback_may_be_another_model_or_alias(fallback: str) -> None:
 def test_an_unknown_fallback_is_an_error_with_its_place_value_and_remedy(fallback: str) -> None:
     [fault] = fallback_faults(loaded(large=fallback, other=""), REGISTRY)
     assert (str(fault.place), fault.field) == ("a.toml:7", "models.large.fallback")
-    assert fault.what == f"models.large.fallback = {fallback!r} does not name another model or alias"
+    assert fault.description == f"models.large.fallback = {fallback!r} does not name another model or alias"
     assert fault.remedy == "use one of assistant, chat, other, or remove it"
 
 
@@ -46,7 +46,9 @@ def test_records_that_name_unknown_models_are_found() -> None:
         [SplitRecord(name="chat", weights={"chat@1": 1, "large": 1, "chat@2": 1}, created_at=0.0)],
         [ShadowRecord(name="assistant", target="large", share=0.1, created_at=0.0)],
     )
-    found = [(record, what.split(",")[0]) for record, what in unknown_targets(registry, {"small"})]
+    found = [
+        (record, description.split(",")[0]) for record, description in unknown_targets(registry, {"small"})
+    ]
     assert found == [
         ("alias old", "its target 'large' is not a model"),
         ("split of chat", "its target 'large' is not a model"),
@@ -54,7 +56,10 @@ def test_records_that_name_unknown_models_are_found() -> None:
         ("shadow of assistant", "its target 'large' is not a model"),
         ("chat@3", "its fallback 'large' is not a model or alias"),
     ]
-    found = [(record, what.split(",")[0]) for record, what in unknown_targets(registry, {"small", "large"})]
+    found = [
+        (record, description.split(",")[0])
+        for record, description in unknown_targets(registry, {"small", "large"})
+    ]
     assert found == [("split of chat", "its target 'chat@2' is not a model")]
 
 

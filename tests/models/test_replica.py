@@ -38,7 +38,7 @@ class Simulated:
         events: Any = SimpleNamespace(
             replica_starting=nothing,
             replica_changed=nothing,
-            replica_problem=lambda replica, what: self.problems.append(what),
+            replica_problem=lambda replica, description: self.problems.append(description),
         )
         cgroups: Any = SimpleNamespace(
             limit=lambda *arguments: self.no_limits, memory_kills=lambda name: self.kills, remove=nothing
@@ -80,7 +80,7 @@ def test_a_replica_without_its_gpu_falls_back_to_the_cpu_only_if_that_is_configu
         assert [spec.device for spec in allowed.specs] == ["cuda", "cuda", "cpu"]
         assert allowed.replica.failure == ""
         [degraded] = replica_status(allowed.replica).degraded
-        assert degraded.what == "runs on the CPU instead of a GPU: no GPU"
+        assert degraded.description == "runs on the CPU instead of a GPU: no GPU"
         refused = Simulated(device="cuda")
         refused.replica.start()
         await refused.fail("device", "no GPU")
@@ -111,7 +111,7 @@ def test_limits_that_cannot_be_applied_are_a_problem_with_its_remedy() -> None:
         simulated.no_limits = "cpu_limit and memory_limit_gb have no effect: no cgroup v2"
         simulated.replica.start()
         [degraded] = replica_status(simulated.replica).degraded
-        assert degraded.what == simulated.no_limits and "replica-limits.conf" in degraded.remedy
+        assert degraded.description == simulated.no_limits and "replica-limits.conf" in degraded.remedy
         assert simulated.problems == [simulated.no_limits]
 
     asyncio.run(scenario())

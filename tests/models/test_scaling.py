@@ -35,7 +35,7 @@ class World:
             models,
             lambda: {"m": traffic, "fixed": traffic},
             lambda: RULES,
-            lambda where, what: self.notes.append(f"{where}: {what}"),
+            lambda where, description: self.notes.append(f"{where}: {description}"),
             lambda: self.now,
         )
 

@@ -56,7 +56,7 @@ class Parts:
             quotas=Quotas(time.monotonic),
             identities=IdentityRegistry(lambda: policies, loaded.settings.unix),
             keep=lambda message, descriptor: None,
-            note=lambda where, what: None,
+            note=lambda where, description: None,
             on_availability=lambda: None,
             on_wanted=lambda name: None,
         )

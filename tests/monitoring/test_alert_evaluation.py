@@ -102,7 +102,7 @@ def test_a_trend_predicts_when_the_kv_cache_is_full() -> None:
     [filling, full] = [one for one in found if one.event == "raised"]
     assert filling.alert.rule == "kv-cache-filling" and filling.at - START == pytest.approx(230, abs=5)
     assert filling.alert.value is not None and filling.alert.value == pytest.approx(370, abs=20)
-    assert filling.alert.what == "the KV cache of model-0-0 will be full in 6 min"
+    assert filling.alert.description == "the KV cache of model-0-0 will be full in 6 min"
     assert full.alert.rule == "kv-cache-full"
     # Once the cache is full, the alert about the full cache is the root cause and suppresses the predicted
     # one.
@@ -176,7 +176,7 @@ def test_every_built_in_rule_is_complete_and_selects_a_figure() -> None:
     assert len(set(names)) == len(names)
     assert cycle(BUILT_IN) == []
     for rule in BUILT_IN:
-        assert faults_of_rule(rule) == [] and rule.what and rule.remedy and rule.reason
+        assert faults_of_rule(rule) == [] and rule.description and rule.remedy and rule.reason
         assert set(rule.downstream_of) <= set(names)
     layout = Splitter().split(START, _everything()).layout
     evaluator = Evaluator(BUILT_IN)
@@ -193,7 +193,7 @@ def test_rules_that_explain_each_other_are_found() -> None:
 
 def _everything() -> dict[str, Any]:
     tree = quiet_service()
-    tree["current_problems"] = [{"where": "audit", "what": "x", "remedy": "y"}]
+    tree["current_problems"] = [{"where": "audit", "description": "x", "remedy": "y"}]
     tree["gpus"][0]["throttle_reasons"] = ["power brake"]
     return tree
 

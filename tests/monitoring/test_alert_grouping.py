@@ -21,7 +21,9 @@ def kill(tree: dict[str, Any], second: int, died: int, back: int, model: int = 0
         return
     replica["state"] = "restarting" if second < died + 2 else "loading"
     if second < died + 2:
-        tree["current_problems"].append({"where": name, "what": "restarting", "remedy": "fix the cause"})
+        tree["current_problems"].append(
+            {"where": name, "description": "restarting", "remedy": "fix the cause"}
+        )
 
 
 def test_a_dead_replica_with_all_its_consequences_raises_one_alert() -> None:

@@ -18,7 +18,9 @@ from appliance.monitoring.alerts.receivers import AlertReceivers, DeliveryError,
 from appliance.snapshot import Alert
 from tests.waiting import wait_until
 
-ALERT = Alert(id="a1", rule="hot", severity="warning", state="firing", where="GPU 1", what="GPU 1 has 90 °C")
+ALERT = Alert(
+    id="a1", rule="hot", severity="warning", state="firing", where="GPU 1", description="GPU 1 has 90 °C"
+)
 WRITE = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('ab').write(sys.stdin.buffer.read() + b'\\n')"
 
 
@@ -42,7 +44,7 @@ def test_a_command_gets_the_alert_as_json(started: list[AlertReceivers], tmp_pat
     receiver(started, sink).send("raised", ALERT)
     wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
     sent = json.loads(path.read_text())
-    assert (sent["event"], sent["host"], sent["alert"]["what"]) == ("raised", "box", "GPU 1 has 90 °C")
+    assert (sent["event"], sent["host"], sent["alert"]["description"]) == ("raised", "box", "GPU 1 has 90 °C")
 
 
 def test_receivers_get_only_alerts_of_their_severity(started: list[AlertReceivers], tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_sending_never_blocks_and_drops_what_does_not_fit(started: list[AlertRec
 
 
 @pytest.mark.parametrize(
-    ("sink", "what"),
+    ("sink", "description"),
     [
         (AlertSink(), "neither a command nor a webhook"),
         (AlertSink(command=["x"], webhook="http://127.0.0.1/"), "both a command and a webhook"),
@@ -100,6 +102,6 @@ def test_sending_never_blocks_and_drops_what_does_not_fit(started: list[AlertRec
         (AlertSink(webhook="http://:80/"), "is not a URL"),
     ],
 )
-def test_an_invalid_receiver_is_refused(sink: AlertSink, what: str) -> None:
+def test_an_invalid_receiver_is_refused(sink: AlertSink, description: str) -> None:
     [fault] = faults_of_sink(sink)
-    assert what in fault.what
+    assert description in fault.description

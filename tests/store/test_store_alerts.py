@@ -21,7 +21,14 @@ def reader(history):
 
 
 def alert(number: int = 1, **fields: object) -> AlertRow:
-    known = {"rule": "hot", "severity": "warning", "subject": "GPU 1", "what": "", "cause": "", "remedy": ""}
+    known = {
+        "rule": "hot",
+        "severity": "warning",
+        "subject": "GPU 1",
+        "description": "",
+        "cause": "",
+        "remedy": "",
+    }
     return AlertRow(id=f"a{number}", since=float(number), raised_at=float(number), **{**known, **fields})
 
 

@@ -386,7 +386,7 @@ def summary(bursts: Bursts, found: Findings, seconds: float) -> dict[str, Any]:
         "left" if one.left else one.refusal or ("answered" if one.whole else "cut off") for one in got
     )
     return {
-        "what": f"{WIDTH}-way bursts that exceed a quota, against real processes with the CPU engine",
+        "description": f"{WIDTH}-way bursts that exceed a quota, against real processes with the CPU engine",
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "seed": bursts.seed,

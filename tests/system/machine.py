@@ -125,12 +125,13 @@ class Machine:
                 pass
         return found
 
-    def wait_until(self, true: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    def wait_until(self, true: Callable[[], Any], timeout_s: float, description: str) -> Any:
         deadline = time.monotonic() + timeout_s
         while not (value := true()):
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"timed out after {timeout_s:g} s waiting for {what}; the journal:\n{self.journal()}"
+                    f"timed out after {timeout_s:g} s waiting for {description}; the "
+                    f"journal:\n{self.journal()}"
                 )
             time.sleep(0.05)
         return value

@@ -83,12 +83,13 @@ class Service:
         except httpx.TransportError:
             return False
 
-    def wait_until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float, description: str) -> Any:
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"timed out after {timeout_s} s waiting for {what}; the log:\n{self.log_path.read_text()}"
+                    f"timed out after {timeout_s} s waiting for {description}; the "
+                    f"log:\n{self.log_path.read_text()}"
                 )
             time.sleep(0.02)
         return value

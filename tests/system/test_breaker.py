@@ -70,7 +70,7 @@ def test_the_breaker_opens_after_repeated_kills_says_why_and_closes_on_command(t
         assert why in failed["detail"] and "was killed by SIGKILL" in failed["detail"]
         status = running.status()
         [problem] = [one for one in status["current_problems"] if one["where"] == "model chat@1"]
-        assert status["state"] == "degraded" and why in problem["what"]
+        assert status["state"] == "degraded" and why in problem["description"]
         assert "appliance models retry chat@1" in problem["remedy"]
         [listed] = [one for one in running.command("models", "list") if one["name"] == "chat"]
         assert listed["state"] == "failed" and why in listed["versions"][0]["detail"]

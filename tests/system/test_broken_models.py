@@ -47,7 +47,7 @@ def test_config_check_names_the_missing_shard_and_its_line(broken: Path, tmp_pat
     assert done.stdout.startswith(f"{config}:2: model 'chat': {broken / SHARD} does not exist, but ")
     assert done.stdout.rstrip().endswith("copy or download the checkpoint again, with all of its files")
     (fault,) = json.loads(run_appliance("config", "check", config, "--json").stdout)["faults"]
-    assert fault["field"] == "models.chat.folder" and SHARD in fault["what"]
+    assert fault["field"] == "models.chat.folder" and SHARD in fault["description"]
 
 
 def test_config_check_names_a_fallback_that_does_not_exist(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_broken_model_is_shown_as_failed_until_it_is_repaired_while_others_ser
         running.wait_until(lambda: state("broken")[0] == "failed", 60, "the failure of the other model")
         assert SHARD in state("broken")[1]
         status = running.status()
-        assert any(SHARD in problem["what"] for problem in status["current_problems"])
+        assert any(SHARD in problem["description"] for problem in status["current_problems"])
         assert "no such file" not in running.log_path.read_text(), "the engine was started for nothing"
         with running.http() as http:
             body = {"model": "demo", "prompt": "hi", "max_tokens": 1}

@@ -56,7 +56,7 @@ def test_a_correct_round_has_no_findings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "errors"),
     [
         ({"quota_tokens": 13}, {"overshoot_tokens", "leaked", "wrong_charges"}),
         ({"quota_tokens": 9}, {"wrong_charges"}),
@@ -67,8 +67,8 @@ def test_a_correct_round_has_no_findings() -> None:
         ({"error": "the front process died", "quota_tokens": 7}, {"wrong_charges"}),
     ],
 )
-def test_an_error_in_a_row_is_found(changes: dict[str, Any], what: set[str]) -> None:
-    assert found_in(*a_round(**changes)) == what
+def test_an_error_in_a_row_is_found(changes: dict[str, Any], errors: set[str]) -> None:
+    assert found_in(*a_round(**changes)) == errors
 
 
 def test_tokens_received_beyond_the_quota_are_found() -> None:

@@ -90,8 +90,8 @@ class Caller:
             next(lines)
             yield
 
-    def wait(self, condition: Callable[[], object], what: str) -> None:
-        self.running.wait_until(condition, 60, what)
+    def wait(self, condition: Callable[[], object], description: str) -> None:
+        self.running.wait_until(condition, 60, description)
 
 
 @pytest.fixture(scope="module")

@@ -216,8 +216,8 @@ def test_a_model_without_its_gpu_runs_on_the_cpu_only_if_that_is_configured(tmp_
         replica = running.replica()
         assert replica["state"] == "ready" and replica["devices"] == ["cpu"]
         [degraded] = replica["degraded"]
-        assert degraded["what"].startswith("runs on the CPU instead of a GPU: ")
-        assert "needs 1 CUDA device" in degraded["what"] and "models retry demo" in degraded["remedy"]
+        assert degraded["description"].startswith("runs on the CPU instead of a GPU: ")
+        assert "needs 1 CUDA device" in degraded["description"] and "models retry demo" in degraded["remedy"]
         assert running.status()["state"] == "degraded"
         running.wait_until(
             lambda: [one["where"] for one in running.status()["current_problems"]] == ["demo-0"],

@@ -57,9 +57,9 @@ class Box:
     def logged(self, *columns: str) -> Values:
         """Return sums over the closed rows. The last column is summed, and all other columns group the
         rows."""
-        *by, what = columns
+        *by, total = columns
         names = ", ".join(by)
-        query = f"SELECT {names}, {what} FROM requests WHERE finished_at IS NOT NULL GROUP BY {names}"
+        query = f"SELECT {names}, {total} FROM requests WHERE finished_at IS NOT NULL GROUP BY {names}"
         path = self.running.state_dir / "history.db"
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             return {tuple(row[:-1]): row[-1] for row in database.execute(query)}

@@ -303,7 +303,7 @@ def test_a_killed_core_is_restarted_and_clients_that_connected_meanwhile_are_ser
     box.wait_active(but=before["MainPID"])
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
     told = f"the previous run (process {before['MainPID']}) was killed or crashed"
-    assert any(told in one["what"] for one in box.inside.appliance("status")["problems"])
+    assert any(told in one["description"] for one in box.inside.appliance("status")["problems"])
     box.inside.wait_until(
         lambda: not any(process.is_running() for process in killed), 60, "the end of all processes"
     )

@@ -128,12 +128,14 @@ def _text_changes(at: float, before: TelemetryLayout, after: TelemetryLayout) ->
             elif name in was and text in ("restarting", "failed", "silent"):
                 yield _Change(at, 2, f"{found[1]} became {text}", subject(after, name)[1])
         elif (found := _THROTTLE.fullmatch(name)) is not None:
-            what, scope = f"GPU {found[1]} reduced its clocks ({text})", subject(after, name)[1]
-            yield _Change(at, 2, what, scope, is_clock_reduction=True)
+            description, scope = f"GPU {found[1]} reduced its clocks ({text})", subject(after, name)[1]
+            yield _Change(at, 2, description, scope, is_clock_reduction=True)
         elif (found := _DRAIN.fullmatch(name)) is not None and name not in was:
             model = after.texts.get(f"drains[{found[1]}].model")
-            what = f"model {model}" if model else "the service"
-            yield _Change(at, 2, f"a drain of {what} began", frozenset({("model", model)} if model else ()))
+            description = f"model {model}" if model else "the service"
+            yield _Change(
+                at, 2, f"a drain of {description} began", frozenset({("model", model)} if model else ())
+            )
 
 
 def _largest_tenant(sample: TelemetrySample) -> str:

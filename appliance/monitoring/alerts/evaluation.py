@@ -32,7 +32,7 @@ class Raised(msgspec.Struct, kw_only=True):
     rule: str
     severity: Severity
     where: str
-    what: str
+    description: str
     cause: str
     remedy: str
     since: float
@@ -156,7 +156,7 @@ class Evaluator:
             rule=rule.name,
             severity=rule.severity,
             where=condition.where,
-            what=filled(rule, condition),
+            description=filled(rule, condition),
             cause=self._causes.find(condition),
             remedy=rule.remedy.format(remedy=condition.remedy),
             since=condition.since,

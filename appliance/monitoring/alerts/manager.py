@@ -162,7 +162,7 @@ class AlertManager:
                 raised.suppressed_by,
             )
         elif self._silence_of(raised) is not None:
-            log.info("alert %s %s, silenced: %s", alert.id, event, alert.what)
+            log.info("alert %s %s, silenced: %s", alert.id, event, alert.description)
         else:
             level = logging.WARNING if event == "raised" else logging.INFO
             log.log(
@@ -171,7 +171,7 @@ class AlertManager:
                 alert.id,
                 event,
                 alert.rule,
-                alert.what,
+                alert.description,
                 alert.cause,
             )
             self._receivers.send(event, alert)
@@ -185,7 +185,7 @@ class AlertManager:
             severity=alert.severity,
             state=_state(alert, silence, acknowledged_by),
             where=alert.where,
-            what=alert.what,
+            description=alert.description,
             cause=alert.cause,
             remedy=alert.remedy,
             since=alert.since,
@@ -215,7 +215,7 @@ class AlertManager:
                 rule=alert.rule,
                 severity=alert.severity,
                 subject=alert.where,
-                what=alert.what,
+                description=alert.description,
                 cause=alert.cause,
                 remedy=alert.remedy,
                 since=alert.since,
@@ -248,7 +248,7 @@ def _raised(row: AlertRow) -> Raised:
         rule=row.rule,
         severity=msgspec.convert(row.severity, Severity),
         where=row.subject,
-        what=row.what,
+        description=row.description,
         cause=row.cause,
         remedy=row.remedy,
         since=row.since,

@@ -97,8 +97,8 @@ DEFECTS = (
         "databases",
         "a deleted database is not noticed",
         "store/writer.py",
-        "elif what := self._database.displaced():",
-        'elif what := "":',
+        "elif description := self._database.displaced():",
+        'elif description := "":',
         "deleted_databases",
     ),
     Defect(

@@ -30,7 +30,7 @@ def problem(running: Service, where: str, text: str, timeout_s: float = 120) -> 
 
     def look() -> Any:
         found = running.status()["current_problems"]
-        return next((one for one in found if one["where"] == where and text in one["what"]), None)
+        return next((one for one in found if one["where"] == where and text in one["description"]), None)
 
     found: dict[str, Any] = running.wait_until(look, timeout_s, f"{where}: {text}")
     assert found["remedy"]
@@ -42,7 +42,9 @@ def past_problem(running: Service, where: str, text: str) -> None:
     already ended. A replica, for example, may be restarted before the status is read again."""
 
     def look() -> bool:
-        return any(one["where"] == where and text in one["what"] for one in running.status()["problems"])
+        return any(
+            one["where"] == where and text in one["description"] for one in running.status()["problems"]
+        )
 
     running.wait_until(look, 120, f"{where}: {text}")
 

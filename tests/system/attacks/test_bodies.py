@@ -59,7 +59,7 @@ def unfinished(bounded: Target, count: int, *headers: str) -> Iterator[list[sock
 def reported(bounded: Target, text: str) -> None:
     """Check that `status` and `doctor` report a problem with this text."""
     bounded.running.wait_until(
-        lambda: any(text in one["what"] for one in bounded.running.status()["problems"]),
+        lambda: any(text in one["description"] for one in bounded.running.status()["problems"]),
         60,
         f"the problem: {text}",
     )

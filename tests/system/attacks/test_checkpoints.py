@@ -55,7 +55,7 @@ def test_models_with_bad_files_are_reported_and_the_others_keep_serving(
     monkeypatch.setattr(Service, "ready", has_started)
     with service(*flags, "--fronts", "1") as running:
         for name, (_, cause) in BROKEN.items():
-            assert name in problem(running, "front-0", cause, 120)["what"]
+            assert name in problem(running, "front-0", cause, 120)["description"]
         found = "\n".join(doctor(running))
         assert all(cause in found for _, cause in BROKEN.values()), found
         running.wait_until(lambda: status_of(running, "demo")[0] == 200, 120, "the good model")

@@ -73,7 +73,7 @@ def wait_for_problem(attacked: Target, text: str) -> None:
     """Wait until `status` and `doctor` report a problem with this text."""
 
     def is_shown() -> bool:
-        return any(text in one["what"] for one in attacked.running.status()["problems"])
+        return any(text in one["description"] for one in attacked.running.status()["problems"])
 
     wait_for(is_shown, f"the problem in the status: {text}")
     wait_for(lambda: any(text in one for one in attacked.doctor()), f"the finding of the doctor: {text}")

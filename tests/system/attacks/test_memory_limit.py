@@ -69,7 +69,7 @@ def test_processes_killed_for_lack_of_memory_are_replaced_and_the_cause_is_repor
     assert limited.process.wait(60) == -signal.SIGKILL
     limited.start()
     told = f"the previous run (process {core}) was killed or crashed, possibly for lack of memory"
-    assert any(told in one["what"] for one in limited.status()["problems"])
+    assert any(told in one["description"] for one in limited.status()["problems"])
     assert any(told in text for text in doctor(limited, "warning"))
     assert answer(limited)
 

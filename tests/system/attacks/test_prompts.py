@@ -140,7 +140,7 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
     assert set(statuses) <= {200, 503}
     told = "too many prompts in progress"
     attacked.running.wait_until(
-        lambda: any(told in problem["what"] for problem in attacked.running.status()["problems"]),
+        lambda: any(told in problem["description"] for problem in attacked.running.status()["problems"]),
         60,
         "the problem",
     )

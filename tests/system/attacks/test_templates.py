@@ -96,7 +96,7 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
 
     def shown() -> bool:
         return any(
-            "'hostile'" in problem["what"] and message in problem["what"]
+            "'hostile'" in problem["description"] and message in problem["description"]
             for problem in hostile.status()["problems"]
         )
 

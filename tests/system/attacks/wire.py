@@ -131,9 +131,9 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], description: str, timeout_s: float = 60.0) -> None:
     """Poll until `condition` is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {what}"
+        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {description}"
         time.sleep(0.05)
