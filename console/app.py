@@ -406,10 +406,12 @@ class ConsoleApp(App[int]):
     @on(FrameWidget.Clicked)
     def _click(self, event: FrameWidget.Clicked) -> None:
         if event.command:
+            self.session.stop_jumping()
             self.action_run(event.command)
 
     @on(FrameWidget.Scrolled)
     def _scroll(self, event: FrameWidget.Scrolled) -> None:
+        self.session.stop_jumping()
         for _ in range(abs(event.rows)):
             self.session.run("move down" if event.rows > 0 else "move up")
         self.redraw()

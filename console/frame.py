@@ -51,6 +51,9 @@ class FrameState:
     small: bool = False
     """Whether the terminal was too small for panels when the frame was last drawn."""
     badges: list[str] = field(default_factory=list)
+    frozen: tuple[tuple[View, int, int], list[Line]] | None = None
+    """While jump mode is active: the screen, the terminal's size and the screen's lines when jump mode began.
+    Rows and letters stay in place until the operator has typed a letter."""
 
     @property
     def has_panels(self) -> bool:
@@ -69,9 +72,18 @@ def frame(state: FrameState, width: int, height: int) -> list[Line]:
     top += _banners(state, width)
     bottom = _footer(state, width) if state.footer else []
     room = max(0, height - len(top) - len(bottom))
-    body = _body(state, width, room)[:room]
+    body = _frozen(state, width, height, room) if state.context.jumping else _body(state, width, room)
+    body = body[:room]
     lines = [*top, *body, *[BLANK] * (room - len(body)), *bottom]
     return [clip(one, width) for one in lines[:height]]
+
+
+def _frozen(state: FrameState, width: int, height: int, room: int) -> list[Line]:
+    """Return the lines of the screen in jump mode. They change only if the terminal's size does."""
+    drawn = (state.view, width, height)
+    if state.frozen is None or state.frozen[0] != drawn:
+        state.frozen = drawn, _body(state, width, room)
+    return state.frozen[1]
 
 
 def _body(state: FrameState, width: int, height: int) -> list[Line]:

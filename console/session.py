@@ -211,9 +211,8 @@ class ConsoleSession:
         elif word == "jump" and not view.can_jump:
             self.say(f"{view.title} has no rows or panels to jump to", "warn")
         elif word == "jump":
-            self.context.jumping = not self.context.jumping
-            if self.context.jumping:
-                self.say("type the letter of a row or panel, or any other key to cancel", "dim")
+            self.context.jumping, self.state.frozen, self.state.help = True, None, False
+            self.say("type the letter of a row or panel, or any other key to cancel", "dim")
         elif word == "variant":
             if view.alternate:
                 self._screen(view.alternate)
@@ -244,9 +243,17 @@ class ConsoleSession:
     def jump(self, letter: str) -> None:
         """Leave jump mode, and go to the row or panel with this letter if there is one. Keys that are not
         characters have no letter."""
-        self.context.jumping, self.state.message = False, ""
-        if letter and letter in JUMP_LETTERS:
-            self.view.jump(JUMP_LETTERS.index(letter))
+        self.stop_jumping()
+        view = self.view
+        if not letter or letter not in JUMP_LETTERS or not view.jump(JUMP_LETTERS.index(letter)):
+            return
+        if isinstance(view, TableView) and view.cursor not in map(view.id_of, view.ordered(self.context)):
+            self.say(f"{view.cursor} is no longer in the list", "warn")
+
+    def stop_jumping(self) -> None:
+        """Leave jump mode."""
+        if self.context.jumping:
+            self.context.jumping, self.state.frozen, self.state.message = False, None, ""
 
     def say(self, message: str, role: str = "text") -> None:
         """Show a message in the footer until the next key press."""

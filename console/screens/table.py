@@ -356,7 +356,8 @@ class TableView(View, Generic[R]):
     def jump(self, number: int) -> bool:
         if number >= len(self._visible):
             return False
-        self.cursor = self._order[self._visible[number]]
+        self._index = self._visible[number]
+        self.cursor = self._order[self._index]
         return True
 
     def open(self) -> bool:

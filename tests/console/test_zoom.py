@@ -184,3 +184,60 @@ def test_jump_mode_labels_the_rows_of_a_table_in_a_small_terminal() -> None:
     made.jump("d")
     assert rows[2][1:].startswith(view.cursor)
     assert plain(made.lines(59, 17)[3]).startswith(f"▸{view.cursor}")
+
+
+def _started_and_replaced(size: tuple[int, int], screen: str) -> tuple[ConsoleSession, list[str], list[str]]:
+    """Start jump mode, then let the service replace all requests and alerts. Return the session, and the
+    screen before and after that, without the header."""
+    made = session(write=True)
+    made.run(f"screen {screen}")
+    made.lines(*size)
+    made.run("jump")
+    before = [plain(row) for row in made.lines(*size)[1:]]
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    made.accept(
+        msgspec.structs.replace(
+            snapshot,
+            at=snapshot.at + 1,
+            requests=[
+                msgspec.structs.replace(one, request_id=f"new-{at}", age_s=0.1 * at)
+                for at, one in enumerate(snapshot.requests)
+            ],
+            tenants=snapshot.tenants[:3],
+            batches=snapshot.batches[:1],
+        )
+    )
+    return made, before, [plain(row) for row in made.lines(*size)[1:]]
+
+
+@pytest.mark.parametrize("size", [*SIZES, (59, 17)])
+@pytest.mark.parametrize("screen", ["overview", "batches", "kv", "requests", "tenants"])
+def test_rows_and_letters_stay_in_place_while_jump_mode_is_active(screen: str, size: tuple[int, int]) -> None:
+    if size == (59, 17) and screen in ("overview", "batches", "kv"):
+        pytest.skip("a list of facts has no jump mode")
+    made, before, during = _started_and_replaced(size, screen)
+    if not made.context.jumping:
+        pytest.skip("the panel with the letters does not fit")
+    assert during == before
+    made.jump("")
+    assert [plain(row) for row in made.lines(*size)[1:]] != before
+
+
+def test_a_letter_goes_to_the_row_that_it_labelled_when_jump_mode_began() -> None:
+    made, before, _ = _started_and_replaced((120, 40), "tenants")
+    row = next(row for row in before if row.startswith("s"))
+    made.jump("s")
+    view = made.view
+    assert isinstance(view, TableView)
+    assert row[1:].startswith(view.cursor)
+
+
+def test_a_letter_of_a_row_that_has_ended_says_so() -> None:
+    made, before, _ = _started_and_replaced((120, 40), "requests")
+    row = next(row for row in before if row.startswith("d"))
+    made.jump("d")
+    assert "is no longer in the list" in made.state.message
+    assert made.state.message.startswith(row[1:].split()[0])
+    lines = [plain(one) for one in made.lines(120, 40)]
+    assert lines[before.index(row) + 1].startswith("▸")
