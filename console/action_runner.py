@@ -125,7 +125,12 @@ class ActionRunner:
         if self.confirming is not None:
             return
         targets: list[str | None] = [*names] or [None]
+        session, ended = self._app.session, list[str]()
+        view = session.view
         for name in targets:
+            if name is not None and not view.has_target(name, session.newest()):
+                ended.append(name)
+                continue
             parameters = await self._ask(
                 action, dict(values) if name is None else {**values, action.named_by: name}
             )
@@ -133,6 +138,9 @@ class ActionRunner:
                 self._app.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
                 break
             await self._perform(action, parameters)
+        if ended:
+            skipped = f"skipped, because no longer listed: {', '.join(ended)}"
+            session.say("; ".join(filter(None, (session.state.message, skipped))), "warn")
         self._app.redraw()
 
     async def _ask(self, action: Action, values: dict[str, Any]) -> msgspec.Struct | None:

@@ -52,6 +52,8 @@ class Context:
     """Whether jump mode is active: rows and panels show letters, and the next key jumps to one of them."""
     write: bool = False
     """Whether actions are permitted."""
+    is_past: bool = False
+    """Whether the snapshot and the lists are those of a past time."""
 
     def rows_of(self, name: ListName, kind: type[RowT]) -> list[RowT]:
         """Return the rows of a list that have the type `kind`. The result is empty if the list has not been

@@ -135,7 +135,9 @@ class ConsoleSession:
         """Show a past state on all screens. Actions are not possible while viewing history."""
         if self.state.past is None:
             live = self._live
-            self.state.context = Context(glyphs=live.glyphs, keys=live.keys, compared=live.compared)
+            self.state.context = Context(
+                glyphs=live.glyphs, keys=live.keys, compared=live.compared, is_past=True
+            )
         self.state.past = past
         self.context.snapshot, self.context.history = past.instant.snapshot, history
 

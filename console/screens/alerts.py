@@ -112,6 +112,9 @@ class AlertsView(TableView[Alert]):
             return list(dict.fromkeys(row.rule for row in alerts))
         return [row.id for row in alerts]
 
+    def has_target(self, name: str, context: Context) -> bool:
+        return any(name in (row.id, row.rule) for row in self.rows(context))
+
     def title_of(self, row: Alert) -> str:
         return units.about(row.where, row.description)
 

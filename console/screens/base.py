@@ -147,3 +147,7 @@ class View:
         """Return the names of the selected objects in the form that `action` requires. The screen must accept
         the action."""
         return self.selected(context)
+
+    def has_target(self, name: str, context: Context) -> bool:
+        """Return whether one of the screen's rows still represents this object."""
+        return True

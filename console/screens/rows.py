@@ -252,5 +252,6 @@ class LogsView(ListView):
         self.title = {"logs": "Logs", "settings": "Settings", "findings": "Doctor's findings"}[self.variant]
         self.sorted_by, self.reverse = self.columns[0].name, self.variant == "logs"
         self.max_rows = MAX_ROWS if self.variant == "logs" else 0
-        self.filter, self.detail, self.marks = "", "", set()
+        self.filter, self.detail = "", ""
+        self._clear_marks()
         self.cursor, self._index = "", 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from console import units
 from console.context import Context
 from console.filters import Cell, FilterError, FilterField, matcher, sort_rows
 from console.keys import key_of
@@ -75,6 +76,8 @@ class TableView(View, Generic[R]):
         self.error = ""
         """Reason why the filter is invalid."""
         self.marks: set[str] = set()
+        self.ended_marks = 0
+        """Number of marked rows that have left the list since the operator last changed the marks."""
         self.cursor = ""
         """Id of the row under the cursor. The cursor stays on its row when the order changes."""
         self.detail = ""
@@ -140,6 +143,7 @@ class TableView(View, Generic[R]):
         if missing := self._missing(context):
             return [heading(self.title, width), BLANK, *wrap(missing[0], width, missing[1])]
         self._jumping, self._visible = context.jumping, range(0)
+        self._drop_ended_marks(context)
         rows = self.ordered(context)
         self._order = [self.id_of(row) for row in rows]
         outdated = self._outdated(context, width)
@@ -151,7 +155,7 @@ class TableView(View, Generic[R]):
             counted = f" {len(rows)} of {'the newest ' if is_cut else ''}{total}"
         else:
             counted = f", newest {total}" if is_cut else f" {total}"
-        title = f"{self.title}{counted}" + (f" · {len(self.marks)} marked" if self.marks else "")
+        title = " · ".join([f"{self.title}{counted}", *self._marked()])
         lines = [heading(title, width, self.note(context)), *outdated]
         if self.filter:
             lines.append(self._filter_line(context))
@@ -160,6 +164,27 @@ class TableView(View, Generic[R]):
         lines.append(self._titles(shown, width))
         lines += self._body(rows, shown, width, height - len(lines))
         return [*lines, *self.below(rows, context, width, height - len(lines))]
+
+    def _drop_ended_marks(self, context: Context) -> None:
+        """Remove the marks of rows that are no longer in the list. All marks are kept while a past time is
+        shown."""
+        if self.marks and not context.is_past:
+            ended = self.marks - {self.id_of(row) for row in self.rows(context)}
+            self.marks -= ended
+            self.ended_marks += len(ended)
+
+    def _marked(self) -> list[str]:
+        """Return the number of marked rows and of marked rows that have left the list, as texts."""
+        texts = []
+        if self.marks:
+            hidden = len(self.marks.difference(self._order))
+            texts.append(f"{len(self.marks)} marked" + (f" ({hidden} not shown)" if hidden else ""))
+        if self.ended_marks:
+            texts.append(f"{units.counted(self.ended_marks, 'marked row')} no longer listed")
+        return texts
+
+    def _clear_marks(self) -> None:
+        self.marks, self.ended_marks = set(), 0
 
     def _filter_line(self, context: Context) -> Line:
         return [
@@ -230,6 +255,7 @@ class TableView(View, Generic[R]):
         """Return one line per row, with the cursor, the filter and the marks, or the details of a row."""
         if self._missing(context):
             return super().small(context, width, height)
+        self._drop_ended_marks(context)
         rows = self.ordered(context)
         self._order = [self.id_of(row) for row in rows]
         outdated = self._outdated(context, width)
@@ -239,6 +265,8 @@ class TableView(View, Generic[R]):
         above = facts[: len(facts) - len(rows)]
         lines = [clip([span(f"{name}  ", "dim"), span(value, role)], width) for name, value, role in above]
         lines += outdated
+        if self.ended_marks:
+            lines.append(clip([span(" · ".join(self._marked()), "dim")], width))
         if self.filter:
             lines.append(clip(self._filter_line(context), width))
         self._follow_cursor(height - len(lines))
@@ -378,8 +406,8 @@ class TableView(View, Generic[R]):
             self.detail = ""
         elif self.filter:
             self.filter = ""
-        elif self.marks:
-            self.marks = set()
+        elif self.marks or self.ended_marks:
+            self._clear_marks()
         else:
             return False
         return True
@@ -388,6 +416,7 @@ class TableView(View, Generic[R]):
         """Mark or unmark the row under the cursor, and move to the next row."""
         if self.cursor in self._order:
             self.marks ^= {self.cursor}
+            self.ended_marks = 0
             self.move(1)
 
     def sort(self, name: str) -> None:
@@ -409,3 +438,6 @@ class TableView(View, Generic[R]):
         if self.marks:
             return [name for name in self._order if name in self.marks]
         return [self.cursor] if self.cursor in self._order else []
+
+    def has_target(self, name: str, context: Context) -> bool:
+        return any(self.id_of(row) == name for row in self.rows(context))
