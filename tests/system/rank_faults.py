@@ -3,44 +3,103 @@ tests.system.rank_faults` runs every case many times, and `tests.system.test_ran
 once.
 
 After each fault, all ranks must exit, the replica must restart by itself, and streams must continue with the
-same greedy text. No process, shared memory or descriptor may be left behind.
+same greedy tokens. No process, shared memory, descriptor or GPU memory may be left behind.
+
+    python -m tests.system.rank_faults                                  # two ranks on the CPU
+    python -m tests.system.rank_faults --device cuda --ranks 4 --both --rounds 2
+
+On GPUs, the model is a small one with random weights, whose messages fit into peer memory. A resubmitted
+request computes its earlier tokens in one pass, which rounds differently. Its tokens may therefore differ
+from those of an undisturbed stream from a position where the two best tokens are almost equally likely.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import psutil
 
+from appliance.models.gpus import find_gpus
+from appliance.settings import demo_model_folder
 from tests.system.attacks.reading import configured
 from tests.system.service import Service
 from tests.system.test_deaths import Stream, answer, wait_gone
 
 DEATH_LIMIT_S = 1.0
 STOP_LIMIT_S = 5.0
-"""Time limits, in seconds, for the exit of every rank after one rank has been killed or stopped."""
+"""Time limits, in seconds, until the other ranks have noticed that a rank was killed or stopped."""
 STATES = ("idle", "prompt", "decode")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 FLAGS = ("--tensor-parallel-size", "2")
 SETTINGS = "[restarts]\nmax_deaths = 1000\n"
 """The circuit breaker must not open, although the faults follow each other quickly."""
-_PROMPTS = 4
-_PROMPT_TOKENS = 1200
-"""Number of tokens in each prompt. Together, the prompts need several engine steps."""
+GPU_SHAPE = {"hidden_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+"""Fields of the model on GPUs that differ from the demo model's `config.json`."""
+GPU_SETTINGS = """
+[models.demo]
+folder = "{folder}"
+load_format = "dummy"
+max_num_seqs = 16
+max_num_batched_tokens = 128
+kv_blocks = 2048
+"""
+NEAR_TIE = 0.125
+"""Maximum difference of log probabilities at which tokens may differ on GPUs, as in
+`tests.gpu.test_ranks_on_gpu`."""
+MAX_LEFT_BYTES = 64 << 20
+"""Allowed growth of the memory in use on a GPU. Two starts of the same replica differ by less."""
+_LOST = re.compile(r"^(\S+)Z .*(?:restart the whole replica|this rank exits)", re.MULTILINE)
+"""A line that a rank logs when it has noticed the loss of another rank, with the time of the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The requests during which ranks are killed or stopped."""
+
+    prompts: int = 4
+    prompt_tokens: int = 1200
+    """Number of tokens in each prompt. Together, the prompts need several engine steps."""
+    decode_tokens: int = 120
+    near_tie: float = 0.0
+    """Difference of log probabilities up to which tokens may differ from those of an undisturbed stream."""
+
+
+ON_CPU = Traffic()
+ON_GPU = Traffic(prompts=16, prompt_tokens=6000, decode_tokens=4000, near_tie=NEAR_TIE)
+"""GPUs are faster, so they need longer requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Return the texts of uninterrupted streams."""
+    """The undisturbed streams, with which others are compared."""
 
-    decode: str
-    prompts: list[str]
+    traffic: Traffic
+    decode: Stream
+    prompts: list[Stream]
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Times of a fault, in seconds."""
+
+    noticed: float
+    """Time until a rank logged the loss. Idle ranks may exit without logging it; then equal to `gone`."""
+    gone: float
+    """Time until every rank had exited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +110,78 @@ class Left:
     shared_memory: frozenset[str]
     rendezvous_folders: int
     descriptors: int
+    gpu_bytes: tuple[int, ...]
+    """Memory in use on each GPU."""
+
+    def allows(self, after: Left) -> bool:
+        """Return whether `after` is no more than this, except for shared memory."""
+        return (
+            after.processes == self.processes
+            and after.rendezvous_folders == self.rendezvous_folders
+            and after.descriptors <= self.descriptors
+            and grown(self.gpu_bytes, after.gpu_bytes) <= MAX_LEFT_BYTES
+        )
 
 
-def decode(running: Service) -> Stream:
-    return Stream(running, max_tokens=120)
+def used_bytes() -> tuple[int, ...]:
+    return tuple(gpu.used_bytes for gpu in find_gpus().gpus)
 
 
-def prompts(running: Service) -> list[Stream]:
+def grown(before: tuple[int, ...], after: tuple[int, ...]) -> int:
+    """Return the largest growth of a GPU's memory in use, in bytes."""
+    return max((now - then for then, now in zip(before, after, strict=True)), default=0)
+
+
+def decode(running: Service, traffic: Traffic, **options: Any) -> Stream:
+    return _stream(running, max_tokens=traffic.decode_tokens, **options)
+
+
+def prompts(running: Service, traffic: Traffic, **options: Any) -> list[Stream]:
     """Start streams with prompts that together fill several steps. The prompts differ in their first token,
     so they share no prefix."""
     return [
-        Stream(
+        _stream(
             running,
-            prompt=[7 + number] + [(11 * place) % 4000 + 10 for place in range(_PROMPT_TOKENS - 1)],
+            prompt=[7 + number] + [(11 * place) % 4000 + 10 for place in range(traffic.prompt_tokens - 1)],
             max_tokens=8,
-            extra_body={"ignore_eos": True},
+            **options,
         )
-        for number in range(_PROMPTS)
+        for number in range(traffic.prompts)
     ]
 
 
-def finished(streams: list[Stream]) -> list[str]:
+def _stream(running: Service, **options: Any) -> Stream:
+    return Stream(running, **options, extra_body={"ignore_eos": True, "return_token_ids": True})
+
+
+def finished(streams: list[Stream]) -> list[Stream]:
     for stream in streams:
         stream.join(180)
         assert not stream.is_alive(), "a stream has not ended"
         assert stream.error is None, stream.error
-    return [stream.text for stream in streams]
+    return streams
 
 
-def undisturbed(running: Service) -> Expected:
-    return Expected(finished([decode(running)])[0], finished(prompts(running)))
+def undisturbed(running: Service, traffic: Traffic = ON_CPU) -> Expected:
+    """Return streams with which disturbed ones are compared."""
+    options = {"logprobs": 2} if traffic.near_tie else {}
+    return Expected(
+        traffic,
+        finished([decode(running, traffic, **options)])[0],
+        finished(prompts(running, traffic, **options)),
+    )
+
+
+def check_tokens(found: Stream, wanted: Stream, near_tie: float) -> None:
+    """Check that a stream has the tokens of an undisturbed one, or first differs from it at a near-tie."""
+    assert len(found.token_ids) == len(wanted.token_ids)
+    pairs = zip(found.token_ids, wanted.token_ids, strict=True)
+    place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+    if place is not None:
+        gap = wanted.gaps[place] if place < len(wanted.gaps) else float("inf")
+        assert gap <= near_tie, (
+            f"token {place} is {found.token_ids[place]}, not {wanted.token_ids[place]} ({gap})"
+        )
 
 
 def left(running: Service) -> Left:
@@ -105,42 +206,40 @@ def left(running: Service) -> Left:
         frozenset(os.listdir("/dev/shm")),
         len(list(running.run_dir.glob("ranks-*"))),
         running.wait_until(settled, 60, "the core's descriptors"),
+        used_bytes(),
     )
 
 
-def inflict(running: Service, expected: Expected, fault: signal.Signals, state: str, victim: int) -> float:
-    """Kill or stop a rank in the given state and check the consequences. Returns the time, in seconds, until
-    every rank had exited."""
+def inflict(running: Service, expected: Expected, fault: signal.Signals, state: str, victim: int) -> Took:
+    """Kill or stop a rank in the given state and check the consequences."""
+    traffic = expected.traffic
     before = left(running)
     replica = running.replica()
     pids, restarts = replica["pids"], replica["restarts"]
     streams: list[Stream] = []
     if state == "decode":
-        streams = [decode(running) for _ in range(3)]
+        streams = [decode(running, traffic) for _ in range(3)]
         for stream in streams:
             assert stream.begun.wait(60)
     elif state == "prompt":
-        streams = prompts(running)
+        streams = prompts(running, traffic)
         running.wait_until(lambda: running.replica()["running"] > 0, 60, "a prompt to be computed")
         assert not all(stream.text for stream in streams), "the prompts are too short: all have been computed"
+    if state != "idle":
+        # Otherwise, the fault would hit an idle replica.
+        assert not all(stream.finish_reason for stream in streams), (
+            "the streams are too short: all have ended"
+        )
     psutil.Process(pids[victim]).send_signal(fault)
-    began = time.monotonic()
+    began, began_at = time.monotonic(), time.time()
     wait_gone(pids, 60.0)
     gone_s = time.monotonic() - began
-    texts = finished(streams)
-    assert texts == (expected.prompts if state == "prompt" else [expected.decode] * len(texts))
+    wanted = expected.prompts if state == "prompt" else [expected.decode] * len(streams)
+    for stream, undisturbed_one in zip(finished(streams), wanted, strict=True):
+        check_tokens(stream, undisturbed_one, traffic.near_tie)
     assert answer(running)
-
-    def nothing_new() -> bool:
-        after = left(running)
-        return (
-            after.processes == before.processes
-            and after.rendezvous_folders == before.rendezvous_folders
-            and after.descriptors <= before.descriptors
-        )
-
     # The core reaps processes and closes connections a moment after they have ended.
-    running.wait_until(nothing_new, 60, f"the resource use of {before}")
+    running.wait_until(lambda: before.allows(left(running)), 60, f"the resource use of {before}")
     # Other programs on this machine also create and remove shared memory.
     new = left(running).shared_memory - before.shared_memory
     running.wait_until(lambda: new.isdisjoint(os.listdir("/dev/shm")), 60, f"the end of {new}")
@@ -148,31 +247,75 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
     how = "was killed by SIGKILL" if fault == signal.SIGKILL else "was stopped by a signal"
     assert replica["restarts"] == restarts + 1
     assert replica["last_error"] == f"rank {victim} (pid {pids[victim]}) {how}"
-    return gone_s
+    return Took(_noticed_s(running, began_at, gone_s), gone_s)
+
+
+def _noticed_s(running: Service, began_at: float, gone_s: float) -> float:
+    """Return the time in seconds after `began_at` at which a rank first logged that another rank was lost, or
+    `gone_s` if none did."""
+    times = [
+        datetime.fromisoformat(f"{when}+00:00").timestamp() - began_at
+        for when in _LOST.findall(running.log_path.read_text())
+    ]
+    # The log rounds times down to milliseconds.
+    return min((max(0.0, each) for each in times if each > -0.01), default=gone_s)
+
+
+def write_gpu_model(folder: Path) -> str:
+    """Write the folder of the model for GPUs, and return the settings with which the service loads it."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo_model_folder() / name, folder)
+    config = json.loads((demo_model_folder() / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | GPU_SHAPE))
+    return GPU_SETTINGS.format(folder=folder)
 
 
 def main() -> int:
-    """Run every case, alternately on the first and the last rank. The exit code is 1 if ranks exit too late.
-    Other failures raise AssertionError."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run every case on the first or on the last rank, alternately. The exit code is 1 if a loss was noticed
+    too late. Other failures raise AssertionError."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10, help="how often each case runs (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (%(default)s)")
+    parser.add_argument("--both", action="store_true", help="in each round, run every case on both ranks")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
-    rounds, ranks = arguments.rounds, arguments.ranks
-    slowest: dict[tuple[str, str], float] = {}
-    for number in range(rounds):
-        # Each round starts a new service, because the delay before a restart doubles with each fault.
-        with configured(SETTINGS, "--tensor-parallel-size", str(ranks)) as running:
-            expected = undisturbed(running)
-            for index, (fault, state) in enumerate(itertools.product(SIGNALS, STATES)):
-                took = inflict(running, expected, fault, state, victim=(number + index) % 2 * (ranks - 1))
-                slowest[fault.name, state] = max(took, slowest.get((fault.name, state), 0.0))
+    worst: dict[tuple[str, str], list[Took]] = {}
+    for number in range(arguments.rounds):
+        _run_round(arguments, number, worst)
     late = False
-    for (name, state), took in slowest.items():
+    for (name, state), took in worst.items():
         limit = DEATH_LIMIT_S if name == "SIGKILL" else STOP_LIMIT_S
-        late |= took > limit
-        print(f"{name:8} {state:7} {rounds} times: every rank exited within {took:.2f} s (limit {limit:g} s)")
+        noticed, gone = max(each.noticed for each in took), max(each.gone for each in took)
+        late |= noticed > limit
+        print(
+            f"{name:8} {state:7} {len(took)} times: noticed within {noticed:.2f} s (limit {limit:g} s), "
+            f"every rank exited within {gone:.2f} s",
+            flush=True,
+        )
     return int(late)
+
+
+def _run_round(arguments: argparse.Namespace, number: int, worst: dict[tuple[str, str], list[Took]]) -> None:
+    """Run every case once, or once on both ranks, and add the times to `worst`."""
+    ranks, on_gpu, unused = arguments.ranks, arguments.device == "cuda", used_bytes()
+    with ExitStack() as stack:
+        settings = SETTINGS
+        if on_gpu:
+            settings += write_gpu_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        # Each round starts a new service, because the delay before a restart doubles with each fault.
+        flags = ("--tensor-parallel-size", str(ranks), "--device", arguments.device)
+        running = stack.enter_context(configured(settings, *flags))
+        expected = undisturbed(running, ON_GPU if on_gpu else ON_CPU)
+        for index, (fault, state) in enumerate(itertools.product(SIGNALS, STATES)):
+            first = (number + index) % 2 * (ranks - 1)
+            for victim in (first, ranks - 1 - first)[: 1 + arguments.both]:
+                took = inflict(running, expected, fault, state, victim)
+                worst.setdefault((fault.name, state), []).append(took)
+                print(f"{fault.name} of rank {victim}, {state}: {took}", file=sys.stderr, flush=True)
+        running.stop()
+    assert grown(unused, used_bytes()) <= MAX_LEFT_BYTES, f"GPU memory in use: {unused}, then {used_bytes()}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ lost, and nothing may be left behind."""
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
 import time
@@ -37,6 +38,10 @@ class Stream(threading.Thread):
         self.running = running
         self.options = {**LONG, **options}
         self.text = ""
+        self.token_ids: list[int] = []
+        """The tokens of the stream, if `return_token_ids` is set."""
+        self.gaps: list[float] = []
+        """Difference between the two highest log probabilities at each token, if `logprobs` is at least 2."""
         self.finish_reason = ""
         self.error: Exception | None = None
         self.begun = threading.Event()
@@ -46,15 +51,25 @@ class Stream(threading.Thread):
         try:
             with self.running.client(timeout=180) as client:
                 for chunk in client.completions.create(**self.options):
-                    if chunk.choices:
-                        self.text += chunk.choices[0].text
-                        self.finish_reason = chunk.choices[0].finish_reason or self.finish_reason
+                    for choice in chunk.choices:
+                        self.text += choice.text
+                        self.token_ids += (choice.model_extra or {}).get("token_ids") or ()
+                        self.gaps += [
+                            gap_of(top) for top in (choice.logprobs and choice.logprobs.top_logprobs) or ()
+                        ]
+                        self.finish_reason = choice.finish_reason or self.finish_reason
                     if len(self.text) > 40:
                         self.begun.set()
         except Exception as error:
             self.error = error
         finally:
             self.begun.set()
+
+
+def gap_of(top: dict[str, float] | None) -> float:
+    """Return the difference between the two highest log probabilities. It is infinite if fewer are known."""
+    highest = sorted((top or {}).values(), reverse=True)
+    return highest[0] - highest[1] if len(highest) > 1 else math.inf
 
 
 def runs(pid: int) -> bool:
