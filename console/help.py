@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from console.figures import FIGURES
+from console.explanations import EXPLANATIONS
 from console.keys import KeyTable, key_of, shown_name
 from console.lines import BLANK, Line, beside, clip, heading, line, span, wrap
 from console.screens.base import View
@@ -25,11 +25,13 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
         BLANK,
     ]
     lines += [heading("Fields and metrics", width, "unit · window · source")]
-    for name in dict.fromkeys(view.figures):
-        figure = FIGURES[name]
-        title = wrap(figure.title, _NAME_WIDTH - 1, "accent")
-        notes = " · ".join(part for part in (figure.unit, figure.window, figure.source) if part)
-        body = [*wrap(figure.text, width - _NAME_WIDTH), *wrap(notes, width - _NAME_WIDTH, "dim")]
+    for name in dict.fromkeys(view.explanations):
+        explanation = EXPLANATIONS[name]
+        title = wrap(explanation.title, _NAME_WIDTH - 1, "accent")
+        notes = " · ".join(
+            part for part in (explanation.unit, explanation.window, explanation.source) if part
+        )
+        body = [*wrap(explanation.text, width - _NAME_WIDTH), *wrap(notes, width - _NAME_WIDTH, "dim")]
         lines += beside(title, body, _NAME_WIDTH, width - _NAME_WIDTH, 0)
     if isinstance(view, TableView):
         names = ", ".join(column.names[0] for column in view.columns)

@@ -14,7 +14,7 @@ from appliance.history.pages import TelemetryColumns
 from appliance.snapshot import Batch, Snapshot
 
 MAX_POINTS = 1200
-HISTORY_FIGURES = (
+HISTORY_METRICS = (
     "at,rates.*,queue.running,queue.waiting,latency.*.p99_ms,kv[*].blocks_total,kv[*].blocks_used,"
     "gpus[*].utilization_percent,host.cpu_percent,batches[*].*"
 )
@@ -109,39 +109,39 @@ class History:
         return self.points[-1].at + 0.01 if self.points else begin
 
     def add_columns(self, columns: TelemetryColumns) -> None:
-        """Add recorded values (`HISTORY_FIGURES`), with the same result as calling `add` for each of the
+        """Add recorded values (`HISTORY_METRICS`), with the same result as calling `add` for each of the
         snapshots."""
         plain, lists = _grouped(columns)
-        totals = [figures["blocks_total"] for figures in lists["kv"].values() if "blocks_total" in figures]
-        used = [figures["blocks_used"] for figures in lists["kv"].values() if "blocks_used" in figures]
+        totals = [metrics["blocks_total"] for metrics in lists["kv"].values() if "blocks_total" in metrics]
+        used = [metrics["blocks_used"] for metrics in lists["kv"].values() if "blocks_used" in metrics]
         gpus = {int(number): one["utilization_percent"] for number, one in lists["gpus"].items()}
         unknown = [None] * len(columns.at)
 
         for row, at in enumerate(columns.at):
 
-            def figure(name: str, row: int = row) -> float | None:
+            def value(name: str, row: int = row) -> float | None:
                 return plain.get(name, unknown)[row]
 
             total = sum(column[row] or 0.0 for column in totals)
             self.points.append(
                 Point(
-                    at=figure("at") or at,
-                    prompt_tokens_per_s=figure("rates.prompt_tokens_per_s"),
-                    cached_tokens_per_s=figure("rates.cached_tokens_per_s"),
-                    generated_tokens_per_s=figure("rates.generated_tokens_per_s"),
-                    running=round(figure("queue.running") or 0),
-                    waiting=round(figure("queue.waiting") or 0),
+                    at=value("at") or at,
+                    prompt_tokens_per_s=value("rates.prompt_tokens_per_s"),
+                    cached_tokens_per_s=value("rates.cached_tokens_per_s"),
+                    generated_tokens_per_s=value("rates.generated_tokens_per_s"),
+                    running=round(value("queue.running") or 0),
+                    waiting=round(value("queue.waiting") or 0),
                     kv=sum(column[row] or 0.0 for column in used) / total if total else None,
-                    cpu_percent=figure("host.cpu_percent"),
-                    latencies=tuple(figure(f"latency.{name}.p99_ms") for name in LATENCIES),
+                    cpu_percent=value("host.cpu_percent"),
+                    latencies=tuple(value(f"latency.{name}.p99_ms") for name in LATENCIES),
                     gpus={number: column[row] for number, column in gpus.items()},
                 )
             )
             self._add_batches(
                 [
-                    _batch(replica, {name: column[row] for name, column in figures.items()})
-                    for replica, figures in lists["batches"].items()
-                    if figures.get("at", unknown)[row] is not None
+                    _batch(replica, {name: column[row] for name, column in metrics.items()})
+                    for replica, metrics in lists["batches"].items()
+                    if metrics.get("at", unknown)[row] is not None
                 ]
             )
 
@@ -163,10 +163,10 @@ class History:
         for gone in set(self.batches) - {batch.replica for batch in batches}:
             del self.batches[gone]
 
-    def last(self, figure: Callable[[Point], float | None], points: int) -> list[float | None]:
-        """Return the value of `figure` for each of the newest `points` points, oldest first."""
+    def last(self, value: Callable[[Point], float | None], points: int) -> list[float | None]:
+        """Return the value of `value` for each of the newest `points` points, oldest first."""
         skipped = max(0, len(self.points) - points)
-        return [figure(self.points[index]) for index in range(skipped, len(self.points))]
+        return [value(self.points[index]) for index in range(skipped, len(self.points))]
 
     @property
     def phase(self) -> int:
@@ -222,7 +222,7 @@ def _grouped(columns: TelemetryColumns) -> tuple[dict[str, Column], dict[str, di
     """Return the plain values keyed by name, and the values of lists keyed by list, entry and value name."""
     plain: dict[str, Column] = {}
     lists: dict[str, dict[str, dict[str, Column]]] = {"kv": {}, "gpus": {}, "batches": {}}
-    for name, column in columns.figures.items():
+    for name, column in columns.metrics.items():
         if found := _NAME.fullmatch(name):
             lists[found[1]].setdefault(found[2], {})[found[3]] = column
         else:
@@ -230,9 +230,9 @@ def _grouped(columns: TelemetryColumns) -> tuple[dict[str, Column], dict[str, di
     return plain, lists
 
 
-def _batch(replica: str, figures: dict[str, float | None]) -> Batch:
+def _batch(replica: str, metrics: dict[str, float | None]) -> Batch:
     fields: dict[str, Any] = {"model": "", "replica": replica, "at": 0.0, "span_s": 0.0, "step": 0}
-    for name, value in figures.items():
+    for name, value in metrics.items():
         kind = _BATCH_TYPES.get(name)
         if value is not None and kind is not None:
             fields[name] = round(value) if kind in (int, int | None) else value

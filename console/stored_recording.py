@@ -16,7 +16,7 @@ from appliance.history.pages import AlertLogQuery, PastSnapshot, SnapshotQuery, 
 from appliance.history.sources import FilePast, PastError, PastSource, ServicePast
 from appliance.pages import MAX_PAGE_ROWS, AuditQuery, LogQuery, NamedRequest, RequestLogQuery
 from console import units
-from console.history import HISTORY_FIGURES, History
+from console.history import HISTORY_METRICS, History
 from console.list_rows import audit_row, log_row
 from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline
 from console.source import MAX_ROWS, ListName, Row, SourceError, UnsupportedListError
@@ -24,7 +24,7 @@ from console.source import MAX_ROWS, ListName, Row, SourceError, UnsupportedList
 _MARKS = 500
 _PAGES = 4
 """Maximum number of pages of the request log that are searched for finished requests."""
-_TIMELINE_FIGURE = "rates.generated_tokens_per_s"
+_TIMELINE_METRIC = "rates.generated_tokens_per_s"
 _TIMELINE_POINTS = 600
 
 Answer = TypeVar("Answer")
@@ -46,7 +46,7 @@ class StoredRecording:
         """Change the chart history so that it ends at the given time. Only missing points are read."""
         since = history.continued_from(until, resolution_s, HISTORY_POINTS)
         query = TelemetryQuery(
-            figures=HISTORY_FIGURES,
+            metrics=HISTORY_METRICS,
             since=since,
             until=until,
             resolution_s=resolution_s,  # type: ignore[arg-type]
@@ -59,9 +59,9 @@ class StoredRecording:
 
         def read() -> PastTimeline:
             columns = self._past.columns(
-                TelemetryQuery(figures=_TIMELINE_FIGURE, since=since, until=until, points=_TIMELINE_POINTS)
+                TelemetryQuery(metrics=_TIMELINE_METRIC, since=since, until=until, points=_TIMELINE_POINTS)
             )
-            values = columns.figures.get(_TIMELINE_FIGURE, [None] * len(columns.at))
+            values = columns.metrics.get(_TIMELINE_METRIC, [None] * len(columns.at))
             alerts = self._past.alert_log(AlertLogQuery(since=since, until=until, limit=_MARKS)).rows
             marks = [
                 Mark(row.raised_at, True, f"{row.severity}: {units.about(row.subject, row.description)}")

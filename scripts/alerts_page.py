@@ -52,24 +52,24 @@ def page(former: str) -> str:
 
 
 def _condition(rule: AlertRule) -> str:
-    figure = f"`{rule.figure}`" + (f" / `{rule.per}`" if rule.per else "")
+    metric = f"`{rule.metric}`" + (f" / `{rule.per}`" if rule.per else "")
     if rule.texts:
-        condition = f"{figure} is {', '.join(f'`{text}`' for text in rule.texts)}"
+        condition = f"{metric} is {', '.join(f'`{text}`' for text in rule.texts)}"
     else:
         limit = rule.above if rule.above is not None else rule.below
         side = "≥" if rule.above is not None else "≤"
         window = of_duration(rule.window_s)
         measure = {
-            "value": figure,
-            "rate": f"{figure} per second over {window}",
-            "change": f"change of {figure} within {window}",
-            "deviation": f"deviation of {figure} from its mean over {window}",
-            "time_to": f"time until {figure} is {rule.target:g}, extrapolated from its trend over {window}",
+            "value": metric,
+            "rate": f"{metric} per second over {window}",
+            "change": f"change of {metric} within {window}",
+            "deviation": f"deviation of {metric} from its mean over {window}",
+            "time_to": f"time until {metric} is {rule.target:g}, extrapolated from its trend over {window}",
         }[rule.measure]
         clear = of_measure(clear_value(rule), rule.unit)
         condition = f"{measure} {side} {of_measure(limit, rule.unit)}, until {clear}"
     if rule.at_least is not None:
-        condition += f", if {figure} ≥ {rule.at_least:g}"
+        condition += f", if {metric} ≥ {rule.at_least:g}"
     return condition + (f", for {of_duration(rule.for_s)}" if rule.for_s else "")
 
 

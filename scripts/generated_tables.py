@@ -23,7 +23,7 @@ from appliance.actions import flag  # noqa: E402
 from appliance.cli.fields import shown  # noqa: E402
 from appliance.monitoring.metrics import families  # noqa: E402
 from appliance.monitoring.metrics.metric import Group  # noqa: E402
-from console.figures import FIGURES  # noqa: E402
+from console.explanations import EXPLANATIONS  # noqa: E402
 from console.keys import KEYS, shown_name  # noqa: E402
 from store.fields import Declared, declared  # noqa: E402
 from store.policies import KeyFields, Quota, TenantRecord  # noqa: E402
@@ -117,11 +117,11 @@ def keys() -> str:
     return table(("keys", "meaning", "command"), rows)
 
 
-def figures() -> str:
+def explanations() -> str:
     """Return the table of the values that the console displays."""
     return table(
         ("field or metric", "unit", "window", "meaning", "source"),
-        ((one.title, one.unit, one.window, one.text, one.source) for one in FIGURES.values()),
+        ((one.title, one.unit, one.window, one.text, one.source) for one in EXPLANATIONS.values()),
     )
 
 
@@ -144,7 +144,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "process metrics": lambda: metrics(FAMILIES.process, FAMILIES.logs),
     "gateway metrics": lambda: metrics(FAMILIES.gateways),
     "console keys": keys,
-    "console figures": figures,
+    "console explanations": explanations,
     "quota fields": lambda: columns(QUOTA).replace("| column |", "| field |"),
 }
 

@@ -118,7 +118,7 @@ def main() -> int:
                 found = measure(case, unused_bytes)
                 wrong += not is_expected(case, found, arguments.limit)
                 print(_line(case, found), flush=True)
-                results.append({"case": case.name, "refused": refused, **_figures(case), **asdict(found)})
+                results.append({"case": case.name, "refused": refused, **_stats(case), **asdict(found)})
                 if arguments.json:
                     arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{len(cases)} cases, {wrong} not as predicted (limit {arguments.limit:g} %)")
@@ -281,7 +281,7 @@ def _line(case: Case, found: Measured) -> str:
     return f"{case.name:32}{shown}{result}{f'  FAILED: {found.error}' if found.error else ''}"
 
 
-def _figures(case: Case) -> dict[str, int]:
+def _stats(case: Case) -> dict[str, int]:
     sizes = case.predicted
     return {
         "kv_blocks": sizes.kv_blocks,

@@ -4,7 +4,7 @@ and a layout.
 The numbers change with every sample. The layout contains everything else: the names, the texts and the
 positions of the numbers. The layout rarely changes, so each layout is stored once and samples refer to it.
 
-A figure is one of the numbers. Its name is its path in the tree, such as `queue.waiting` or
+A metric is one of the numbers. Its name is its path in the tree, such as `queue.waiting` or
 `gpus[0].power_w`. Brackets contain the name or number of a list entry.
 """
 
@@ -64,8 +64,8 @@ class TelemetryLayout:
         return list(leaves(msgspec.json.decode(self.document)))
 
     @cached_property
-    def figures(self) -> dict[str, int]:
-        """Position of each figure among the numbers, keyed by the figure's name."""
+    def metrics(self) -> dict[str, int]:
+        """Position of each metric among the numbers, keyed by the metric's name."""
         names = [name for name, value in self._leaves if type(value) in (int, float)]
         return {name: position for position, name in enumerate(names)}
 
@@ -81,16 +81,16 @@ class TelemetryLayout:
 
 
 class TelemetrySample(msgspec.Struct, frozen=True):
-    """The values at one moment. `numbers` has one entry per figure of the layout; NaN means that a figure is
+    """The values at one moment. `numbers` has one entry per metric of the layout; NaN means that a metric is
     unknown."""
 
     at: float
     layout: TelemetryLayout
     numbers: array[float]
 
-    def value(self, figure: str) -> float | None:
-        """Return the value of a figure, or None if it is unknown."""
-        position = self.layout.figures.get(figure)
+    def value(self, metric: str) -> float | None:
+        """Return the value of a metric, or None if it is unknown."""
+        position = self.layout.metrics.get(metric)
         if position is None or math.isnan(value := self.numbers[position]):
             return None
         return value
@@ -101,12 +101,12 @@ class TelemetrySample(msgspec.Struct, frozen=True):
 
 
 class Splitter:
-    """Splits trees into samples. A figure that has had a value remains a figure while its value is None.
+    """Splits trees into samples. A metric that has had a value remains a metric while its value is None.
     Otherwise, every change between a number and None would create a new layout."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, int | float] = {}
-        """Placeholder (0 or 0.0) for each figure that has had a value."""
+        """Placeholder (0 or 0.0) for each metric that has had a value."""
         self._layout = TelemetryLayout(b"{}")
 
     def split(self, at: float, tree: Mapping[str, Any]) -> TelemetrySample:
@@ -116,7 +116,7 @@ class Splitter:
         document = msgspec.json.encode(skeleton)
         if document != self._layout.document:
             self._layout = TelemetryLayout(document)
-            self._kinds = {name: self._kinds[name] for name in self._layout.figures}
+            self._kinds = {name: self._kinds[name] for name in self._layout.metrics}
         return TelemetrySample(at, self._layout, numbers)
 
     def _split(self, value: Any, path: str, numbers: array[float]) -> Any:
@@ -188,7 +188,7 @@ def unpack(packed: bytes, rows: int) -> list[array[float]]:
     return [numbers[row * length : (row + 1) * length] for row in range(rows)]
 
 
-def unpack_figure(packed: bytes, rows: int, position: int) -> list[float]:
+def unpack_metric(packed: bytes, rows: int, position: int) -> list[float]:
     """Unpack one number of each row packed by `pack`, without unpacking the other numbers. Raises ValueError
     if the bytes are damaged."""
     shuffled = _decompressed(packed, rows)

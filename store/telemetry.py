@@ -1,7 +1,7 @@
 """Telemetry in `history.db`: the state of the service in every second of the last hour, and at coarser
 resolutions before that.
 
-There is one table per resolution. Coarse rows contain the mean, the minimum and the maximum of each figure,
+There is one table per resolution. Coarse rows contain the mean, the minimum and the maximum of each metric,
 which keeps short incidents visible. `TelemetryLog` writes through the writer thread and never blocks.
 `store.telemetry_reader` reads the tables. The details of a second, such as the unfinished requests, are
 documents in a format that only the caller knows.
@@ -25,7 +25,7 @@ _MAX_FAILING_S = 60.0
 waiting rows of the request log need."""
 _MAX_WAITING_ROWS = 10_000
 _COARSE_BITS = 10
-"""Number of significant bits kept for figures that vary within an interval. The error is below 0.05%."""
+"""Number of significant bits kept for metrics that vary within an interval. The error is below 0.05%."""
 
 
 class Resolution(NamedTuple):
@@ -102,8 +102,8 @@ class TelemetryLog:
 
 
 def combine(samples: Sequence[TelemetrySample]) -> list[array[float]]:
-    """Return the mean, minimum and maximum of each figure over the samples. The last sample's layout
-    determines the figures and their order. A figure that is unknown in every sample is NaN."""
+    """Return the mean, minimum and maximum of each metric over the samples. The last sample's layout
+    determines the metrics and their order. A metric that is unknown in every sample is NaN."""
     layout = samples[-1].layout
     columns = zip(*(_aligned(sample, layout) for sample in samples), strict=True)
     means, lows, highs = array("d"), array("d"), array("d")
@@ -124,7 +124,7 @@ def combine(samples: Sequence[TelemetrySample]) -> list[array[float]]:
 
 
 def pack_interval(means: array[float], lows: array[float], highs: array[float]) -> bytes:
-    """Compress the figures of an interval. Figures that vary are rounded with an error below 0.05%; figures
+    """Compress the metrics of an interval. Metrics that vary are rounded with an error below 0.05%; metrics
     that do not vary are exact.
 
     The rows contain the means and the distances of the minimums and maximums from the means, because
@@ -159,9 +159,9 @@ def _aligned(sample: TelemetrySample, layout: TelemetryLayout) -> Iterable[float
 
 
 def _mapped(sample: TelemetrySample, layout: TelemetryLayout) -> Iterator[float]:
-    known, numbers = sample.layout.figures, sample.numbers
-    for figure in layout.figures:
-        position = known.get(figure)
+    known, numbers = sample.layout.metrics, sample.numbers
+    for metric in layout.metrics:
+        position = known.get(metric)
         yield math.nan if position is None else numbers[position]
 
 

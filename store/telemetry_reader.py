@@ -1,5 +1,5 @@
 """Reads the telemetry in `history.db` from any process: the state of the service at a given time, time series
-of figures (measured values), and all samples in order."""
+of metrics, and all samples in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from store.database import reading
 from store.errors import StoreError
-from store.samples import TelemetryLayout, TelemetrySample, unpack, unpack_figure
+from store.samples import TelemetryLayout, TelemetrySample, unpack, unpack_metric
 from store.schemas import HISTORY
 from store.telemetry import DETAILS, RESOLUTIONS, Resolution, unpack_interval
 
@@ -25,18 +25,18 @@ service from leaving WAL mode when it stops."""
 
 
 class RecordedSample(NamedTuple):
-    """A recorded sample with the range of each figure."""
+    """A recorded sample with the range of each metric."""
 
     sample: TelemetrySample
     """The values of one second, or the means of an interval that begins at `sample.at`."""
     resolution_s: int
     low: array[float]
-    """The minimum of each figure in the interval."""
+    """The minimum of each metric in the interval."""
     high: array[float]
 
 
 class SeriesPoint(NamedTuple):
-    """The value of a figure in one second, or in an interval that begins at `at`."""
+    """The value of a metric in one second, or in an interval that begins at `at`."""
 
     at: float
     mean: float
@@ -44,13 +44,13 @@ class SeriesPoint(NamedTuple):
     high: float
 
 
-class FigureColumns(NamedTuple):
-    """Values of several figures over time. NaN means that a value is unknown."""
+class MetricColumns(NamedTuple):
+    """Values of several metrics over time. NaN means that a value is unknown."""
 
     resolution: Resolution
     at: list[float]
-    figures: dict[str, list[float]]
-    """For each figure, by name, one value per time: the value of a second, or the mean of an interval."""
+    metrics: dict[str, list[float]]
+    """For each metric, by name, one value per time: the value of a second, or the mean of an interval."""
 
 
 class StoredSample(NamedTuple):
@@ -118,8 +118,8 @@ class TelemetryReader:
                     return self._recorded(connection, resolution, row)
         return None
 
-    def series(self, figure: str, since: float, until: float, limit: int = 4000) -> list[SeriesPoint]:
-        """Return a figure's values between two times, oldest first, at the finest resolution that covers the
+    def series(self, metric: str, since: float, until: float, limit: int = 4000) -> list[SeriesPoint]:
+        """Return a metric's values between two times, oldest first, at the finest resolution that covers the
         time span with at most `limit` points. Times without a value are omitted.
 
         A coarse table does not contain its newest interval until that interval is complete, so the series
@@ -133,7 +133,7 @@ class TelemetryReader:
                 resolution = RESOLUTIONS[number]
                 for row in _rows(connection, resolution, begin, end):
                     begin = row[0] + resolution.milliseconds
-                    if (point := self._point(connection, resolution, row, figure)) is not None:
+                    if (point := self._point(connection, resolution, row, metric)) is not None:
                         points.append(point)
         return points
 
@@ -192,33 +192,33 @@ class TelemetryReader:
         resolution: Resolution | None = None,
         points: int,
         values: int,
-    ) -> FigureColumns:
-        """Return the values of the wanted figures between two times, oldest first. If no resolution is given,
+    ) -> MetricColumns:
+        """Return the values of the wanted metrics between two times, oldest first. If no resolution is given,
         use the finest resolution that covers the time span with at most `points` points. Raises
         TooManyValuesError if there are more than `points` points, or more than `values` values."""
         begin, end = round(since * 1000), round(until * 1000)
-        found = FigureColumns(resolution or RESOLUTIONS[0], [], {})
+        found = MetricColumns(resolution or RESOLUTIONS[0], [], {})
         chosen: dict[int, dict[str, int]] = {}
         with self._reading() as connection:
             if resolution is None:
                 found = found._replace(resolution=RESOLUTIONS[_choose(connection, begin, end, points)])
             for at, layout_id, packed in _rows(connection, found.resolution, begin, end, points + 1):
                 if layout_id not in chosen:
-                    figures = self._layout(connection, layout_id).figures
-                    chosen[layout_id] = {name: place for name, place in figures.items() if wanted(name)}
+                    metrics = self._layout(connection, layout_id).metrics
+                    chosen[layout_id] = {name: place for name, place in metrics.items() if wanted(name)}
                 numbers = self._unpack(packed, found.resolution)[0]
                 for name, place in chosen[layout_id].items():
-                    column = found.figures.setdefault(name, [])
+                    column = found.metrics.setdefault(name, [])
                     column += [math.nan] * (len(found.at) - len(column))
                     column.append(numbers[place])
                 found.at.append(at / 1000)
-                count = len(found.at) * max(1, len(found.figures))
+                count = len(found.at) * max(1, len(found.metrics))
                 if len(found.at) > points or count > values:
                     raise TooManyValuesError(
                         f"the time span has more than {points:,} points or {values:,} values: select a "
-                        "shorter time span, a coarser resolution or fewer figures"
+                        "shorter time span, a coarser resolution or fewer metrics"
                     )
-        for column in found.figures.values():
+        for column in found.metrics.values():
             column += [math.nan] * (len(found.at) - len(column))
         return found
 
@@ -258,14 +258,14 @@ class TelemetryReader:
         return RecordedSample(sample, resolution.seconds, rows[-2 % len(rows)], rows[-1])
 
     def _point(
-        self, connection: sqlite3.Connection, resolution: Resolution, row: tuple[int, int, bytes], figure: str
+        self, connection: sqlite3.Connection, resolution: Resolution, row: tuple[int, int, bytes], metric: str
     ) -> SeriesPoint | None:
         at, layout_id, packed = row
-        position = self._layout(connection, layout_id).figures.get(figure)
+        position = self._layout(connection, layout_id).metrics.get(metric)
         if position is None:
             return None
         with self._damage_reported():
-            mean, *distances = unpack_figure(packed, resolution.rows, position)
+            mean, *distances = unpack_metric(packed, resolution.rows, position)
         if math.isnan(mean):
             return None
         below, above = distances or (0.0, 0.0)

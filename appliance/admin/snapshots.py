@@ -102,7 +102,7 @@ class SnapshotReader:
         parts = self._parts
         status = parts.status.status()
         sample = parts.sampler.sample()
-        host, gpus, gpu_error = parts.machine.figures(status.state_dir, _processes(status))
+        host, gpus, gpu_error = parts.machine.stats(status.state_dir, _processes(status))
         queue = msgspec.structs.asdict(status.queue)
         return Snapshot(
             at=at,

@@ -67,7 +67,7 @@ def telemetry_routes(history: Path, threads: ThreadPoolExecutor) -> list[ScopedR
             "Return the state of the service at a past time",
         ),
         route(
-            "/telemetry", TelemetryQuery, TelemetryColumns, past.columns, "Return recorded figures over time"
+            "/telemetry", TelemetryQuery, TelemetryColumns, past.columns, "Return recorded metrics over time"
         ),
         route(
             "/telemetry/stored",

@@ -22,7 +22,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="replica-down",
         reason="A replica that answered requests no longer does. Its requests continue on another "
         "replica or after the restart, so clients notice a pause.",
-        figure="models[*].replicas[*].state",
+        metric="models[*].replicas[*].state",
         severity="critical",
         texts=["restarting", "silent", "starting", "loading"],
         clear_texts=["ready", "sleeping", "draining", "stopped"],
@@ -34,7 +34,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="replica-failed",
         reason="The replica cannot start because of its checkpoint, memory or device. Waiting does not help.",
-        figure="models[*].replicas[*].state",
+        metric="models[*].replicas[*].state",
         severity="critical",
         texts=["failed"],
         clear_for_s=5.0,
@@ -46,7 +46,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="replica-crash-loop",
         reason="A single restart can be a coincidence. Three restarts within 10 minutes have a persistent "
         "cause.",
-        figure="models[*].replicas[*].restarts",
+        metric="models[*].replicas[*].restarts",
         severity="critical",
         measure="change",
         window_s=600.0,
@@ -59,7 +59,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="model-failed",
         reason="No replica of the model can serve, so its requests are refused at once.",
-        figure="models[*].state",
+        metric="models[*].state",
         severity="critical",
         texts=["failed"],
         downstream_of=_DEAD,
@@ -70,7 +70,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="front-down",
         reason="When a front process exits, its clients lose their connections and its requests are "
         "cancelled.",
-        figure="fronts[*].state",
+        metric="fronts[*].state",
         severity="warning",
         texts=["restarting"],
         description="{where} ended; its connections were closed",
@@ -80,7 +80,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="problem",
         reason="Every problem that `appliance status` lists as current raises an alert after 3 seconds, "
         "unless a more specific rule covers it.",
-        figure="current_problems[*].description",
+        metric="current_problems[*].description",
         severity="warning",
         texts=["?*"],
         for_s=3.0,
@@ -93,7 +93,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="gpu-xid",
         reason="The driver reports Xid errors for faults in the GPU, its memory or its links, and for faults "
         "in programs that use the GPU.",
-        figure="gpus[*].last_xid",
+        metric="gpus[*].last_xid",
         severity="critical",
         measure="change",
         window_s=3600.0,
@@ -104,7 +104,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="gpu-memory-errors",
         reason="Uncorrected errors corrupt data. The driver ends the affected program.",
-        figure="gpus[*].ecc_uncorrected",
+        metric="gpus[*].ecc_uncorrected",
         severity="critical",
         measure="change",
         window_s=3600.0,
@@ -115,7 +115,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="gpus-unreadable",
         reason="NVML stops responding when a GPU falls off the bus or the driver hangs.",
-        figure="gpu_error",
+        metric="gpu_error",
         severity="critical",
         texts=["?*"],
         description="the GPU driver does not respond: {text}",
@@ -125,7 +125,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="gpu-hot",
         reason="Data-centre GPUs reduce their clocks at about 87 to 90 °C. Waiting for a minute excludes "
         "short peaks.",
-        figure="gpus[*].temperature_c",
+        metric="gpus[*].temperature_c",
         above=88.0,
         clear=83.0,
         for_s=60.0,
@@ -137,7 +137,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="gpu-slowed-down",
         reason="Reduced clocks make every step slower. Reaching the power limit is normal under load and "
         "raises no alert.",
-        figure="gpus[*].throttle_reasons[*]",
+        metric="gpus[*].throttle_reasons[*]",
         texts=["hardware slowdown", "temperature*", "power brake"],
         for_s=30.0,
         clear_for_s=60.0,
@@ -150,7 +150,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="kv-cache-full",
         reason="Without free blocks, sequences are preempted and new ones wait. A cache that is full for "
         "a minute is not a short peak.",
-        figure="kv[*].blocks_used",
+        metric="kv[*].blocks_used",
         per="blocks_total",
         above=0.97,
         clear=0.9,
@@ -163,7 +163,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="kv-cache-filling",
         reason="The trend over 5 minutes leaves time to act. Below 60%, it is normal for cache usage to "
         "rise with the load.",
-        figure="kv[*].blocks_used",
+        metric="kv[*].blocks_used",
         per="blocks_total",
         measure="time_to",
         window_s=300.0,
@@ -182,7 +182,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="preemptions",
         reason="Each preempted sequence must be computed again. Even one preemption every 2 seconds reduces "
         "throughput.",
-        figure="kv[*].preemptions",
+        metric="kv[*].preemptions",
         measure="rate",
         window_s=60.0,
         above=0.5,
@@ -197,7 +197,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="queue-full",
         reason="At the limit of the queue, requests are refused with status 503.",
-        figure="queue.waiting",
+        metric="queue.waiting",
         per="queue.limit",
         severity="critical",
         above=0.95,
@@ -212,7 +212,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="class-late",
         reason="Load shedding tries to keep waiting times within the target. If the oldest request has "
         "exceeded the target by 50% for 30 seconds, load shedding is not succeeding.",
-        figure="queue.classes[*].oldest_wait_s",
+        metric="queue.classes[*].oldest_wait_s",
         per="target_s",
         above=1.5,
         clear=1.0,
@@ -226,7 +226,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="load-shedding",
         reason="The service refuses lower classes to protect higher ones. This is intended, but an "
         "operator should know about it.",
-        figure="queue.overload_step",
+        metric="queue.overload_step",
         above=1.0,
         clear=0.5,
         for_s=15.0,
@@ -239,7 +239,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="refusals",
         reason="Some refusals are normal if tenants have limits. A rate of six standard deviations above "
         "the usual rate is not normal.",
-        figure="rates.refused_per_s",
+        metric="rates.refused_per_s",
         measure="deviation",
         window_s=1800.0,
         at_least=1.0,
@@ -254,7 +254,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="failures",
         reason="Counts errors of the service, not of clients. If one in twenty requests fails over a "
         "period of 15 seconds, the faults are not isolated.",
-        figure="rates.failed_per_s",
+        metric="rates.failed_per_s",
         per="rates.requests_per_s",
         severity="critical",
         above=0.05,
@@ -270,7 +270,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="first-token-slow",
         reason="The usual value is the mean of the last half hour. People do not notice changes below "
         "500 ms.",
-        figure="latency.ttft.p50_ms",
+        metric="latency.ttft.p50_ms",
         measure="deviation",
         window_s=1800.0,
         at_least=500.0,
@@ -292,7 +292,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="tokens-slow",
         reason="The usual value is the mean of the last half hour. People do not notice changes while "
         "the time between tokens is below 10 ms.",
-        figure="latency.itl.p50_ms",
+        metric="latency.itl.p50_ms",
         measure="deviation",
         window_s=1800.0,
         at_least=10.0,
@@ -307,7 +307,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="tenant-daily-quota",
         reason="At 90%, there is still time to raise the quota before requests are refused.",
-        figure="tenants[*].usage[tokens_per_day].used",
+        metric="tenants[*].usage[tokens_per_day].used",
         per="capacity",
         severity="info",
         above=0.9,
@@ -322,7 +322,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="disk-full",
         reason="If the disk is full, rows of the request log wait in memory, and rows beyond 50,000 are "
         "lost.",
-        figure="host.disk_free_bytes",
+        metric="host.disk_free_bytes",
         per="host.disk_bytes",
         severity="critical",
         below=0.05,
@@ -336,7 +336,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="disk-filling",
         reason="Four hours leave time to act. A trend over an hour is not affected by short-term changes "
         "in the size of the write-ahead log.",
-        figure="host.disk_free_bytes",
+        metric="host.disk_free_bytes",
         measure="time_to",
         window_s=3600.0,
         target=0.0,
@@ -353,7 +353,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         name="memory-full",
         reason="Without free memory, the kernel kills processes, usually the largest one, which is a "
         "replica.",
-        figure="host.memory_used_bytes",
+        metric="host.memory_used_bytes",
         per="host.memory_bytes",
         above=0.95,
         clear=0.9,

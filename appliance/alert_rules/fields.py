@@ -21,30 +21,30 @@ RuleName = Annotated[
 
 
 class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A condition on a figure, which is a value in the service's snapshot. A rule with the name of a built-in
+    """A condition on a metric, which is a value in the service's snapshot. A rule with the name of a built-in
     rule replaces that rule."""
 
     name: RuleName
     """Name of the rule."""
-    figure: str
-    """Name of the figure in the snapshot, such as "queue.waiting" or "gpus[*].temperature_c". `*` stands for
+    metric: str
+    """Name of the metric in the snapshot, such as "queue.waiting" or "gpus[*].temperature_c". `*` stands for
     every entry of a list; each entry raises a separate alert."""
     severity: Severity = "warning"
     """How urgent the alert is."""
     per: str = ""
-    """Name of a second figure by which the figure is divided, such as "blocks_total" for "blocks_used". A
-    name without a dot is looked up in the object that contains the figure."""
+    """Name of a second metric by which the metric is divided, such as "blocks_total" for "blocks_used". A
+    name without a dot is looked up in the object that contains the metric."""
     measure: Measure = "value"
-    """What is compared with the threshold. "value": the figure. "rate": its increase per second over
+    """What is compared with the threshold. "value": the metric. "rate": its increase per second over
     `window_s`. "change": the difference between its maximum and minimum within `window_s`. "deviation": its
     distance from its mean over `window_s`, in standard deviations. "time_to": the number of seconds until it
     reaches `target` if its trend over `window_s` continues."""
     window_s: Window = 300.0
     """Time span over which the measure is computed, in seconds."""
     target: Number = 0.0
-    """The target value: "time_to" predicts when the figure will reach it."""
+    """The target value: "time_to" predicts when the metric will reach it."""
     at_least: Number | None = None
-    """The rule applies only while the figure, divided by `per`, is at least this value."""
+    """The rule applies only while the metric, divided by `per`, is at least this value."""
     above: Number | None = None
     """The alert is raised when the measure reaches this threshold."""
     below: Number | None = None
@@ -53,7 +53,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """The alert ends when the measure has passed this value. Default: 10% away from the threshold. The gap
     prevents the alert from starting and ending repeatedly."""
     texts: list[str] = []
-    """For a figure that is text: the texts that raise the alert. `*` stands for any characters. Such a rule
+    """For a metric that is text: the texts that raise the alert. `*` stands for any characters. Such a rule
     has no threshold."""
     clear_texts: list[str] = []
     """The texts that end the alert. Default: all texts that do not raise it. With this setting, the alert is
@@ -70,7 +70,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """Text of the alert. {where}, {value}, {threshold} and {text} are placeholders."""
     remedy: str = ""
     """The operator's next step. {remedy} is replaced with the field `remedy` of the object that contains the
-    figure."""
+    metric."""
     unit: Literal["", "s", "ms", "%", "bytes", "°C", "/s", "requests", "tokens"] = ""
     """Unit of the measure. With "%", the measure is a fraction that is shown as a percentage."""
 
@@ -117,9 +117,9 @@ def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
             side = "at most" if rule.above is not None else "at least"
             description = f"rule {rule.name!r}: clear = {rule.clear:g} is beyond the threshold"
             faults.append(RuleFault("clear", description, f"set it to {side} {threshold:g}"))
-    if not rule.figure or rule.figure.count("[") != rule.figure.count("]"):
-        description = f"rule {rule.name!r}: {rule.figure!r} is not the name of a figure"
-        faults.append(RuleFault("figure", description, "use a name such as gpus[*].power_w"))
+    if not rule.metric or rule.metric.count("[") != rule.metric.count("]"):
+        description = f"rule {rule.name!r}: {rule.metric!r} is not the name of a metric"
+        faults.append(RuleFault("metric", description, "use a name such as gpus[*].power_w"))
     for field, allowed in (("description", ("where", "value", "threshold", "text")), ("remedy", ("remedy",))):
         try:
             getattr(rule, field).format(**dict.fromkeys(allowed, ""))

@@ -54,8 +54,8 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
 class TelemetryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Parameters of `GET /telemetry`."""
 
-    figures: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
-    """Names of figures (measured values), separated by commas, such as queue.running,gpus[*].power_w. In a
+    metrics: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+    """Names of metrics, separated by commas, such as queue.running,gpus[*].power_w. In a
     name, * stands for any characters."""
     since: Time
     """First time, in unix seconds."""
@@ -74,8 +74,8 @@ class TelemetryColumns(msgspec.Struct, kw_only=True):
     """1: values of single seconds. Otherwise, means over intervals of this many seconds."""
     at: list[float]
     """Times of the samples, or starts of the intervals, in unix seconds."""
-    figures: dict[str, list[float | None]]
-    """For each figure, by name, one value per time in `at`. Unknown values are null."""
+    metrics: dict[str, list[float | None]]
+    """For each metric, by name, one value per time in `at`. Unknown values are null."""
 
 
 class StoredQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

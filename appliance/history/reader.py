@@ -104,7 +104,7 @@ class PastReader:
         """Return measurements over time. Raises TooManyValuesError."""
         # Matching a pattern translated by fnmatch takes time proportional to the length of the name. If each
         # star were translated to ".*", a few stars would block the whole process.
-        patterns = [fnmatch.translate(one.strip().translate(_LITERAL)) for one in query.figures.split(",")]
+        patterns = [fnmatch.translate(one.strip().translate(_LITERAL)) for one in query.metrics.split(",")]
         wanted = re.compile("|".join(patterns))
         found = self._telemetry.columns(
             lambda name: wanted.fullmatch(name) is not None,
@@ -117,9 +117,9 @@ class PastReader:
         return TelemetryColumns(
             resolution_s=found.resolution.seconds,
             at=found.at,
-            figures={
+            metrics={
                 name: [value if math.isfinite(value) else None for value in column]
-                for name, column in found.figures.items()
+                for name, column in found.metrics.items()
             },
         )
 
@@ -204,8 +204,8 @@ def _resolution(seconds: int) -> Resolution:
     return next(one for one in RESOLUTIONS if one.seconds == seconds)
 
 
-def _highest(recorded: RecordedSample, figure: str) -> float | None:
-    position = recorded.sample.layout.figures.get(figure)
+def _highest(recorded: RecordedSample, metric: str) -> float | None:
+    position = recorded.sample.layout.metrics.get(metric)
     return None if position is None else recorded.high[position]
 
 

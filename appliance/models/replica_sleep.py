@@ -61,7 +61,7 @@ class ReplicaSleep:
         finally:
             self._pending = None
 
-    def figures(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """Return the fields of `ReplicaStatus` that concern sleep."""
         return {
             "freed_bytes": self.freed_bytes,

@@ -27,7 +27,7 @@ def replica_status(replica: Replica) -> ReplicaStatus:
         "tensor_parallel_size": replica.spec.tensor_parallel_size,
         "links": replica.resources.links,
         "last_report_s": replica.heartbeat.silent_s if replica.group is not None else None,
-        **replica.sleeping.figures(),
+        **replica.sleeping.stats(),
         "restarts": replica.restarts,
         "deaths": replica.deaths,
         "breaker": replica.breaker,

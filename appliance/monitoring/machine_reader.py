@@ -7,14 +7,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from appliance.monitoring.gpu_figures import GpuReader
+from appliance.monitoring.gpu_reader import GpuReader
 from appliance.monitoring.host import HostReader, ServiceProcess
 from appliance.snapshot import Gpu, Host
 
 _EVERY_S = 2.0
 
 
-class MachineFigures(NamedTuple):
+class MachineStats(NamedTuple):
     """The load of the machine."""
 
     host: Host
@@ -29,29 +29,29 @@ class MachineReader:
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
-        self._figures = MachineFigures(Host(), [], "")
+        self._stats = MachineStats(Host(), [], "")
         self._begun_at = float("-inf")
-        self._reading: asyncio.Future[MachineFigures] | None = None
+        self._reading: asyncio.Future[MachineStats] | None = None
         self._host: HostReader | None = None
         self._gpus: GpuReader | None = None
 
-    def figures(self, state_dir: str, processes: list[ServiceProcess]) -> MachineFigures:
+    def stats(self, state_dir: str, processes: list[ServiceProcess]) -> MachineStats:
         """Return the newest measurements. If they are old, start reading new ones."""
         if self._reading is not None and self._reading.done():
             if self._reading.exception() is None:
-                self._figures = self._reading.result()
+                self._stats = self._reading.result()
             self._reading = None
         now = time.monotonic()
         if self._reading is None and now - self._begun_at > _EVERY_S:
             self._begun_at = now
             loop = asyncio.get_running_loop()
             self._reading = loop.run_in_executor(self._threads, self._look, state_dir, processes)
-        return self._figures
+        return self._stats
 
-    def _look(self, state_dir: str, processes: list[ServiceProcess]) -> MachineFigures:
+    def _look(self, state_dir: str, processes: list[ServiceProcess]) -> MachineStats:
         # Only one thread uses the two readers at a time, because a new read begins only after the previous
         # one has ended.
         self._host = self._host or HostReader(state_dir)
         self._gpus = self._gpus or GpuReader()
         gpus = self._gpus.read()
-        return MachineFigures(self._host.read(processes), gpus, self._gpus.error)
+        return MachineStats(self._host.read(processes), gpus, self._gpus.error)

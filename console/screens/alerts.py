@@ -75,7 +75,7 @@ class AlertsView(TableView[Alert]):
             drop=3,
         ),
     )
-    figures = (
+    explanations = (
         *("severity", "alert_state", "since", "where", "description", "rule", "suppressed"),
         *("cause", "remedy", "alert_value", "alert_ended", "silenced_until"),
     )

@@ -54,8 +54,8 @@ class View:
     """Whether the screen shows individual KV blocks, or the blocks of requests."""
     help_text = ""
     """Description of the screen, in one or two sentences."""
-    figures: tuple[str, ...] = ()
-    """Names of the figures on the screen (`console.figures`), for the help."""
+    explanations: tuple[str, ...] = ()
+    """Names of the values on the screen (`console.explanations`), for the help."""
 
     def __init__(self) -> None:
         self.variant = self.variants[0] if self.variants else ""

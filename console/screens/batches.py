@@ -57,7 +57,7 @@ class BatchesView(View):
         "bottom line names the request with the largest prefill chunk; {open} shows it. {zoom} shows only "
         "the selected replica."
     )
-    figures = (
+    explanations = (
         "mixed_steps",
         "decode_steps",
         "step_ms",
@@ -204,7 +204,7 @@ class BatchesView(View):
         ]
         lines.append([span(" " * _GUTTER), *_marks(visible, size, self.cursor if selected else None)])
         lines.append([span(" seqs ", "label"), *running])
-        lines.append(_figures(context, at, newest.at, width, selected and self.cursor > 0))
+        lines.append(_stats(context, at, newest.at, width, selected and self.cursor > 0))
         return [*lines, BLANK] if spaced else lines
 
 
@@ -269,7 +269,7 @@ def _marks(slices: Sequence[Batch], width: int, cursor: int | None) -> Line:
     return spans
 
 
-def _figures(context: Context, batch: Batch, newest: float, width: int, past: bool) -> Line:
+def _stats(context: Context, batch: Batch, newest: float, width: int, past: bool) -> Line:
     row = line(span(f"-{units.seconds(newest - batch.at)} " if past else "now ", "accent"))
     row += [
         span(f"{units.count(batch.decode_steps)} decode ", "decode"),

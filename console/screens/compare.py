@@ -97,7 +97,7 @@ class CompareView(TableView[Difference]):
             unit="%",
         ),
     )
-    figures = tuple(column.name for column in columns)
+    explanations = tuple(column.name for column in columns)
 
     def __init__(self) -> None:
         super().__init__()

@@ -141,7 +141,7 @@ class FinishedView(TableView[NamedRequest]):
         ),
         TableColumn("replica", "REPLICA", 15, lambda r: r.replica, right=False, drop=11),
     )
-    figures = (
+    explanations = (
         *(column.name for column in columns),
         *("phases", "error", "arrived", "user", "peer", "endpoint", "unit", "streamed", "itl_ms"),
         *("request_preemptions", "resubmissions"),

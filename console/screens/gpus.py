@@ -154,7 +154,7 @@ class GpusView(TableView[Gpu]):
         ),
         TableColumn("name", "NAME", 14, lambda g: g.name, right=False, drop=7, role=lambda g: "dim"),
     )
-    figures = (
+    explanations = (
         *(column.name for column in columns if column.name not in ("replicas", "name")),
         *("model_name", "gpu_replicas", "memory_parts", "uuid", "memory_clock_mhz"),
     )

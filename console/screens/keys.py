@@ -106,7 +106,7 @@ class KeysView(TableView[CallerRow]):
             role=lambda r: "dim",
         ),
     )
-    figures = (
+    explanations = (
         *("caller_name", "caller_id", "caller_tenant", "caller_state", "expires_at", "scopes"),
         *("caller_created", "caller_limits"),
     )

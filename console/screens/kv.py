@@ -42,7 +42,7 @@ class KvView(View):
     )
     reads_blocks = True
     variants = ("state", "tenant", "age", "sharing", "replicas")
-    figures = (
+    explanations = (
         *("kv_used", "block_state", "hit_rate", "evictions", "preemptions", "kv_tokens", "kv_size"),
         *("block_age", "blocks"),
     )

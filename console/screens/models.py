@@ -108,7 +108,7 @@ class ModelsView(TableView[ModelRow]):
             "version", "VERSION", 16, lambda r: r.model.version, right=False, drop=7, role=lambda r: "dim"
         ),
     )
-    figures = (
+    explanations = (
         *(column.name for column in columns if column.name != "running"),
         *(
             "steps_running",

@@ -57,7 +57,7 @@ class OverviewView(View):
         "the table of the selected panel. If the panel has no table, it exports the values outside the "
         "tables."
     )
-    figures = (
+    explanations = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "peak", "ttft", "itl", "queue", "e2e"),
         *("percentiles", "class_name", "waiting", "oldest_wait_s", "expected_wait_s", "target_s"),
         *("failed_per_s", "refused_per_s"),
@@ -219,7 +219,7 @@ class OverviewView(View):
 
 
 def _values(snapshot: Snapshot) -> dict[str, Cell]:
-    """Return the figures of the overview that do not belong to a list, keyed by their names in the admin
+    """Return the values of the overview that do not belong to a list, keyed by their names in the admin
     API."""
     parts = {name: getattr(snapshot, name) for name in ("rates", "latency", "queue", "host")}
     found: dict[str, Cell] = {"state": snapshot.state}

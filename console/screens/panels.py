@@ -45,16 +45,16 @@ def state(name: str) -> Span:
 
 def history_chart(
     context: Context,
-    figure: Callable[[Point], float | None],
+    value: Callable[[Point], float | None],
     width: int,
     height: int,
     role: str,
     top: float | None = None,
 ) -> list[Line]:
-    """Return the newest values as a chart. `figure` returns the value to plot for a point of the history.
+    """Return the newest values as a chart. `value` returns the value to plot for a point of the history.
     `top` is the value at the chart's upper edge."""
     history = context.history
-    values = history.last(figure, width * per_cell(context.glyphs))
+    values = history.last(value, width * per_cell(context.glyphs))
     return chart(values, width, height, context.glyphs, role, top, phase=history.phase)
 
 
@@ -76,18 +76,18 @@ def throughput(context: Context, snapshot: Snapshot, width: int, height: int) ->
     def panel(
         name: str,
         role: str,
-        value: float | None,
-        figure: Callable[[Point], float | None],
+        rate: float | None,
+        value: Callable[[Point], float | None],
         size: int,
         note: str,
     ) -> list[Line]:
-        points = context.history.last(figure, width * per_cell(context.glyphs))
+        points = context.history.last(value, width * per_cell(context.glyphs))
         peak = max((one for one in points if one is not None), default=None)
-        left = line(span(f"{name} ", role), span(units.rate(value), "bold"), span("/s", "dim"))
+        left = line(span(f"{name} ", role), span(units.rate(rate), "bold"), span("/s", "dim"))
         if note and width >= 50:
             left.append(span(f"  {note}", "dim"))
         right = line(span("peak ", "label"), span(units.rate(peak), "dim"))
-        return [spread(left, right, width), *history_chart(context, figure, width, size, role)]
+        return [spread(left, right, width), *history_chart(context, value, width, size, role)]
 
     out = rates.generated_tokens_per_s
     lines += panel("output", "output", out, lambda point: point.generated_tokens_per_s, upper, "")
@@ -256,7 +256,7 @@ def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
 
 
 def gpu_text(gpu: Gpu, text: str, *names: str) -> str:
-    """Return a figure's text, or "n/a" if the GPU supports none of the fields on which the figure is
+    """Return a value's text, or "n/a" if the GPU supports none of the fields on which the value is
     based."""
     return units.NOT_SUPPORTED if set(names) <= set(gpu.unsupported) else text
 

@@ -108,7 +108,7 @@ class RequestsView(TableView[UnfinishedRequest]):
         TableColumn("replica", "REPLICA", 15, lambda r: r.replica or None, right=False, drop=10),
         TableColumn("front", "FRONT", 8, lambda r: r.front or None, right=False, drop=11),
     )
-    figures = (
+    explanations = (
         *(column.name for column in columns),
         *("phases", "request_state", "peer", "attempt", "streamed", "cached_tokens"),
         *("request_computed_tokens", "request_preemptions", "deadline_left_s"),

@@ -108,7 +108,7 @@ class AuditView(ListView):
             "result", "RESULT", 7, lambda r: r.text, right=False, flexible=True, role=lambda r: "dim"
         ),
     )
-    figures = (
+    explanations = (
         *("seq", "audit_at", "actor", "action", "audit_target", "outcome", "audit_rows"),
         *("audit_host", "audit_parameters", "audit_change", "audit_note", "audit_ended", "audit_hash"),
         "audit_chain",
@@ -225,7 +225,7 @@ class LogsView(ListView):
         TableColumn("subject", "SUBJECT", 16, lambda r: r.subject, right=False, role=lambda r: "bold"),
         TableColumn("text", "FINDING", 30, lambda r: r.text, right=False, flexible=True),
     )
-    figures = (
+    explanations = (
         *("at", "level", "process", "area", "message"),
         *("setting", "setting_value", "setting_source", "finding"),
     )

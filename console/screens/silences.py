@@ -50,7 +50,7 @@ class SilencesView(TableView[Silence]):
         ),
         TableColumn("reason", "REASON", 12, lambda s: s.reason, right=False, flexible=True, drop=3),
     )
-    figures = (
+    explanations = (
         *("silence_id", "silence_rule", "silence_subject", "until", "created_by", "created_at"),
         *("silence_reason", "silence_ends_in", "silenced_alerts"),
     )

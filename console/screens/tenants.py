@@ -143,7 +143,7 @@ class TenantsView(TableView[TenantUse]):
         ),
         TableColumn("keys", "KEYS", 5, lambda r: r.keys, lambda r: units.count(r.keys), drop=11),
     )
-    figures = (*(column.name for column in columns), "tenant_prompt_tokens", "limits")
+    explanations = (*(column.name for column in columns), "tenant_prompt_tokens", "limits")
 
     def rows(self, context: Context) -> Sequence[TenantUse]:
         return context.snapshot.tenants if context.snapshot else []

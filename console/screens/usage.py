@@ -75,7 +75,7 @@ class UsageView(TableView[UsageRow]):
         ),
         TableColumn("cost", "COST", 10, lambda r: r.cost, lambda r: _cost(r.cost)),
     )
-    figures = tuple(column.name for column in columns)
+    explanations = tuple(column.name for column in columns)
 
     def lists(self) -> tuple[ListName, ...]:
         return ("usage",)

@@ -27,7 +27,7 @@ __all__ = ["make_service"]
 RULE = """
 [[alerts.rules]]
 name = "busy"
-figure = "queue.waiting"
+metric = "queue.waiting"
 above = 50.0
 for_s = 5.0
 description = "{value} requests are waiting"
@@ -84,7 +84,7 @@ def test_rules_are_tested_on_a_recorded_history(recorded: Path, tmp_path: Path) 
 def test_a_wrong_rule_is_reported_with_its_line_and_remedy(recorded: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text(
-        RULE + '\n[[alerts.rules]]\nname = "two"\nfigure = "queue.waiting"\nabove = 1\nbelow = 1\n'
+        RULE + '\n[[alerts.rules]]\nname = "two"\nmetric = "queue.waiting"\nabove = 1\nbelow = 1\n'
     )
     said = run("alerts", "test", rules, "--on", recorded, code=1)
     assert f"{rules}:12: rule 'two' has 2 thresholds: set exactly one of above, below and texts" in said

@@ -12,8 +12,8 @@ from appliance.actions import action_named
 from appliance.protocol import Silence
 from appliance.snapshot import Alert, AlertState, Snapshot
 from console import units
+from console.explanations import EXPLANATIONS
 from console.fake import FIXED_TIME
-from console.figures import FIGURES
 from console.lines import plain
 from console.screens import panels
 from console.screens.alerts import AlertsView
@@ -96,7 +96,7 @@ def test_alerts_are_filtered_by_their_severity(text: str, found: list[str]) -> N
 def test_the_help_explains_exactly_the_states_that_an_alert_can_have() -> None:
     page = (ROOT / "docs" / "alerts.md").read_text().partition("## States")[2].partition("##")[0]
     documented = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    explained = re.findall(r"\w+(?= or \w+:|:)", FIGURES["alert_state"].text)
+    explained = re.findall(r"\w+(?= or \w+:|:)", EXPLANATIONS["alert_state"].text)
     assert documented == set(explained) == set(get_args(AlertState))
     assert set(get_args(AlertState)) <= set(panels.STATE_ROLES)
 

@@ -63,8 +63,8 @@ def test_the_alert_rules_in_effect_come_from_the_service(
 ) -> None:
     service = make_service(
         '[alerts]\ndisabled = ["gpu-hot"]\n'
-        '[[alerts.rules]]\nname = "quiet"\nfigure = "queue.running"\nbelow = 0\n'
-        '[[alerts.rules]]\nname = "disk-full"\nfigure = "host.disk_free_bytes"\nbelow = 1e9'
+        '[[alerts.rules]]\nname = "quiet"\nmetric = "queue.running"\nbelow = 0\n'
+        '[[alerts.rules]]\nname = "disk-full"\nmetric = "host.disk_free_bytes"\nbelow = 1e9'
     )
     service.start()
     service.wait_ready()

@@ -114,7 +114,7 @@ def test_the_impact_of_ending_another_version_leaves_out_the_default_version() -
     assert freed == "frees 30.0G weights + 100G KV cache of 1 replica"
 
 
-def test_the_impact_of_a_model_without_memory_figures_is_unknown_and_not_zero() -> None:
+def test_the_impact_of_a_model_without_memory_values_is_unknown_and_not_zero() -> None:
     context = two_versions()
     assert context.snapshot is not None
     context.snapshot.models[2] = a_model("demo", a_replica("demo-1", weight_bytes=0))

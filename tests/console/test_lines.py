@@ -58,7 +58,7 @@ def test_a_time_before_1970_is_refused() -> None:
             past_time(text, _NOON)
 
 
-def test_unknown_figures_are_two_dashes_and_never_zero() -> None:
+def test_unknown_values_are_two_dashes_and_never_zero() -> None:
     for form in (units.count, units.short, units.rate, units.percent, units.ms, units.seconds, units.size):
         assert form(None) == "--"
         assert form(0) != "--"
@@ -81,7 +81,7 @@ def test_unknown_figures_are_two_dashes_and_never_zero() -> None:
         (units.percent(0.256), "26%"),
     ],
 )
-def test_figures_have_at_most_three_digits_and_a_unit(shown: str, expected: str) -> None:
+def test_values_have_at_most_three_digits_and_a_unit(shown: str, expected: str) -> None:
     assert shown == expected
 
 
@@ -208,7 +208,7 @@ def test_a_comparison_sign_without_field_and_number_is_plain_text(text: str) -> 
     assert matches((f"a {text} b", 1.0)) and not matches(("acme", 1.0))
 
 
-def test_an_unknown_figure_matches_no_comparison() -> None:
+def test_an_unknown_value_matches_no_comparison() -> None:
     assert not matcher("age_s<10", FIELDS, "age_s")(("acme", None))
 
 

@@ -60,7 +60,7 @@ RULE = "model-is-ready"
 SETTINGS = f"""
 [[alerts.rules]]
 name = "{RULE}"
-figure = "models[*].state"
+metric = "models[*].state"
 texts = ["ready"]
 description = "{{where}} is ready"
 """

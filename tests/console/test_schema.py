@@ -1,5 +1,5 @@
 """Compares the data from the three sources: a running service, recorded history, and the demo. Each source
-delivers all fields of the snapshot, and every figure on screen can be traced to a named counter or field."""
+delivers all fields of the snapshot, and every value on screen can be traced to a named counter or field."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from appliance.protocol import Configuration, Key, PeerMapping, Silence
 from appliance.protocol.registry import RegisteredModel
 from appliance.protocol.status import Status
 from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, Stall, TenantUse, UnfinishedRequest
+from console.explanations import EXPLANATIONS
 from console.fake import FIXED_TIME, FakeSource
-from console.figures import FIGURES
 from console.live import LiveSource
 from console.replay import ReplaySource
 from console.stored_recording import file_recording
@@ -127,12 +127,12 @@ async def replayed(path: Path, first: float) -> list[Snapshot]:
     return found
 
 
-def test_the_demo_delivers_every_figure_of_the_snapshot() -> None:
+def test_the_demo_delivers_every_value_of_the_snapshot() -> None:
     missing = set(schema(Snapshot)) - delivered(demo_seconds())
     assert not without(missing, _ONLY_IN_SOME_STATES), "deliver these in console/fake.py, or name them above"
 
 
-def test_the_figures_of_the_demo_agree_with_each_other() -> None:
+def test_the_values_of_the_demo_agree_with_each_other() -> None:
     fake = FakeSource(requests=60, blocks=2048, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
     for _ in range(90):
         newest = fake.step()
@@ -155,7 +155,7 @@ def test_the_figures_of_the_demo_agree_with_each_other() -> None:
             assert limit.used > 0 or not tenant.running
 
 
-def test_the_recorded_past_delivers_every_figure_that_was_recorded(tmp_path: Path) -> None:
+def test_the_recorded_past_delivers_every_value_that_was_recorded(tmp_path: Path) -> None:
     seconds = demo_seconds()
     past = asyncio.run(replayed(record(tmp_path / "history.db", seconds), seconds[0].at))
     assert len(past) == len(seconds)
@@ -174,7 +174,7 @@ def undelivered(snapshots: list[Snapshot], areas: tuple[str, ...]) -> set[str]:
 
 
 @pytest.mark.system
-def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path: Path) -> None:
+def test_a_service_delivers_every_value_and_its_past_delivers_the_same(tmp_path: Path) -> None:
     with running_core(tmp_path) as service:
         # The fake front process submits its requests for tenant "t".
         service.admin.act(CreateTenant(name="t", tokens_per_minute=1_000_000))
@@ -255,10 +255,10 @@ def _has(struct: type[msgspec.Struct], path: str) -> bool:
     return name in kinds and (not rest or any(_has(one, rest) for one in _structs(kinds[name])))
 
 
-def test_every_figure_on_screen_traces_to_a_named_counter_or_field() -> None:
+def test_every_value_on_screen_traces_to_a_named_counter_or_field() -> None:
     metrics = {family.name for family in Families()}
-    for name, figure in FIGURES.items():
-        for part in figure.source.split(";"):
+    for name, explanation in EXPLANATIONS.items():
+        for part in explanation.source.split(";"):
             areas, colon, fields = part.strip().partition(": ")
             if not colon or areas.startswith("GET"):
                 for one in areas.split(", "):
@@ -271,9 +271,7 @@ def test_every_figure_on_screen_traces_to_a_named_counter_or_field() -> None:
 @pytest.mark.parametrize(
     "source", ["appliance_no_such_metric", "requests: no_such_field", "status: rates.refused_per_s"]
 )
-def test_an_unknown_source_of_a_figure_would_be_detected(
-    monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    monkeypatch.setitem(FIGURES, "waiting", FIGURES["waiting"]._replace(source=source))
+def test_an_unknown_source_of_a_value_would_be_detected(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.setitem(EXPLANATIONS, "waiting", EXPLANATIONS["waiting"]._replace(source=source))
     with pytest.raises(AssertionError, match=re.escape(source)):
-        test_every_figure_on_screen_traces_to_a_named_counter_or_field()
+        test_every_value_on_screen_traces_to_a_named_counter_or_field()

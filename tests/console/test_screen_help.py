@@ -10,8 +10,8 @@ import pytest
 from appliance.pages import AuditAction
 from appliance.protocol import ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
+from console.explanations import EXPLANATIONS
 from console.fake import FIXED_TIME
-from console.figures import FIGURES
 from console.help import help_lines
 from console.keys import KEYS
 from console.lines import plain
@@ -25,12 +25,12 @@ from tests.console.frames import SIZES, VIEW_NAMES, VIEWS, session
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=VIEW_NAMES)
-def test_the_help_explains_every_figure_of_a_screen(view: View) -> None:
+def test_the_help_explains_every_value_of_a_screen(view: View) -> None:
     assert view.help_text
     commands = {key.command for key in KEYS}
     assert set(re.findall(r"\{(.*?)\}", view.help_text)) <= commands
-    assert view.figures
-    assert not [name for name in view.figures if name not in FIGURES]
+    assert view.explanations
+    assert not [name for name in view.explanations if name not in EXPLANATIONS]
 
 
 def _with_every_value() -> ConsoleSession:
@@ -92,10 +92,14 @@ def test_the_help_explains_every_name_that_a_screen_shows(name: str) -> None:
     made = _with_every_value()
     made.run(f"screen {name}")
     view = made.view
-    explained = {part.casefold() for figure in view.figures for part in FIGURES[figure].title.split(", ")}
+    explained = {
+        part.casefold()
+        for explanation in view.explanations
+        for part in EXPLANATIONS[explanation].title.split(", ")
+    }
     labels = shown_labels(made, view)
     assert labels, "the test no longer finds the names of values"
-    assert sorted(labels - explained) == [], "add these to the figures of the screen"
+    assert sorted(labels - explained) == [], "add these to the explanations of the screen"
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -108,5 +112,7 @@ def test_the_help_shows_the_whole_name_of_a_value(size: tuple[int, int]) -> None
 
 def test_every_explanation_has_a_text_and_a_source() -> None:
     assert not [
-        name for name, figure in FIGURES.items() if not figure.text.endswith(".") or not figure.source
+        name
+        for name, explanation in EXPLANATIONS.items()
+        if not explanation.text.endswith(".") or not explanation.source
     ]

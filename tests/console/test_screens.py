@@ -62,7 +62,7 @@ def test_every_variant_and_detail_of_a_screen_can_be_shown(shown: ConsoleSession
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=VIEW_NAMES)
-def test_a_screen_of_a_service_that_has_measured_nothing_shows_no_zeros_for_figures(view: View) -> None:
+def test_a_screen_of_a_service_that_has_measured_nothing_shows_no_zeros(view: View) -> None:
     lines = [plain(row) for row in view.render(context(unknown()), 120, 40)]
     assert lines
     measured = [row for row in lines if row.startswith(("TTFT", "ITL", "output ", "prompt ", "cpu "))]
@@ -225,7 +225,7 @@ def test_a_table_in_a_small_terminal_has_a_cursor_a_filter_and_details() -> None
     assert any(plain(row).startswith("tenant ") for row in made.lines(50, 16))
 
 
-def test_the_figures_of_a_busy_host_fit_beside_the_other_panels() -> None:
+def test_the_values_of_a_busy_host_fit_beside_the_other_panels() -> None:
     host = Host(
         name="h",
         cpu_percent=100.0,
@@ -501,7 +501,7 @@ def test_the_used_memory_of_a_replica_is_compared_with_the_prediction(used: int,
     assert re.search(rf"memory +{re.escape(text)}( |$)", "\n".join(lines), re.MULTILINE)
 
 
-def test_the_recorded_use_of_a_gpu_is_not_shown_for_a_gpu_without_this_figure() -> None:
+def test_the_recorded_use_of_a_gpu_is_not_shown_for_a_gpu_without_this_value() -> None:
     """A GPU that is split into MIG instances has no utilisation, so its history does not contain any."""
     made = session()
     snapshot = made.context.snapshot
@@ -511,9 +511,9 @@ def test_the_recorded_use_of_a_gpu_is_not_shown_for_a_gpu_without_this_figure() 
     )
     made.context.snapshot = msgspec.structs.replace(snapshot, gpus=[split, snapshot.gpus[1]])
     made.context.history = History()
-    figures = {"at": [1000.0, 1001.0], "gpus[1].utilization_percent": [90.0, 100.0]}
+    metrics = {"at": [1000.0, 1001.0], "gpus[1].utilization_percent": [90.0, 100.0]}
     made.context.history.add_columns(
-        TelemetryColumns(resolution_s=1, at=[1000.0, 1001.0], figures=figures)  # type: ignore[arg-type]
+        TelemetryColumns(resolution_s=1, at=[1000.0, 1001.0], metrics=metrics)  # type: ignore[arg-type]
     )
     assert [point.gpus for point in made.context.history.points] == [{1: 90.0}, {1: 100.0}]
     made.run("glyphs block")
@@ -536,7 +536,7 @@ def test_a_process_is_foreign_only_if_the_processes_of_the_replica_are_known() -
         assert text in plain(view.describe(row, made.context, 100)[-1])
 
 
-def test_a_figure_that_a_gpu_does_not_support_differs_from_an_unknown_figure() -> None:
+def test_a_value_that_a_gpu_does_not_support_differs_from_an_unknown_value() -> None:
     made = session()
     snapshot = made.context.snapshot
     assert snapshot is not None

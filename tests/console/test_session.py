@@ -50,7 +50,7 @@ def header(shown: ConsoleSession) -> str:
     return plain(shown.lines(120, 40)[0])
 
 
-def test_a_service_that_does_not_answer_leaves_the_last_figures_marked_as_stale(
+def test_a_service_that_does_not_answer_leaves_the_last_values_marked_as_stale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
@@ -75,7 +75,7 @@ def test_a_restarted_service_is_marked() -> None:
     assert "RESTARTED" in header(shown)
 
 
-def test_a_paused_console_shows_the_same_figures_until_it_continues() -> None:
+def test_a_paused_console_shows_the_same_values_until_it_continues() -> None:
     shown = session(steps=3)
     frozen, before = copy.deepcopy(shown.context.snapshot), copy.deepcopy(shown.context.snapshot)
     assert before is not None and before.requests
@@ -166,14 +166,14 @@ def test_the_kv_screen_exports_the_contexts_of_its_replica_or_all_replicas() -> 
     assert [row["replica"] for row in exported(shown)] == [one.replica for one in snapshot.kv]
 
 
-def test_the_overview_exports_the_chosen_panel_or_the_other_figures() -> None:
+def test_the_overview_exports_the_chosen_panel_or_the_other_values() -> None:
     shown = session(steps=60, interval_s=1.0)
     snapshot = shown.context.snapshot
     assert snapshot is not None
     shown.lines(120, 40)
-    figures = {row["metric"]: row["value"] for row in exported(shown)}
-    assert figures["rates.failed_per_s"] == str(snapshot.rates.failed_per_s)
-    assert figures["latency.ttft.p99_ms"] == str(snapshot.latency.ttft.p99_ms)  # type: ignore[union-attr]
+    metrics = {row["metric"]: row["value"] for row in exported(shown)}
+    assert metrics["rates.failed_per_s"] == str(snapshot.rates.failed_per_s)
+    assert metrics["latency.ttft.p99_ms"] == str(snapshot.latency.ttft.p99_ms)  # type: ignore[union-attr]
     view = shown.view
     assert isinstance(view, OverviewView)
     view.chosen = "gpus"

@@ -1,5 +1,5 @@
 """Measures the guarantees in docs/traffic.md for urgent and light requests, on a server in virtual time:
-`figures` returns the time to first token of short requests that arrive after one large request."""
+`measurements` returns the time to first token of short requests that arrive after one large request."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def figures() -> dict[str, float]:
+def measurements() -> dict[str, float]:
     """Return times to first token, in ms: that of a request with 50 tokens and no other load ("alone"), and
     that of the short requests in each case. If several of them arrive together, the time of the last one is
     returned."""

@@ -2,7 +2,7 @@
 response times of a quiet tenant while another tenant floods the server, and deadlines at three times the load
 that the server can handle.
 
-    python -m tests.core.scenarios --seconds 120 --out figures.json
+    python -m tests.core.scenarios --seconds 120 --out measurements.json
 
 `tests/core/test_scenarios.py` runs short versions of the same scenarios.
 """
@@ -32,7 +32,7 @@ DECIDED_S = 0.010
 """A request that is refused within this many seconds of its arrival counts as refused on arrival. A request
 that is refused later had been admitted."""
 
-Figures = dict[str, Any]
+Measurements = dict[str, Any]
 
 
 def tenant(name: str, weight: float = 1.0) -> TenantRecord:
@@ -44,7 +44,7 @@ def tenant(name: str, weight: float = 1.0) -> TenantRecord:
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 
 
-def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
+def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Measurements:
     """Run three tenants that always have waiting requests: one sends long prompts, one asks for long answers,
     and one does both."""
     server = SimulatedServer(tenants=[tenant(name, weight) for name, weight in WEIGHTS.items()], seed=seed)
@@ -68,7 +68,7 @@ def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
 # ── a quiet tenant ──
 
 
-def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
+def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Measurements:
     """Run a tenant that asks about one long document after another: once alone, and once while another tenant
     floods the server.
 
@@ -135,7 +135,7 @@ MET, MET_IN_EACH_EVENT = 0.99, 0.95
 event separately."""
 
 
-def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:
+def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Measurements:
     """Run four tenants with a combined load of `load` times the server's capacity. Three of them set
     deadlines.
 
@@ -194,7 +194,7 @@ def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
     poisson(server, "d", 0.2 * per_s, shape, until=until)
 
 
-def _met(server: SimulatedServer, died_at: float | None) -> Figures:
+def _met(server: SimulatedServer, died_at: float | None) -> Measurements:
     asked = [one for one in server.asked if one.deadline_s is not None]
     admitted = [one for one in asked if not _refused_at_once(one)]
     # The promise does not cover requests that were in flight on a replica that died.
@@ -226,7 +226,7 @@ def _was_in_flight(one: Asked, at: float) -> bool:
     return one.arrived_at <= at and (one.ended_at is None or one.ended_at >= at)
 
 
-def _met_in_all(runs: list[Figures]) -> tuple[int, float]:
+def _met_in_all(runs: list[Measurements]) -> tuple[int, float]:
     """Return the number of admitted requests in these runs, and the fraction of them that met their
     deadlines. Requests in flight at a replica's death are excluded."""
     admitted = [one["admitted"] - one["in_flight_at_a_death"] for one in runs]
@@ -246,16 +246,18 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     broken: list[str] = []
-    figures: Figures = {"shares": [], "quiet": [], "deadlines": [], "deadlines_in_all": {}}
-    figures["isolation_ttft_ms"] = isolation.figures()
-    print(f"isolation {json.dumps(figures['isolation_ttft_ms'])}", flush=True)
-    figures["isolation_mixes"] = 600 * options.seeds
-    for seed in range(figures["isolation_mixes"]):
+    measurements: Measurements = {"shares": [], "quiet": [], "deadlines": [], "deadlines_in_all": {}}
+    measurements["isolation_ttft_ms"] = isolation.measurements()
+    print(f"isolation {json.dumps(measurements['isolation_ttft_ms'])}", flush=True)
+    measurements["isolation_mixes"] = 600 * options.seeds
+    for seed in range(measurements["isolation_mixes"]):
         broken += [f"mix {seed}: {probe}" for probe in broken_promises(random_mix(seed))]
-    print(f"{len(broken)} short requests waited too long in {figures['isolation_mixes']} mixes", flush=True)
+    print(
+        f"{len(broken)} short requests waited too long in {measurements['isolation_mixes']} mixes", flush=True
+    )
 
-    def note(kind: str, one: Figures, kept: bool) -> None:
-        figures[kind].append(one)
+    def note(kind: str, one: Measurements, kept: bool) -> None:
+        measurements[kind].append(one)
         print(f"{'ok ' if kept else 'BAD'} {kind} {json.dumps(one)}", flush=True)
         if not kept:
             broken.append(f"{kind}: {one}")
@@ -270,20 +272,24 @@ def main() -> int:
                 one = deadlines(mix=mix, event=event, seconds=options.seconds, seed=seed)
                 note("deadlines", one, one["refused_within_ms"] <= 1e3 * DECIDED_S)
     for mix in MIXES:
-        runs = [one for one in figures["deadlines"] if one["mix"] == mix]
-        figures["deadlines_in_all"][mix] = {}
+        runs = [one for one in measurements["deadlines"] if one["mix"] == mix]
+        measurements["deadlines_in_all"][mix] = {}
         for event in ("all", *EVENTS):
             admitted, share = _met_in_all([one for one in runs if event in ("all", one["event"])])
-            figures["deadlines_in_all"][mix][event] = {"admitted": admitted, "met": share}
+            measurements["deadlines_in_all"][mix][event] = {"admitted": admitted, "met": share}
             kept = share >= (MET if event == "all" else MET_IN_EACH_EVENT)
             result = f"{mix}, {event}: {share:.4f} of {admitted} met their deadlines"
             print(f"{'ok ' if kept else 'BAD'} {result}")
             if not kept:
                 broken.append(result)
-    figures["wall_s"] = round(time.monotonic() - began, 1)
+    measurements["wall_s"] = round(time.monotonic() - began, 1)
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
-    print("\n".join(["broken:", *broken]) if broken else f"all promises were kept, in {figures['wall_s']} s")
+        options.out.write_text(json.dumps(measurements, indent=1) + "\n")
+    print(
+        "\n".join(["broken:", *broken])
+        if broken
+        else f"all promises were kept, in {measurements['wall_s']} s"
+    )
     return 1 if broken else 0
 
 

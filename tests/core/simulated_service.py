@@ -381,8 +381,8 @@ class SimulatedService:
         for replica in self.live_replicas():
             account = replica.account
             assert (account.available_slots, account.available_tokens) == (SLOTS, TOKENS)
-        figures = self.requests.state.queue_stats()
-        assert (figures.waiting, figures.running) == (0, 0)
+        measurements = self.requests.state.queue_stats()
+        assert (measurements.waiting, measurements.running) == (0, 0)
         living = {front.name for front in self.fronts.values() if front.alive}
         assert self.requests.state.fronts == living and self.requests.state.broken_fronts <= living, (
             "a dead front is still listed"

@@ -40,7 +40,7 @@ def first(snapshots: Iterator[Snapshot], matches: Callable[[Snapshot], bool]) ->
     raise AssertionError("no snapshot matches")
 
 
-def test_a_snapshot_has_the_same_figures_as_the_admin_api(running: Service) -> None:
+def test_a_snapshot_has_the_same_values_as_the_admin_api(running: Service) -> None:
     for _ in range(3):
         read_answer(running.connect("m 3"))
     running.admin.act(CreateTenant(name="acme"))

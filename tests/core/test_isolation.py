@@ -9,14 +9,14 @@ import pytest
 
 from appliance.traffic.rules import QueueRules
 from store.policies import TenantRecord
-from tests.core.isolation import BUDGET, CASES, figures, full_step_s
+from tests.core.isolation import BUDGET, CASES, full_step_s, measurements
 from tests.core.isolation_mixes import MAX_TOKENS, Load, broken_promises, random_mix
 from tests.core.simulated_clients import backlogged, fixed
 from tests.core.simulated_server import Shape, SimulatedServer
 
 
 def test_no_single_request_delays_a_short_one_by_more_than_two_full_steps() -> None:
-    made = figures()
+    made = measurements()
     assert made.keys() == {"alone", *CASES}
     bounds = {
         name: made["alone"] + 2e3 * full_step_s(case.slots, case.step_tokens) + 5.0

@@ -117,15 +117,15 @@ def _seconds(running: Service) -> list[float]:
         since = page.next
 
 
-def test_figures_over_time_are_selected_by_patterns(running: Service) -> None:
+def test_metrics_over_time_are_selected_by_patterns(running: Service) -> None:
     wait_until(lambda: len(_seconds(running)) >= 3)
     query = TelemetryQuery(
-        figures="queue.running, batches[*].step", since=0, until=time.time(), resolution_s=1
+        metrics="queue.running, batches[*].step", since=0, until=time.time(), resolution_s=1
     )
     found = running.admin.call(calls.telemetry(query))
     assert found.resolution_s == 1 and found.at == sorted(found.at)
-    assert set(found.figures) == {"queue.running", "batches[m-0].step"}
-    assert all(len(column) == len(found.at) for column in found.figures.values())
+    assert set(found.metrics) == {"queue.running", "batches[m-0].step"}
+    assert all(len(column) == len(found.at) for column in found.metrics.values())
     few = msgspec.structs.replace(query, points=2)
     with pytest.raises(AdminError, match="more than 2 points"):
         running.admin.call(calls.telemetry(few))
@@ -136,8 +136,8 @@ def test_figures_over_time_are_selected_by_patterns(running: Service) -> None:
 @pytest.mark.parametrize("pattern", ["*" * 200 + "!", "*e" * 100 + "!"])
 def test_a_pattern_with_many_stars_does_not_block_the_service(running: Service, pattern: str) -> None:
     wait_until(lambda: len(_seconds(running)) >= 1)
-    found = running.admin.call(calls.telemetry(TelemetryQuery(figures=pattern, since=0, until=time.time())))
-    assert not found.figures
+    found = running.admin.call(calls.telemetry(TelemetryQuery(metrics=pattern, since=0, until=time.time())))
+    assert not found.metrics
 
 
 def test_without_a_time_the_newest_sample_is_returned(running: Service) -> None:
@@ -163,7 +163,7 @@ def test_a_read_key_may_read_the_past_and_others_may_not(running: Service) -> No
     now = time.time()
     queries = [
         _snapshot(_seconds(running)[0]),
-        calls.telemetry(TelemetryQuery(figures="queue.*", since=now - 9, until=now)),
+        calls.telemetry(TelemetryQuery(metrics="queue.*", since=now - 9, until=now)),
         calls.stored_telemetry(StoredQuery(since=now - 9, until=now)),
         calls.alert_log(AlertLogQuery(since=0, until=now)),
     ]
@@ -178,10 +178,10 @@ def test_a_read_key_may_read_the_past_and_others_may_not(running: Service) -> No
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/telemetry", "missing required field figures"),
+        ("/telemetry", "missing required field metrics"),
         ("/telemetry/snapshot?at=nan", "at='nan' is not valid"),
-        ("/telemetry?figures=&since=0&until=9", "figures='' is not valid"),
-        ("/telemetry?figures=x&since=0&until=9&resolution_s=5", "resolution_s='5' is not valid"),
+        ("/telemetry?metrics=&since=0&until=9", "metrics='' is not valid"),
+        ("/telemetry?metrics=x&since=0&until=9&resolution_s=5", "resolution_s='5' is not valid"),
         ("/telemetry/stored?since=0&until=9&limit=201", "limit='201' is not valid"),
         ("/alert-log?since=0", "missing required field until"),
     ],

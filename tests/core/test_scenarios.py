@@ -11,16 +11,16 @@ from tests.core.simulated_server import Shape, SimulatedServer
 
 
 def test_backlogged_tenants_are_served_by_their_weights_whatever_they_request() -> None:
-    figures = shares(seconds=30.0)
-    assert figures["spread"] <= 0.05, figures
-    assert figures["jain"] >= 0.99, figures
+    measurements = shares(seconds=30.0)
+    assert measurements["spread"] <= 0.05, measurements
+    assert measurements["jain"] >= 0.99, measurements
 
 
 def test_a_flood_of_short_requests_hardly_delays_the_first_token_of_a_tenant_with_long_prompts() -> None:
-    figures = quiet(seconds=7.0, flood_per_s=2000.0)
-    assert figures["ratio"] <= 1.2, figures
-    delay_ms = figures["ttft_p99_beside_ms"] - figures["ttft_p99_alone_ms"]
-    assert delay_ms <= figures["longest_step_ms"], figures
+    measurements = quiet(seconds=7.0, flood_per_s=2000.0)
+    assert measurements["ratio"] <= 1.2, measurements
+    delay_ms = measurements["ttft_p99_beside_ms"] - measurements["ttft_p99_alone_ms"]
+    assert delay_ms <= measurements["longest_step_ms"], measurements
 
 
 LEAST_MET = {
@@ -36,13 +36,13 @@ event, when deadlines are still promised based on the rates before the event."""
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_promised_deadlines_are_met_under_three_times_the_load(mix: str, event: str) -> None:
-    figures = deadlines(mix=mix, event=event, seconds=10.0)
-    assert figures["met_but_those_at_a_death"] >= LEAST_MET.get((mix, event), 0.97), figures
-    assert figures["refused_within_ms"] <= 10.0, figures
-    assert event == "death" or not figures["refused_later"], (
+    measurements = deadlines(mix=mix, event=event, seconds=10.0)
+    assert measurements["met_but_those_at_a_death"] >= LEAST_MET.get((mix, event), 0.97), measurements
+    assert measurements["refused_within_ms"] <= 10.0, measurements
+    assert event == "death" or not measurements["refused_later"], (
         "a promise was withdrawn although it could be kept"
     )
-    assert figures["admitted"] >= 30, figures
+    assert measurements["admitted"] >= 30, measurements
 
 
 def _lengthened_by_promised(prompt_tokens: int, promised_prompt_tokens: int) -> float:

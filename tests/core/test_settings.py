@@ -297,7 +297,7 @@ def test_groups_name_models_of_the_settings_and_of_the_registry(tmp_path: Path) 
 
 
 ARRAYS: dict[str, tuple[Any, str]] = {
-    "alerts.rules": (AlertRule, 'name = "r"\nfigure = "queue.waiting"\n'),
+    "alerts.rules": (AlertRule, 'name = "r"\nmetric = "queue.waiting"\n'),
     "alerts.sinks": (AlertSink, 'command = ["x"]\n'),
 }
 """For each array of tables in the settings: the type of its tables, and their required fields."""
@@ -317,7 +317,7 @@ def test_every_number_in_an_array_of_tables_has_an_upper_bound(tmp_path: Path, p
 
 
 def test_errors_in_an_array_of_tables_have_their_lines(tmp_path: Path) -> None:
-    text = '[[alerts.rules]]\nname = "a"\nfigure = "queue.waiting"\nabove = 1\n\n'
+    text = '[[alerts.rules]]\nname = "a"\nmetric = "queue.waiting"\nabove = 1\n\n'
     with pytest.raises(SettingsError) as caught:
         load(tmp_path, text + text.replace('"a"', '"b"').replace("above = 1", 'above = "x"'))
     fault = caught.value.faults[0]

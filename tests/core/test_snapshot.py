@@ -31,10 +31,10 @@ def test_a_snapshot_survives_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(before), type=Snapshot) == before
 
 
-def test_a_request_has_every_figure_of_the_admin_api() -> None:
+def test_a_request_has_every_value_of_the_admin_api() -> None:
     assert set(InFlight.__struct_fields__) <= set(UnfinishedRequest.__struct_fields__)
 
 
-def test_figures_that_were_not_measured_are_null_and_not_zero() -> None:
+def test_values_that_were_not_measured_are_null_and_not_zero() -> None:
     sent = msgspec.json.decode(msgspec.json.encode(ServiceTotals()))
     assert set(sent.values()) == {None}

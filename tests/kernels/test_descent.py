@@ -150,8 +150,8 @@ def test_the_fastest_plans_of_an_earlier_search_are_preferred(tmp_path: Path) ->
     fastest = [*candidates(one, 16, True)[:-9:-1], None]
     gone = "wide 16 64 256 4 4 1"
     tried = {gone: 1.0} | {plan_text(plan): 2.0 for plan in fastest}
-    figures = [{"shape": str(one), "rows": 16, "tried_layer_us": tried}]
-    (tmp_path / "tune.json").write_text(json.dumps(figures))
+    measurements = [{"shape": str(one), "rows": 16, "tried_layer_us": tried}]
+    (tmp_path / "tune.json").write_text(json.dumps(measurements))
     read = read_tried(tmp_path / "tune.json")
     plans = shortlist(one, 16, True, [A], read, 6)
     assert plans[0] == A and [plan for plan in plans if plan in fastest] == fastest[: len(plans) - 3]

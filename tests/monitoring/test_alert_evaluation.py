@@ -20,7 +20,7 @@ from tests.monitoring.histories import START, evaluate, history, quiet_service, 
 from tests.pages import check_page
 
 HOT = AlertRule(
-    name="hot", figure="gpus[*].temperature_c", above=88.0, clear=83.0, for_s=5.0, clear_for_s=10.0
+    name="hot", metric="gpus[*].temperature_c", above=88.0, clear=83.0, for_s=5.0, clear_for_s=10.0
 )
 
 
@@ -63,7 +63,7 @@ def test_events_alternate_and_are_at_least_their_times_apart(values: list[float]
         assert after - before >= (HOT.clear_for_s if event == "raised" else HOT.for_s)
 
 
-def test_an_unknown_figure_keeps_a_raised_alert() -> None:
+def test_an_unknown_metric_keeps_a_raised_alert() -> None:
     def change(second: int, tree: dict[str, Any]) -> None:
         tree["gpus"][0]["temperature_c"] = 90.0 if second < 10 else None
 
@@ -109,7 +109,7 @@ def test_a_trend_predicts_when_the_kv_cache_is_full() -> None:
     assert [one.event for one in found if one.alert.rule == "kv-cache-filling"] == ["raised", "suppressed"]
 
 
-def test_a_noisy_constant_figure_has_no_trend() -> None:
+def test_a_noisy_constant_metric_has_no_trend() -> None:
     rng = random.Random(1)
 
     def change(second: int, tree: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def test_windows_are_bounded() -> None:
     assert window.rate() is None  # The counter was reset.
 
 
-def test_every_built_in_rule_is_complete_and_selects_a_figure() -> None:
+def test_every_built_in_rule_is_complete_and_selects_a_metric() -> None:
     names = [rule.name for rule in BUILT_IN]
     assert len(set(names)) == len(names)
     assert cycle(BUILT_IN) == []
@@ -180,14 +180,14 @@ def test_every_built_in_rule_is_complete_and_selects_a_figure() -> None:
         assert set(rule.downstream_of) <= set(names)
     layout = Splitter().split(START, _everything()).layout
     evaluator = Evaluator(BUILT_IN)
-    evaluator.step(Splitter().split(START, layout.tree([1.0] * len(layout.figures))))
-    selected = {rule.name for rule, figures in evaluator._selected if figures}
+    evaluator.step(Splitter().split(START, layout.tree([1.0] * len(layout.metrics))))
+    selected = {rule.name for rule, metrics in evaluator._selected if metrics}
     assert selected == set(names)
 
 
 def test_rules_that_explain_each_other_are_found() -> None:
-    one = AlertRule(name="one", figure="a", above=1.0, downstream_of=["two"])
-    two = AlertRule(name="two", figure="a", above=1.0, downstream_of=["one"])
+    one = AlertRule(name="one", metric="a", above=1.0, downstream_of=["two"])
+    two = AlertRule(name="two", metric="a", above=1.0, downstream_of=["one"])
     assert set(cycle([one, two])) == {"one", "two"}
 
 

@@ -89,18 +89,18 @@ def test_any_tree_survives_splitting_and_packing(trees):
         sample = splitter.split(START, one)
         [numbers] = unpack(pack([sample.numbers]), 1)
         assert TelemetryLayout.unpacked(sample.layout.packed()).tree(numbers) == one
-        assert len(sample.layout.figures) <= len(sample.numbers) == len(numbers)
+        assert len(sample.layout.metrics) <= len(sample.numbers) == len(numbers)
 
 
-def test_figures_have_the_names_of_their_paths():
+def test_metrics_have_the_names_of_their_paths():
     sample = Splitter().split(START, tree(3))
-    assert list(sample.layout.figures) == ["queue.running", "queue.oldest_wait_s", "gpus[0].power_w"]
+    assert list(sample.layout.metrics) == ["queue.running", "queue.oldest_wait_s", "gpus[0].power_w"]
     assert sample.layout.texts["models[demo].replicas[demo-1].state"] == "ready"
     assert sample.value("gpus[0].power_w") == 303.0
     assert sample.value("gpus[1].power_w") is None
 
 
-def test_a_figure_that_alternates_with_null_keeps_its_layout():
+def test_a_metric_that_alternates_with_null_keeps_its_layout():
     splitter = Splitter()
     layouts = [splitter.split(START, {"ttft_ms": value}).layout for value in (5.0, None, 7.0, None)]
     assert len({id(layout) for layout in layouts}) == 1
@@ -132,7 +132,7 @@ def test_coarse_rows_keep_the_extremes_of_an_incident(history, telemetry, reader
     history.writer.flush()
     minutes = list(reader.samples(START, START + 125, RESOLUTIONS[2]))
     assert [row.sample.at for row in minutes] == [START, START + 60]
-    position = minutes[0].sample.layout.figures["queue.running"]
+    position = minutes[0].sample.layout.metrics["queue.running"]
     assert minutes[0].high[position] == pytest.approx(500, rel=5e-4)
     assert minutes[0].low[position] == pytest.approx(10, rel=5e-3)
     assert minutes[0].sample.numbers[position] == pytest.approx(10 + 490 / 60, rel=5e-4)
@@ -165,7 +165,7 @@ def test_a_series_ends_with_finer_points_where_the_coarse_interval_is_not_comple
         120,
         *range(130, 137),
     ]
-    assert reader.series("no.figure", START, START + 200) == []
+    assert reader.series("no.metric", START, START + 200) == []
 
 
 def test_a_series_over_an_hour_uses_the_minutes_when_the_seconds_are_removed(history, telemetry, reader):
@@ -211,7 +211,7 @@ def test_an_intervals_extremes_enclose_its_values_within_the_precision(rows):
         assert means[position] == pytest.approx(sum(column) / len(column), abs=1e-3 * size + 1e-37)
 
 
-def test_combining_samples_of_different_layouts_matches_figures_by_name():
+def test_combining_samples_of_different_layouts_matches_metrics_by_name():
     splitter = Splitter()
     first = splitter.split(START, {"a": 1.0, "gone": 5.0})
     second = splitter.split(START + 1, {"new": 2.0, "a": 3.0})
@@ -274,8 +274,8 @@ def test_samples_are_dropped_and_counted_while_too_many_rows_wait(history, telem
 def test_columns_have_one_value_per_time_and_stay_within_their_limits(history, telemetry, reader):
     splitter = Splitter()
     for second in range(20):
-        figures = {"a": float(second), "b": None if second < 5 else 1.0} | ({"c": 2} if second > 9 else {})
-        telemetry.record(splitter.split(START + second, figures))
+        metrics = {"a": float(second), "b": None if second < 5 else 1.0} | ({"c": 2} if second > 9 else {})
+        telemetry.record(splitter.split(START + second, metrics))
     history.writer.flush()
 
     def columns(**limits: int):
@@ -286,8 +286,8 @@ def test_columns_have_one_value_per_time_and_stay_within_their_limits(history, t
 
     found = columns()
     assert found.at == [START + second for second in range(20)]
-    assert [math.isnan(value) for value in found.figures["b"]] == [True] * 5 + [False] * 15
-    assert found.figures["c"][10:] == [2.0] * 10 and all(map(math.isnan, found.figures["c"][:10]))
+    assert [math.isnan(value) for value in found.metrics["b"]] == [True] * 5 + [False] * 15
+    assert found.metrics["c"][10:] == [2.0] * 10 and all(map(math.isnan, found.metrics["c"][:10]))
     with pytest.raises(ValueError, match="more than 19 points"):
         columns(points=19)
     with pytest.raises(ValueError, match="or 39 values"):

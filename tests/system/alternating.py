@@ -236,17 +236,17 @@ def main() -> None:
         first, loads, loaded = len(world.answers), world.loads, world.in_memory()
         took_s = world.run({"a": 4, "b": 4}, given.seconds)
         per_minute = 60 * (world.loads - loads) / took_s
-        figures = compared(world, first, took_s, rates, 0.0, loaded)
-        print(f"two busy models: {figures}, {per_minute:.1f} loads per minute")
+        measurements = compared(world, first, took_s, rates, 0.0, loaded)
+        print(f"two busy models: {measurements}, {per_minute:.1f} loads per minute")
         world.check(first)
         for every_s in (0.5, 0.0):
             first, loads, loaded = len(world.answers), world.loads, world.in_memory()
             began = time.monotonic()
             world.send_in_order("abaac" * given.rounds, every_s=every_s)
             took_s, sent_s = time.monotonic() - began, every_s * 5 * given.rounds
-            figures = compared(world, first, took_s, rates, sent_s, loaded)
+            measurements = compared(world, first, took_s, rates, sent_s, loaded)
             print(
-                f"{given.rounds} × A B A A C, a request every {every_s} s: {figures}, "
+                f"{given.rounds} × A B A A C, a request every {every_s} s: {measurements}, "
                 f"{world.loads - loads} loads instead of {4 * given.rounds} in the order of arrival"
             )
             world.check(first, len(MODELS))

@@ -1,7 +1,7 @@
 """Measures how fairly tenants share a real service: whether their shares match their weights, and how much a
 flood delays a quiet tenant.
 
-    python -m tests.system.fairness --seconds 60 --out figures.json
+    python -m tests.system.fairness --seconds 60 --out measurements.json
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 ROWS, STEP_TOKENS = 16, 256
 FLAGS = ("--device", "cpu", "--max-num-seqs", str(ROWS), "--max-num-batched-tokens", str(STEP_TOKENS))
 
-Figures = dict[str, Any]
+Measurements = dict[str, Any]
 Shape = Callable[[random.Random], tuple[int, int]]
 """A function that returns the number of prompt tokens and the number of output tokens."""
 SHAPES: dict[str, Shape] = {
@@ -111,7 +111,7 @@ async def _keep_asking(
 
 def shares(
     running: Service, *, seconds: float = 0.0, least_service: float = 0.0, warm_up_service: float = 8000.0
-) -> Figures:
+) -> Measurements:
     """Measure the service that each tenant receives, divided by its weight. The tenants' requests differ
     greatly in size, and each tenant always has requests waiting.
 
@@ -159,7 +159,7 @@ def shares(
     }
 
 
-def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figures:
+def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Measurements:
     """Measure the time to first token of a tenant that sends one short request after another, first alone and
     then during a flood of prompts that fill whole steps."""
     calm, wild = (Client(running, key_of(running, name)) for name in ("quiet", "flood"))
@@ -223,17 +223,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with service(*FLAGS) as running:
-        figures = {"shares": shares(running, seconds=options.seconds, warm_up_service=20_000.0)}
-        print(json.dumps(figures["shares"]), flush=True)
+        measurements = {"shares": shares(running, seconds=options.seconds, warm_up_service=20_000.0)}
+        print(json.dumps(measurements["shares"]), flush=True)
     with service(*FLAGS) as running:
-        figures["quiet"] = quiet(running, options.requests)
-        print(json.dumps(figures["quiet"]), flush=True)
+        measurements["quiet"] = quiet(running, options.requests)
+        print(json.dumps(measurements["quiet"]), flush=True)
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        options.out.write_text(json.dumps(measurements, indent=1) + "\n")
     kept = (
-        figures["shares"]["spread"] <= 0.05
-        and figures["shares"]["jain"] >= 0.99
-        and figures["quiet"]["delay_in_full_steps"] <= 1.0
+        measurements["shares"]["spread"] <= 0.05
+        and measurements["shares"]["jain"] >= 0.99
+        and measurements["quiet"]["delay_in_full_steps"] <= 1.0
     )
     return 0 if kept else 1
 

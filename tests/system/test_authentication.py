@@ -104,7 +104,7 @@ SERVERS = {
 """All files that create an HTTP server. These tests must cover each of them."""
 
 REQUIRED = {
-    "/telemetry": "?figures=queue.running&since=0&until=1",
+    "/telemetry": "?metrics=queue.running&since=0&until=1",
     "/telemetry/stored": "?since=0&until=1",
     "/alert-log": "?since=0&until=1",
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from appliance.monitoring.alerts.conditions import Condition
-from appliance.monitoring.alerts.figures import Scope, related, subject
+from appliance.monitoring.alerts.selection import Scope, related, subject
 from store.samples import TelemetryLayout, TelemetrySample
 
 WINDOW_S = 300.0
@@ -22,7 +22,7 @@ _LOAD = (
     ("rates.prompt_tokens_per_s", "prompt tokens per second"),
     ("queue.running", "running requests"),
 )
-"""Figures that measure load, each with its name in alert texts."""
+"""Metrics that measure load, each with its name in alert texts."""
 _LOAD_FACTOR = 2.0
 """A load that has grown by at least this factor is a likely cause."""
 _TENANT_SHARE = 0.5
@@ -70,7 +70,7 @@ class CauseFinder:
         """Return a one-line description of the likely cause of an alert raised by the latest sample."""
         assert self._latest is not None
         at = self._latest.at
-        is_gpu = condition.rule.figure.startswith("gpus[")
+        is_gpu = condition.rule.metric.startswith("gpus[")
         known = [
             change
             for change in self._changes
@@ -85,8 +85,8 @@ class CauseFinder:
 
     def _load(self) -> str | None:
         assert self._latest is not None
-        for figure, name in _LOAD:
-            now, before = self._latest.value(figure), self._samples[0].value(figure)
+        for metric, name in _LOAD:
+            now, before = self._latest.value(metric), self._samples[0].value(metric)
             if now is None or before is None or now < 1 or now < before * _LOAD_FACTOR:
                 continue
             text = f"{name} rose from {before:,.3g} to {now:,.3g}"
@@ -114,7 +114,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
 def _watched(layout: TelemetryLayout) -> dict[str, int]:
     """Return the name and position of each number for which a change counts as an event."""
     names = ["audit_rows", *(f"gpus[{number}].last_xid" for number in range(16))]
-    return {name: layout.figures[name] for name in names if name in layout.figures}
+    return {name: layout.metrics[name] for name in names if name in layout.metrics}
 
 
 def _text_changes(at: float, before: TelemetryLayout, after: TelemetryLayout) -> Iterator[_Change]:
@@ -142,7 +142,7 @@ def _largest_tenant(sample: TelemetrySample) -> str:
     """Return the tenant with more than `_TENANT_SHARE` of the requests. Empty if there is no such tenant, or
     if there is only one tenant."""
     requests: dict[str, float] = {}
-    for name in sample.layout.figures:
+    for name in sample.layout.metrics:
         if name.startswith("tenants[") and name.endswith(("].running", "].waiting")):
             tenant = name[len("tenants[") : name.rindex("]")]
             requests[tenant] = requests.get(tenant, 0.0) + (sample.value(name) or 0.0)

@@ -1,4 +1,4 @@
-"""Decides when a rule's alert for one figure (a measured value) is raised and when it ends."""
+"""Decides when a rule's alert for one metric is raised and when it ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from appliance.alert_rules import AlertRule
-from appliance.monitoring.alerts.figures import Scope, matches_text
+from appliance.monitoring.alerts.selection import Scope, matches_text
 from appliance.monitoring.alerts.windows import Window
 
 Phase = Literal["ok", "pending", "firing"]
@@ -17,7 +17,7 @@ _DEFAULT_GAP = 0.1
 
 @dataclass(slots=True)
 class Condition:
-    """The state of one rule for one figure."""
+    """The state of one rule for one metric."""
 
     rule: AlertRule
     where: str
@@ -29,7 +29,7 @@ class Condition:
     clear_since: float | None = None
     """Time when the condition stopped holding; None while it holds. The alert may still be active."""
     seen_at: float = 0.0
-    """Time of the latest sample that contains the figure."""
+    """Time of the latest sample that contains the metric."""
     value: float | None = None
     text: str = ""
     remedy: str = ""
@@ -58,8 +58,8 @@ class Condition:
         return True
 
     def miss(self, at: float) -> bool | None:
-        """Apply a sample that does not contain the figure. When a figure disappears, its alert ends as if the
-        figure had returned to normal. Returns False if this ends the alert, otherwise None."""
+        """Apply a sample that does not contain the metric. When a metric disappears, its alert ends as if the
+        metric had returned to normal. Returns False if this ends the alert, otherwise None."""
         if self.phase != "firing":
             self.phase = "ok"
             return None

@@ -12,7 +12,7 @@ import msgspec
 from appliance.alert_rules import AlertRule, Severity
 from appliance.monitoring.alerts.causes import CauseFinder
 from appliance.monitoring.alerts.conditions import Condition, threshold
-from appliance.monitoring.alerts.figures import Scope, Selected, related, select
+from appliance.monitoring.alerts.selection import Scope, Selected, related, select
 from appliance.monitoring.alerts.texts import filled
 from store.samples import TelemetryLayout, TelemetrySample
 
@@ -101,7 +101,7 @@ class Evaluator:
         if sample.layout is not self._layout:
             self._layout = sample.layout
             self._selected = [
-                (rule, list(select(sample.layout, rule.figure, rule.per, bool(rule.texts))))
+                (rule, list(select(sample.layout, rule.metric, rule.per, bool(rule.texts))))
                 for rule in self.rules.values()
             ]
         self._causes.observe(sample)
@@ -114,26 +114,26 @@ class Evaluator:
     def _update(self, sample: TelemetrySample) -> Iterator[Transition]:
         at, numbers = sample.at, sample.numbers
         for rule, selected in self._selected:
-            for figure in selected:
-                key = (rule.name, figure.where)
+            for metric in selected:
+                key = (rule.name, metric.where)
                 condition = self._conditions.get(key)
                 if condition is None:
-                    condition = self._conditions[key] = Condition(rule, figure.where, figure.scope)
+                    condition = self._conditions[key] = Condition(rule, metric.where, metric.scope)
                 elif condition.seen_at == at:
                     # If several texts about the same subject match, such as two reasons for throttling, raise
                     # only one alert.
                     continue
                 value = None
-                if figure.position >= 0:
-                    value = numbers[figure.position]
-                    if figure.per >= 0:
-                        per = numbers[figure.per]
+                if metric.position >= 0:
+                    value = numbers[metric.position]
+                    if metric.per >= 0:
+                        per = numbers[metric.per]
                         value = value / per if per > 0 else None
                     if value is not None and value != value:
                         value = None
-                result = condition.update(at, value, figure.text, figure.remedy)
+                result = condition.update(at, value, metric.text, metric.remedy)
                 if result:
-                    condition.scope = figure.scope
+                    condition.scope = metric.scope
                     self._raise(condition)
                 elif result is False:
                     yield from self._end(condition, at)

@@ -10,7 +10,7 @@ from appliance.quantities import of_measure
 def filled(rule: AlertRule, condition: Condition) -> str:
     """Return the text of an alert."""
     limit = threshold(rule)
-    text = rule.description or ("{where}: {text}" if rule.texts else f"{{where}}: {rule.figure} is {{value}}")
+    text = rule.description or ("{where}: {text}" if rule.texts else f"{{where}}: {rule.metric} is {{value}}")
     return text.format(
         where=condition.where,
         value=of_measure(condition.value, rule.unit),

@@ -1,4 +1,4 @@
-"""Keeps the recent values of one figure (a measured value) in a bounded number of buckets, and computes their
+"""Keeps the recent values of one metric in a bounded number of buckets, and computes their
 rate, change, deviation and trend."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ _MIN_BUCKETS = 10
 """Minimum number of buckets for a trend or a deviation."""
 _MIN_RELATIVE_DEVIATION = 0.05
 """Minimum standard deviation, as a fraction of the mean. Without it, the first small change of a constant
-figure would count as a large deviation."""
+metric would count as a large deviation."""
 _MIN_FIT = 0.5
-"""Minimum coefficient of determination of a trend. Below it, the figure has no clear trend."""
+"""Minimum coefficient of determination of a trend. Below it, the metric has no clear trend."""
 
 
 class _Bucket:
@@ -81,7 +81,7 @@ class Window:
         return (value - mean) / max(math.sqrt(variance), least)
 
     def time_to(self, target: float) -> float | None:
-        """Return the number of seconds until the figure reaches `target` if its trend continues. Returns
+        """Return the number of seconds until the metric reaches `target` if its trend continues. Returns
         infinity if it does not approach the target, and None if there are not enough values.
 
         The trend is the least-squares line through the means of the buckets.
@@ -103,5 +103,5 @@ class Window:
 
 
 def _passed(now: float, target: float, slope: float) -> bool:
-    """Return whether the figure has reached the target and is still moving in the same direction."""
+    """Return whether the metric has reached the target and is still moving in the same direction."""
     return now >= target if slope > 0 else now <= target

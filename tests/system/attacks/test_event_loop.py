@@ -14,7 +14,7 @@ import pytest
 from appliance.channel.front_settings import Limits
 from appliance.channel.served_models import ServedModel
 from tests.front.harness import MODEL, Harness, write_model
-from tests.system.attacks.watched_front import FIGURES
+from tests.system.attacks.watched_front import MEASUREMENTS
 
 MAX_BLOCKED_S = 0.05
 """Maximum time for which the loop may be blocked, in seconds of CPU time. CPU time does not depend on the
@@ -25,14 +25,14 @@ heartbeats around a request, and a busy machine may interrupt the loop while ano
 runs."""
 BODY = Limits().max_body_bytes
 
-Figures = mmap.mmap
+Measurements = mmap.mmap
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness, Figures]]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness, Measurements]]:
     runtime = tmp_path_factory.mktemp("watched")
     path = runtime / "blocked"
-    path.write_bytes(bytes(FIGURES.size))
+    path.write_bytes(bytes(MEASUREMENTS.size))
     folder = write_model(runtime / "model")
     harness = Harness(folder, runtime)
     harness.module = "tests.system.attacks.watched_front"
@@ -48,9 +48,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness,
         )
     ]
     with open(path, "r+b") as file:
-        figures = mmap.mmap(file.fileno(), FIGURES.size)
+        measurements = mmap.mmap(file.fileno(), MEASUREMENTS.size)
     harness.start()
-    yield harness, figures
+    yield harness, measurements
     harness.close()
 
 
@@ -227,8 +227,8 @@ bound. All other attacks are answered."""
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name: str) -> None:
-    front, figures = watched
+def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Measurements], name: str) -> None:
+    front, measurements = watched
     path, make = ATTACKS[name]
     body = make()
     assert len(body) <= BODY
@@ -236,11 +236,11 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name
     best = (float("inf"), float("inf"))
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
         for _ in range(TRIES):
-            FIGURES.pack_into(figures, 0, 0.0, 0.0)
+            MEASUREMENTS.pack_into(measurements, 0, 0.0, 0.0)
             headers = {"content-type": "application/json", **HEADERS.get(name, {})}
             answer = client.post("http://front" + path, content=body, headers=headers)
             assert answer.status_code == status and message in answer.text, answer.text[:300]
-            best = min(best, FIGURES.unpack_from(figures), key=max)
+            best = min(best, MEASUREMENTS.unpack_from(measurements), key=max)
             if max(best) < MAX_BLOCKED_S:
                 break
     blocked = f"blocked for {best[0] * 1e3:.0f} ms, {best[1] * 1e3:.0f} ms with other threads"
@@ -248,8 +248,8 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name
     assert max(best) < MAX_BLOCKED_S, blocked
 
 
-def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Figures]) -> None:
-    front, figures = watched
+def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Measurements]) -> None:
+    front, measurements = watched
     samples, tries = 128, 6
     body = completion(prompt=[300] * 250_000, n=samples, max_tokens=1000, stream=True, ignore_eos=True)
     best = (float("inf"), float("inf"))
@@ -262,21 +262,21 @@ def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Fig
             next(lines)
             for number in range(tries):
                 dying, survivor = front.replica, front.attach(f"survivor-{number}")
-                FIGURES.pack_into(figures, 0, 0.0, 0.0)
+                MEASUREMENTS.pack_into(measurements, 0, 0.0, 0.0)
                 front.call(dying.die)
                 front.wait_for(lambda: len(survivor.submits) == samples, 120)  # noqa: B023
                 assert {submit.first_sample for submit in survivor.submits} == set(range(samples))
-                best = min(best, FIGURES.unpack_from(figures), key=max)
+                best = min(best, MEASUREMENTS.unpack_from(measurements), key=max)
                 if max(best) < MAX_BLOCKED_S:
                     break
     assert max(best) < MAX_BLOCKED_S, f"blocked for {best[0] * 1e3:.0f} ms"
 
 
-def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Figures]) -> None:
-    front, figures = watched
-    FIGURES.pack_into(figures, 0, 0.0, 0.0)
+def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Measurements]) -> None:
+    front, measurements = watched
+    MEASUREMENTS.pack_into(measurements, 0, 0.0, 0.0)
     body = completion(prompt=[100] * 250_000)
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
         client.post("http://front" + COMPLETIONS, content=body, headers={"content-type": "application/json"})
     # On any machine, the front needs at least this long to create a quarter of a million Python objects.
-    assert min(FIGURES.unpack_from(figures)) > 0.002
+    assert min(MEASUREMENTS.unpack_from(measurements)) > 0.002

@@ -20,18 +20,18 @@ import time
 import appliance.front.__main__
 import appliance.front.process
 
-FIGURES = struct.Struct("dd")
+MEASUREMENTS = struct.Struct("dd")
 _BEAT_S = 0.001
 
 
-async def _beat(figures: mmap.mmap) -> None:
+async def _beat(measurements: mmap.mmap) -> None:
     while True:
         wall, cpu, process = time.monotonic(), time.thread_time(), time.process_time()
         await asyncio.sleep(_BEAT_S)
         blocked_cpu = time.thread_time() - cpu
         blocked = min(time.monotonic() - wall - _BEAT_S, time.process_time() - process)
-        most_cpu, most = FIGURES.unpack_from(figures)
-        FIGURES.pack_into(figures, 0, max(most_cpu, blocked_cpu), max(most, blocked))
+        most_cpu, most = MEASUREMENTS.unpack_from(measurements)
+        MEASUREMENTS.pack_into(measurements, 0, max(most_cpu, blocked_cpu), max(most, blocked))
 
 
 def main() -> int:
@@ -40,8 +40,8 @@ def main() -> int:
 
     async def watched(sock: socket.socket) -> None:
         with open(os.environ["BLOCKED_FILE"], "r+b") as file:
-            figures = mmap.mmap(file.fileno(), FIGURES.size)
-        beat = asyncio.create_task(_beat(figures))
+            measurements = mmap.mmap(file.fileno(), MEASUREMENTS.size)
+        beat = asyncio.create_task(_beat(measurements))
         await run_front(sock)
         beat.cancel()
 

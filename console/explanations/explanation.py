@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Figure(NamedTuple):
+class Explanation(NamedTuple):
     """The explanation of a field or metric."""
 
     title: str

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from console.figures.figure import DAY, LIFE, MINUTE, NOW, REQUEST_OR_DAY, START, Figure
+from console.explanations.explanation import DAY, LIFE, MINUTE, NOW, REQUEST_OR_DAY, START, Explanation
 
-REQUESTS: dict[str, Figure] = {
-    "request_id": Figure("REQUEST", "", "", "Request id, as in the request log.", "requests: request_id"),
-    "phase": Figure(
+REQUESTS: dict[str, Explanation] = {
+    "request_id": Explanation(
+        "REQUEST", "", "", "Request id, as in the request log.", "requests: request_id"
+    ),
+    "phase": Explanation(
         "PHASE",
         "",
         NOW,
@@ -14,59 +16,59 @@ REQUESTS: dict[str, Figure] = {
         "are being generated.",
         "requests: phase",
     ),
-    "class_name": Figure(
+    "class_name": Explanation(
         "CL, class",
         "",
         "",
         "Service class: P0 real-time, P1 interactive, P2 batch, P3 background.",
         "requests: class_name",
     ),
-    "tenant": Figure("TENANT", "", "", "The tenant that is billed for the request.", "requests: tenant"),
-    "key_name": Figure(
+    "tenant": Explanation("TENANT", "", "", "The tenant that is billed for the request.", "requests: tenant"),
+    "key_name": Explanation(
         "KEY", "", "", "Name of the API key, or its id if it has no name.", "requests: key_name, key_id"
     ),
-    "model": Figure("MODEL", "", "", "The model that the client requested.", "requests: model"),
-    "age_s": Figure("AGE", "s", LIFE, "Time since the request arrived.", "requests: age_s"),
-    "queue_s": Figure(
+    "model": Explanation("MODEL", "", "", "The model that the client requested.", "requests: model"),
+    "age_s": Explanation("AGE", "s", LIFE, "Time since the request arrived.", "requests: age_s"),
+    "queue_s": Explanation(
         "QUEUE", "s", LIFE, "Time from arrival to the first dispatch to a replica.", "requests: queue_s"
     ),
-    "ttft_s": Figure("TTFT", "s", LIFE, "Time from arrival to the first token.", "requests: ttft_s"),
-    "prompt_tokens": Figure(
+    "ttft_s": Explanation("TTFT", "s", LIFE, "Time from arrival to the first token.", "requests: ttft_s"),
+    "prompt_tokens": Explanation(
         "PROMPT, prompt tokens",
         "tokens",
         f"a request; usage: {DAY}",
         "Prompt tokens of a request, or of all requests of a day.",
         "requests, usage: prompt_tokens",
     ),
-    "generated_tokens": Figure(
+    "generated_tokens": Explanation(
         "OUT, OUTPUT, output tokens",
         "tokens",
         "a request so far; a model: since its replicas started",
         "Output tokens generated.",
         "requests: generated_tokens; status: models.replicas.generated_tokens",
     ),
-    "max_tokens": Figure(
+    "max_tokens": Explanation(
         "MAX",
         "tokens",
         LIFE,
         "Maximum number of output tokens of the request.",
         "requests: max_tokens",
     ),
-    "tokens_per_s": Figure(
+    "tokens_per_s": Explanation(
         "TOK/S, tokens/s, output tokens/s",
         "tokens/s",
         "a request: since its first token; a tenant: last 10 s",
         "Output tokens per second of a request, or prompt and output tokens per second of a tenant.",
         "requests: generated_tokens; tenants: tokens_per_s",
     ),
-    "blocks": Figure(
+    "blocks": Explanation(
         "BLOCKS, KV blocks", "blocks", NOW, "KV blocks in use by the request.", "requests: blocks"
     ),
-    "replica": Figure("REPLICA", "", "", "The replica that runs the request.", "requests: replica"),
-    "front": Figure(
+    "replica": Explanation("REPLICA", "", "", "The replica that runs the request.", "requests: replica"),
+    "front": Explanation(
         "FRONT", "", "", "The front process that holds the client's connection.", "requests: front"
     ),
-    "request_state": Figure(
+    "request_state": Explanation(
         "state",
         "",
         NOW,
@@ -74,43 +76,43 @@ REQUESTS: dict[str, Figure] = {
         "it waits for another one.",
         "requests: state",
     ),
-    "attempt": Figure(
+    "attempt": Explanation(
         "attempt",
         "",
         LIFE,
         "How often the request was sent to another replica because its replica had ended.",
         "requests: attempt",
     ),
-    "streamed": Figure("streamed", "", "", "Whether the client reads a stream.", "requests: stream"),
-    "request_computed_tokens": Figure(
+    "streamed": Explanation("streamed", "", "", "Whether the client reads a stream.", "requests: stream"),
+    "request_computed_tokens": Explanation(
         "computed tokens",
         "tokens",
         LIFE,
         "Prompt tokens whose keys and values are in the KV cache, including those from the prefix cache.",
         "requests: computed_tokens",
     ),
-    "request_preemptions": Figure(
+    "request_preemptions": Explanation(
         "preemptions",
         "",
         LIFE,
         "How often the request lost its KV blocks to other requests and had to be recomputed.",
         "requests, request-log: preemptions",
     ),
-    "deadline_left_s": Figure(
+    "deadline_left_s": Explanation(
         "deadline in",
         "s",
         NOW,
         "Time left until the deadline that the client has set.",
         "requests: deadline_left_s",
     ),
-    "peer": Figure(
+    "peer": Explanation(
         "peer",
         "",
         "",
         "The local user or group that sent the request over the Unix socket; none for requests with a key.",
         "requests, request-log: peer",
     ),
-    "phases": Figure(
+    "phases": Explanation(
         "queue, prefill, decode",
         "ms, s",
         "the request so far",
@@ -118,64 +120,66 @@ REQUESTS: dict[str, Figure] = {
         "and generating the other tokens.",
         "requests: queue_s, ttft_s",
     ),
-    "finished_at": Figure(
+    "finished_at": Explanation(
         "ENDED", "time of day", "", "Time at which the request ended.", "request-log: finished_at"
     ),
-    "result": Figure(
+    "result": Explanation(
         "RESULT",
         "",
         "",
         "Finish reason: stop, length or cancelled. If the request failed, its HTTP status comes first.",
         "request-log: finish_reason, status, error",
     ),
-    "duration_s": Figure(
+    "duration_s": Explanation(
         "TIME", "s", "the request", "End-to-end time, from arrival to completion.", "request-log: e2e_ms"
     ),
-    "error": Figure("error", "", "", "Why the request failed.", "request-log: error"),
-    "arrived": Figure(
+    "error": Explanation("error", "", "", "Why the request failed.", "request-log: error"),
+    "arrived": Explanation(
         "arrived", "date and time", "", "Time at which the request arrived.", "request-log: created_at"
     ),
-    "user": Figure("user", "", "", 'The request\'s "user" field, set by the client.', "request-log: user"),
-    "endpoint": Figure(
+    "user": Explanation(
+        "user", "", "", 'The request\'s "user" field, set by the client.', "request-log: user"
+    ),
+    "endpoint": Explanation(
         "endpoint", "", "", "Path of the API that the client called.", "request-log: endpoint"
     ),
-    "unit": Figure(
+    "unit": Explanation(
         "answered by",
         "",
         "",
         "The model and version that answered, which can differ from the requested name.",
         "request-log: unit",
     ),
-    "itl_ms": Figure(
+    "itl_ms": Explanation(
         "inter-token time", "ms", "the request", "Mean time between output tokens.", "request-log: itl_ms"
     ),
-    "resubmissions": Figure(
+    "resubmissions": Explanation(
         "resubmissions",
         "",
         "the request",
         "How often the request was sent to another replica because its replica ended.",
         "request-log: resubmissions",
     ),
-    "name": Figure("MODEL, TENANT", "", "", "Name of the model or tenant.", "status: models; tenants"),
-    "state": Figure(
+    "name": Explanation("MODEL, TENANT", "", "", "Name of the model or tenant.", "status: models; tenants"),
+    "state": Explanation(
         "STATE",
         "",
         NOW,
         "State of the model or tenant. A suspended tenant's requests are refused.",
         "status: models.state; tenants: suspended_at",
     ),
-    "highest_class": Figure(
+    "highest_class": Explanation(
         "CL", "", NOW, "Highest service class that the tenant's requests can have.", "tenants: highest_class"
     ),
-    "weight": Figure("WEIGHT", "", NOW, "The tenant's weight in fair sharing.", "tenants: weight"),
-    "share": Figure(
+    "weight": Explanation("WEIGHT", "", NOW, "The tenant's weight in fair sharing.", "tenants: weight"),
+    "share": Explanation(
         "SHARE, share of service",
         "% of service",
         MINUTE,
         "The tenant's share of the weighted tokens processed for all tenants.",
         "appliance_tenant_service_total",
     ),
-    "fair_share": Figure(
+    "fair_share": Explanation(
         "FAIR",
         "% of service",
         NOW,
@@ -183,7 +187,7 @@ REQUESTS: dict[str, Figure] = {
         "that the tenant uses capacity that others leave unused.",
         "tenants: weight",
     ),
-    "limit_used": Figure(
+    "limit_used": Explanation(
         "LIMIT MOST USED",
         "%",
         NOW,
@@ -191,43 +195,43 @@ REQUESTS: dict[str, Figure] = {
         "tokens.",
         "tenants: usage",
     ),
-    "exhausted_in_s": Figure(
+    "exhausted_in_s": Explanation(
         "FULL IN, limit reached in",
         "s",
         MINUTE,
         "Time until a limit is reached at the current rate. -: no limit is being approached.",
         "tenants: usage",
     ),
-    "refused": Figure(
+    "refused": Explanation(
         "REFUSED",
         "requests",
         START,
         "Requests refused because of limits or overload.",
         "appliance_tenant_requests_total",
     ),
-    "requests": Figure(
+    "requests": Explanation(
         "REQUESTS",
         "requests",
         f"a tenant: {START}; usage: {DAY}",
         "Finished requests.",
         "appliance_tenant_requests_total; usage: requests",
     ),
-    "billed_tokens": Figure(
+    "billed_tokens": Explanation(
         "BILLED, billed tokens",
         "tokens",
         START,
         "Output tokens delivered to the tenant.",
         "appliance_tenant_billed_tokens_total",
     ),
-    "keys": Figure("KEYS", "keys", NOW, "Valid keys of the tenant.", "tenants: keys"),
-    "tenant_prompt_tokens": Figure(
+    "keys": Explanation("KEYS", "keys", NOW, "Valid keys of the tenant.", "tenants: keys"),
+    "tenant_prompt_tokens": Explanation(
         "prompt tokens",
         "tokens",
         START,
         "Prompt tokens of the tenant's finished requests, and how many of them came from the prefix cache.",
         "tenants: prompt_tokens, cached_tokens",
     ),
-    "limits": Figure(
+    "limits": Explanation(
         "usage of limits",
         "% of the limit",
         NOW,
@@ -235,29 +239,29 @@ REQUESTS: dict[str, Figure] = {
         'in" is the time until all of the used part is available again.',
         "tenants: usage",
     ),
-    "day": Figure("DAY", "day in UTC", "", "Day on which the requests finished.", "usage: day"),
-    "failed": Figure(
+    "day": Explanation("DAY", "day in UTC", "", "Day on which the requests finished.", "usage: day"),
+    "failed": Explanation(
         "FAILED",
         "requests",
         DAY,
         "Requests that ended with an error or an HTTP status of 400 or higher.",
         "usage: failed",
     ),
-    "cached_tokens": Figure(
+    "cached_tokens": Explanation(
         "CACHED, cached tokens",
         "tokens",
         REQUEST_OR_DAY,
         "Prompt tokens that came from the prefix cache. PROMPT includes them.",
         "request-log, usage: cached_tokens",
     ),
-    "output_tokens": Figure(
+    "output_tokens": Explanation(
         "OUTPUT, output tokens",
         "tokens",
         DAY,
         "Output tokens delivered to the tenant.",
         "usage: output_tokens",
     ),
-    "cost": Figure(
+    "cost": Explanation(
         "COST",
         "currency of the prices",
         DAY,
@@ -265,38 +269,38 @@ REQUESTS: dict[str, Figure] = {
         "has a price.",
         "usage: cost",
     ),
-    "caller_name": Figure(
+    "caller_name": Explanation(
         "NAME", "", "", "Name of the key, or the local user or group that needs no key.", "keys: name"
     ),
-    "caller_id": Figure(
+    "caller_id": Explanation(
         "ID",
         "",
         "",
         "Id of the key, or the name by which commands refer to the user or group.",
         "keys: id; peers: number",
     ),
-    "caller_tenant": Figure(
+    "caller_tenant": Explanation(
         "TENANT", "", "", "The tenant that is billed for the requests.", "keys, peers: tenant"
     ),
-    "caller_state": Figure(
+    "caller_state": Explanation(
         "STATE",
         "",
         NOW,
         "State of a key, or source of a mapping: mapped by an operator, or from the settings.",
         "keys: revoked_at, expires_at; peers: source",
     ),
-    "expires_at": Figure(
+    "expires_at": Explanation(
         "EXPIRES, expires", "date and time", "", "Time at which the key expires.", "keys: expires_at"
     ),
-    "scopes": Figure("SCOPES", "", "", "What the key permits.", "keys: scopes"),
-    "caller_created": Figure(
+    "scopes": Explanation("SCOPES", "", "", "What the key permits.", "keys: scopes"),
+    "caller_created": Explanation(
         "created",
         "date and time",
         "",
         "Time at which the key or mapping was created.",
         "keys, peers: created_at",
     ),
-    "caller_limits": Figure(
+    "caller_limits": Explanation(
         "usage of limits", "% of the limit", NOW, "Each limit of the key with its use.", "keys: usage"
     ),
 }

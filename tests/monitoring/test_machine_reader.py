@@ -13,7 +13,7 @@ from appliance.admin import snapshots
 from appliance.admin.snapshots import TenantChoice, with_replicas
 from appliance.monitoring.burn_rates import BurnRates
 from appliance.monitoring.ended import MAX_KEPT, EndedRequests
-from appliance.monitoring.gpu_figures import GpuReader
+from appliance.monitoring.gpu_reader import GpuReader
 from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus
 from appliance.protocol.status import Status
 from appliance.snapshot import Gpu, GpuProcess

@@ -2,74 +2,76 @@
 
 from __future__ import annotations
 
-from console.figures.figure import NOW, SECOND, SLICE, START, STEPS, Figure
+from console.explanations.explanation import NOW, SECOND, SLICE, START, STEPS, Explanation
 
-ENGINE: dict[str, Figure] = {
-    "replicas": Figure(
+ENGINE: dict[str, Explanation] = {
+    "replicas": Explanation(
         "READY", "replicas", NOW, "Ready replicas and all replicas.", "appliance_replica_state"
     ),
-    "queued": Figure("QUEUED", "requests", NOW, "Requests waiting for the model.", "status: models.queued"),
-    "weight_bytes": Figure(
+    "queued": Explanation(
+        "QUEUED", "requests", NOW, "Requests waiting for the model.", "status: models.queued"
+    ),
+    "weight_bytes": Explanation(
         "WEIGHTS",
         "bytes",
         NOW,
         "Memory used by the weights on all ranks.",
         "status: models.replicas.weight_bytes",
     ),
-    "max_model_len": Figure(
+    "max_model_len": Explanation(
         "CONTEXT",
         "tokens",
         NOW,
         "Maximum sequence length: prompt plus output.",
         "status: models.max_model_len",
     ),
-    "restarts": Figure(
+    "restarts": Explanation(
         "RESTARTS", "", START, "Restarts of the model's replicas.", "appliance_replica_restarts_total"
     ),
-    "version": Figure("VERSION", "", NOW, "Fingerprint of the model's files.", "status: models.version"),
-    "step_ms": Figure(
+    "version": Explanation("VERSION", "", NOW, "Fingerprint of the model's files.", "status: models.version"),
+    "step_ms": Explanation(
         "step, decode step, mixed step",
         "ms",
         STEPS,
         "Mean step time. Decode steps only decode; mixed steps also process prompts.",
         "appliance_step_seconds",
     ),
-    "idle_us": Figure(
+    "idle_us": Explanation(
         "idle",
         "µs",
         STEPS,
         "Mean time that the GPU waits for the host before a step.",
         "appliance_device_idle_seconds",
     ),
-    "credit_seqs": Figure(
+    "credit_seqs": Explanation(
         "credit",
         "sequences",
         NOW,
         "Number of sequences that a replica can start now.",
         "appliance_credit_seqs",
     ),
-    "load_seconds": Figure(
+    "load_seconds": Explanation(
         "loaded in",
         "s",
         "the last start",
         "Time taken to load the weights.",
         "status: models.replicas.load_seconds",
     ),
-    "evictions": Figure(
+    "evictions": Explanation(
         "evictions",
         "blocks",
         START,
         "Cached blocks that were evicted to make room for new sequences.",
         "appliance_kv_evictions_total",
     ),
-    "preemptions": Figure(
+    "preemptions": Explanation(
         "preemptions",
         "",
         START,
         "Sequences that were preempted: they lost their blocks to other sequences and had to be recomputed.",
         "appliance_preemptions_total",
     ),
-    "block_state": Figure(
+    "block_state": Explanation(
         "free, cached, used, shared",
         "blocks",
         NOW,
@@ -77,35 +79,35 @@ ENGINE: dict[str, Figure] = {
         "usually, several requests use it.",
         "kv: blocks.states",
     ),
-    "block_age": Figure(
+    "block_age": Explanation(
         "age",
         "log2 of s",
         NOW,
         "Time since a cached block was last used, as a power of two.",
         "kv: blocks.ages",
     ),
-    "mixed_steps": Figure(
+    "mixed_steps": Explanation(
         "mixed",
         "steps",
         SECOND,
         "Number of steps that also processed prompts, and their mean step time.",
         "appliance_step_seconds",
     ),
-    "decode_steps": Figure(
+    "decode_steps": Explanation(
         "decode",
         "steps",
         SECOND,
         "Number of decode-only steps, and their mean step time.",
         "appliance_step_seconds",
     ),
-    "steps_running": Figure(
+    "steps_running": Explanation(
         "SEQS, sequences",
         "sequences",
         NOW,
         "Running sequences and the maximum number of them.",
         "appliance_sequences",
     ),
-    "stall": Figure(
+    "stall": Explanation(
         "!",
         "ms",
         SECOND,
@@ -113,44 +115,44 @@ ENGINE: dict[str, Figure] = {
         "step, and the request with the largest prefill chunk in that step.",
         "batches: longest_ms; stalls: request, tenant",
     ),
-    "computed_tokens": Figure(
+    "computed_tokens": Explanation(
         "tokens: prompt, out",
         "tokens",
         SECOND,
         "Prompt tokens processed and output tokens generated.",
         "batches: computed_tokens",
     ),
-    "number": Figure("GPU", "", "", "GPU index, as in NVML and nvidia-smi.", "gpus: number"),
-    "sm_clock_mhz": Figure("MHz, SM clock", "MHz", NOW, "SM clock.", "NVML clocks.sm"),
-    "throttle_reasons": Figure(
+    "number": Explanation("GPU", "", "", "GPU index, as in NVML and nvidia-smi.", "gpus: number"),
+    "sm_clock_mhz": Explanation("MHz, SM clock", "MHz", NOW, "SM clock.", "NVML clocks.sm"),
+    "throttle_reasons": Explanation(
         "THROTTLED, throttled by", "", NOW, "Reasons for reduced clocks.", "NVML clocks_event_reasons"
     ),
-    "nvlink": Figure(
+    "nvlink": Explanation(
         "NVLINK/s, NVLink",
         "bytes/s",
         SLICE,
         "Bytes sent and received over all NVLink links.",
         "NVML NVLINK_THROUGHPUT_DATA",
     ),
-    "ecc": Figure(
+    "ecc": Explanation(
         "ECC, ECC errors",
         "errors",
         "since the driver was loaded",
         "Memory errors, as uncorrected/corrected.",
         "NVML ecc.errors",
     ),
-    "last_xid": Figure(
+    "last_xid": Explanation(
         "XID, last Xid", "", START, "Most recent Xid error code; - means none.", "NVML events"
     ),
-    "model_name": Figure("NAME", "", "", "Product name of the GPU.", "NVML name"),
-    "memory_parts": Figure(
+    "model_name": Explanation("NAME", "", "", "Product name of the GPU.", "NVML name"),
+    "memory_parts": Explanation(
         "weights, KV cache, other, free",
         "bytes",
         NOW,
         "The parts of the GPU's memory. Other: activations, CUDA contexts and other processes.",
         "status: models.replicas.weight_bytes, models.replicas.kv_bytes; NVML memory.used",
     ),
-    "kv_tokens": Figure(
+    "kv_tokens": Explanation(
         "tokens",
         "tokens",
         NOW,
@@ -158,51 +160,51 @@ ENGINE: dict[str, Figure] = {
         "output tokens of a request so far.",
         "kv: blocks_used, blocks_total, block_tokens",
     ),
-    "kv_size": Figure("size", "bytes", NOW, "GPU memory of the KV cache, on all ranks.", "kv: kv_bytes"),
-    "busy": Figure(
+    "kv_size": Explanation("size", "bytes", NOW, "GPU memory of the KV cache, on all ranks.", "kv: kv_bytes"),
+    "busy": Explanation(
         "busy",
         "% of time",
         SECOND,
         "Share of the time that the replica spent in steps.",
         "batches: step_ms, mixed_step_ms",
     ),
-    "stall_time": Figure("time", "time of day", "", "Time at which a stall ended.", "stalls: at"),
-    "stall_mean": Figure(
+    "stall_time": Explanation("time", "time of day", "", "Time at which a stall ended.", "stalls: at"),
+    "stall_mean": Explanation(
         "mean",
         "ms",
         SECOND,
         "Mean duration of the decode-only steps in the same second as a stall.",
         "stalls: mean_ms",
     ),
-    "stall_decodes": Figure(
+    "stall_decodes": Explanation(
         "decodes",
         "sequences",
         "the stalled step",
         "Sequences whose next token was delayed by a stall.",
         "stalls: decodes",
     ),
-    "stall_prompt": Figure(
+    "stall_prompt": Explanation(
         "prompt",
         "tokens",
         "the stalled step",
         "Prompt tokens that were processed in a stalled step.",
         "stalls: prompt_tokens",
     ),
-    "stall_request": Figure(
+    "stall_request": Explanation(
         "request with the largest chunk",
         "",
         "the stalled step",
         "The request, and its tenant, with the most prompt tokens in a stalled step.",
         "stalls: request, tenant",
     ),
-    "predicted_bytes": Figure(
+    "predicted_bytes": Explanation(
         "fit",
         "bytes",
         "the last start",
         "GPU memory that was predicted before the replica started, on all ranks.",
         "status: models.replicas.predicted_bytes",
     ),
-    "replica_memory": Figure(
+    "replica_memory": Explanation(
         "memory",
         "bytes",
         "the last start",
@@ -210,42 +212,42 @@ ENGINE: dict[str, Figure] = {
         "that it used when it was last loaded.",
         "status: models.replicas.used_bytes; registry: versions.memory_bytes",
     ),
-    "replica_kv_bytes": Figure(
+    "replica_kv_bytes": Explanation(
         "KV cache",
         "bytes",
         NOW,
         "GPU memory of the KV cache, on all ranks.",
         "status: models.replicas.kv_bytes",
     ),
-    "links": Figure(
+    "links": Explanation(
         "links",
         "",
         "the last start",
         "How the GPUs of a replica are connected, and how they exchange data.",
         "status: models.replicas.links, models.replicas.collectives",
     ),
-    "version_number": Figure(
+    "version_number": Explanation(
         "version",
         "",
         "",
         "Number of a version of the model. ● marks the default version.",
         "registry: versions.version",
     ),
-    "added": Figure(
+    "added": Explanation(
         "added", "date and time", "", "Time at which the version was added.", "registry: versions.added_at"
     ),
-    "folder": Figure("folder", "", "", "Directory with the model's files.", "registry: versions.folder"),
-    "aliases": Figure(
+    "folder": Explanation("folder", "", "", "Directory with the model's files.", "registry: versions.folder"),
+    "aliases": Explanation(
         "aliases", "", NOW, "Other names that applications can use for the model.", "registry: aliases"
     ),
-    "split": Figure(
+    "split": Explanation(
         "split",
         "% of requests",
         NOW,
         "How the requests for the name are divided among versions.",
         "registry: split",
     ),
-    "shadow": Figure(
+    "shadow": Explanation(
         "shadow",
         "% of requests, % of tokens",
         "since the shadow was set or the service started",
@@ -253,29 +255,29 @@ ENGINE: dict[str, Figure] = {
         "same in both answers.",
         "registry: shadows.share, shadows.agreement",
     ),
-    "scaled_replicas": Figure(
+    "scaled_replicas": Explanation(
         "replicas",
         "replicas",
         NOW,
         "Number of replicas that the model should have, and its limits.",
         "status: models.scaling.replicas",
     ),
-    "demand": Figure(
+    "demand": Explanation(
         "demand",
         "replicas",
         "now, and when a new replica would be ready",
         "The load, measured in replicas: 1.5 would fully use one and a half replicas.",
         "status: models.scaling.demand, models.scaling.expected",
     ),
-    "scaling_reason": Figure(
+    "scaling_reason": Explanation(
         "reason", "", NOW, "Basis of the expected load.", "status: models.scaling.reason"
     ),
-    "scaling_refusal": Figure(
+    "scaling_refusal": Explanation(
         "refusal", "", NOW, "Why no replica can be added now.", "status: models.scaling.refusal"
     ),
-    "uuid": Figure("uuid", "", "", "Identifier of the GPU, as in nvidia-smi.", "gpus: uuid"),
-    "gpu_replicas": Figure("REPLICAS", "", NOW, "Replicas that run on the GPU.", "gpus: replicas"),
-    "memory_clock_mhz": Figure(
+    "uuid": Explanation("uuid", "", "", "Identifier of the GPU, as in nvidia-smi.", "gpus: uuid"),
+    "gpu_replicas": Explanation("REPLICAS", "", NOW, "Replicas that run on the GPU.", "gpus: replicas"),
+    "memory_clock_mhz": Explanation(
         "memory clock", "MHz", NOW, "Clock of the GPU's memory.", "gpus: memory_clock_mhz"
     ),
 }

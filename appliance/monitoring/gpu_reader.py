@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from appliance.snapshot import Gpu, GpuProcess
 
-Figure = TypeVar("Figure")
+Value = TypeVar("Value")
 
 _RETRY_S = 30.0
 """Seconds until the next attempt to read the GPUs after the driver could not be used. The delay is long
@@ -98,7 +98,7 @@ class GpuReader:
         handle = nvml.nvmlDeviceGetHandleByIndex(number)
         unsupported: list[str] = []
 
-        def known(names: str, read: Callable[..., Figure], *arguments: Any) -> Figure | None:
+        def known(names: str, read: Callable[..., Value], *arguments: Any) -> Value | None:
             """Return the value that determines the named fields, or None if NVML does not report it."""
             try:
                 return read(*arguments)
@@ -221,7 +221,7 @@ class GpuReader:
     def _reasons(self, mask: int) -> list[str]:
         return [text for name, text in _THROTTLE_REASONS if mask & getattr(self._nvml, name, 0)]
 
-    def _known(self, read: Callable[..., Figure], *arguments: Any) -> Figure | None:
+    def _known(self, read: Callable[..., Value], *arguments: Any) -> Value | None:
         """Return the value that NVML reports, or None if this GPU or driver does not report it."""
         try:
             return read(*arguments)

@@ -1,4 +1,4 @@
-"""Finds the figures (measured values) that match a rule's pattern, and the objects to which they belong."""
+"""Finds the metrics that match a rule's pattern, and the objects to which they belong."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 
 class Selected(NamedTuple):
-    """A figure that matches the pattern of a rule."""
+    """A metric that matches the pattern of a rule."""
 
     name: str
     where: str
-    """The subject of the figure's alert, such as "demo-1", "GPU 3" or "queue"."""
+    """The subject of the metric's alert, such as "demo-1", "GPU 3" or "queue"."""
     scope: Scope
     position: int
     """Position among the sample's numbers; -1 for a text."""
     per: int
-    """Position of the number by which this figure is divided; -1 if it is not divided."""
+    """Position of the number by which this metric is divided; -1 if it is not divided."""
     text: str
     """Value of a text."""
     remedy: str
-    """Value of the field `remedy` in the same object as the figure."""
+    """Value of the field `remedy` in the same object as the metric."""
 
 
 def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:
-    """Yield the figures of a layout that match the pattern. Figures without the divisor `per` are skipped."""
+    """Yield the metrics of a layout that match the pattern. Metrics without the divisor `per` are skipped."""
     matching = _pattern(pattern)
-    values = layout.texts if is_text else layout.figures
+    values = layout.texts if is_text else layout.metrics
     for name, value in values.items():
         if not matching.fullmatch(name):
             continue
         parent = name.rpartition(".")[0]
         divisor = -1
         if per:
-            found = layout.figures.get(per if "." in per or not parent else f"{parent}.{per}")
+            found = layout.metrics.get(per if "." in per or not parent else f"{parent}.{per}")
             if found is None:
                 continue
             divisor = found
@@ -71,7 +71,7 @@ def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> It
 
 
 def subject(layout: TelemetryLayout, name: str) -> tuple[str, Scope]:
-    """Return the object to which a figure belongs, as a description and as a scope."""
+    """Return the object to which a metric belongs, as a description and as a scope."""
     scope: set[tuple[str, str]] = set()
     where = name.partition(".")[0]
     for match in _ENTRY.finditer(name):

@@ -1,0 +1,15 @@
+"""Explains the fields and metrics on the screens: the unit, the window and the source of each. A screen's
+help lists the fields and metrics that the screen shows, and a test requires an entry for each of them."""
+
+from __future__ import annotations
+
+from console.explanations.engine import ENGINE
+from console.explanations.explanation import Explanation
+from console.explanations.lists import LISTS
+from console.explanations.overview import OVERVIEW
+from console.explanations.requests import REQUESTS
+
+__all__ = ["EXPLANATIONS", "Explanation"]
+
+EXPLANATIONS: dict[str, Explanation] = {**OVERVIEW, **ENGINE, **REQUESTS, **LISTS}
+"""All explanations, by name. The explanation of a table's column has the name of the column."""
