@@ -2,6 +2,8 @@
 
 - `text`: a column contains the text;
 - `field:text`: the column `field` contains the text, and `!field:text`: the column does not contain the text;
+- `field=text`: the column is equal to the text or the number, and `!field=text`: it is not equal.
+  `field="two words"` compares with a text that contains spaces;
 - `field>100`, `field<=2.5k`, `field>350ms`: compare the value in the column, in the units that it shows.
   A value may contain thousands separators, and a space before its unit. A time is a time of day or a date;
 - `>100`: the same for the column that the table is sorted by.
@@ -12,6 +14,7 @@ in exports.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +26,7 @@ from appliance.quantities import past_time
 Cell = str | float | int | None
 _FIELD = r"[A-Za-z_][\w/]*"
 _COMPARE = re.compile(
-    rf"(?:(?P<field>{_FIELD})(?P<sign>>=|<=|>|<|=)(?P<value>.*)"
+    rf"(?:(?P<field>{_FIELD})(?P<sign>>=|<=|>|<)(?P<value>.*)"
     r"|(?P<bare_sign>>=|<=|>|<|=)(?P<bare_value>-?[0-9.].*))$"
 )
 """Matches a comparison. A term without a field is a comparison only if a number follows the sign."""
@@ -34,6 +37,9 @@ _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 _DAY = re.compile(r"\d{2}-\d{2}(T.*)?")
 """Matches a date without the year."""
 _CONTAINS = re.compile(rf"(?P<negation>!?)(?P<field>{_FIELD}):(?P<text>.*)$")
+_EQUALS = re.compile(rf"(?P<negation>!?)(?P<field>{_FIELD})=(?P<text>.*)$")
+_WORD = re.compile(rf'!?{_FIELD}="[^"]*"(?!\S)|\S+')
+"""Matches a word of a filter. Only a text to compare with may be quoted."""
 _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
@@ -83,7 +89,7 @@ def matcher(
     the table is sorted by, or empty. A time of day refers to the last time before `now` (unix seconds) at
     which the clock showed it. Raises FilterError."""
     terms: list[str] = []
-    for word in text.split():
+    for word in _WORD.findall(text):
         if terms and (found := _comparison(terms[-1], fields, sorted_by)) and _continues(found, word):
             terms[-1] += f"T{word}" if found.field.unit == "time" else word
         else:
@@ -94,6 +100,8 @@ def matcher(
 
 def _comparison(term: str, fields: Sequence[FilterField], sorted_by: str) -> _Comparison | None:
     """Return the comparison that a term stands for, or None if the term is not a comparison."""
+    if found := _EQUALS.match(term):
+        return None if found["negation"] else _Comparison(_field(found["field"], fields), "=", found["text"])
     found = _COMPARE.match(term)
     if found is None:
         return None
@@ -113,6 +121,10 @@ def _continues(comparison: _Comparison, word: str) -> bool:
 
 
 def _term(term: str, fields: Sequence[FilterField], sorted_by: str, now: float) -> Callable[[Any], bool]:
+    if found := _EQUALS.match(term):
+        equals = _equal(_Comparison(_field(found["field"], fields), "=", found["text"]), now)
+        negated = bool(found["negation"])
+        return lambda row: equals(row) is not negated
     if comparison := _comparison(term, fields, sorted_by):
         get, limit = comparison.field.value, _limit(comparison, now)
         compare = _SIGNS[comparison.sign]
@@ -132,11 +144,29 @@ def _term(term: str, fields: Sequence[FilterField], sorted_by: str, now: float) 
     return lambda row: any(isinstance(value := get(row), str) and wanted in value.lower() for get in every)
 
 
+def _equal(comparison: _Comparison, now: float) -> Callable[[Any], bool]:
+    """Return a function that decides whether a row's value is equal to a number, or its value or cell to a
+    text. Upper and lower case are the same."""
+    field, wanted = comparison.field, comparison.value.removeprefix('"').removesuffix('"').strip().lower()
+    try:
+        limit = _limit(comparison, now)
+    except FilterError:
+        limit = math.nan
+
+    def equals(row: Any) -> bool:
+        value = field.value(row)
+        if isinstance(value, int | float) and (int(value) if field.unit == "time" else value) == limit:
+            return True
+        return wanted in ("" if value is None else str(value).lower(), field.text(row).strip().lower())
+
+    return equals
+
+
 def _limit(comparison: _Comparison, now: float) -> float:
     """Return the value of a comparison, such as 12,345, 350ms, 2m30s or 2026-11-20T14:03, in the unit of the
     column. Raises FilterError."""
     field, name, text = comparison.field, comparison.field.names[0], comparison.value
-    as_text = f"; to compare text, use {name}:TEXT"
+    as_text = f"; to compare text, use {name}=TEXT or {name}:TEXT"
     if field.unit == "time":
         try:
             return _time(text, now)

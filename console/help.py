@@ -37,8 +37,10 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
         names = ", ".join(column.names[0] for column in view.columns)
         lines += [BLANK, heading("Filter", width, key_of(keys, "filter"))]
         lines += wrap(
-            "Rows must match all terms, separated by spaces: text, field:text, !field:text, field>100, "
-            "field<=2.5k, field>350ms; >100 applies to the column that the table is sorted by. "
+            "Rows must match all terms, separated by spaces: text and field:text (contains the text), "
+            'field=text (is equal to the text; field="two words" if it has spaces), !field:text and '
+            "!field=text (all other rows), field>100, field<=2.5k, field>350ms; >100 applies to the column "
+            "that the table is sorted by. "
             f"Fields: {names}.",
             width,
         )

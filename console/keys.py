@@ -152,7 +152,7 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding("jump", ("f",), "Label each row or panel with a letter; type a letter to go there", "Rows"),
     KeyBinding("open", ("enter",), "Open the row under the cursor", "Rows"),
     KeyBinding("back", ("escape",), "Close the details, clear the filter, or clear the marks", "Rows"),
-    KeyBinding("filter", ("slash",), "Filter rows: text, field:text, field>100", "Rows"),
+    KeyBinding("filter", ("slash",), "Filter rows: text, field:text, field=text, field>100", "Rows"),
     KeyBinding("sort next", ("s",), "Sort by the next column", "Rows"),
     KeyBinding("sort previous", ("S",), "Sort by the previous column", "Rows"),
     KeyBinding("sort reverse", ("r",), "Reverse the sort order", "Rows"),

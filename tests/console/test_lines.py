@@ -126,6 +126,15 @@ FIELDS = (
         ("name:acm", True),
         ("age:12.5s", True),
         ("!age:12.5s", False),
+        ("tenant=acm", False),
+        ("tenant=ACME", True),
+        ("!tenant=acm", True),
+        ("!tenant=acme", False),
+        ('tenant="acme"', True),
+        ("tenant=", False),
+        ("age_s=12.5", True),
+        ("age=12.5s", True),
+        ("age=12", False),
         ("age_s>10", True),
         ("AGE>10", True),
         ("tok/s>300", False),
@@ -151,6 +160,8 @@ MEASURES = (
     FilterField(("change",), lambda row: -0.5, lambda row: "-0.5", ""),
     FilterField(("until",), lambda row: _NOON, lambda row: "2026-11-20 12:00:00", "time"),
     FilterField(("tenant",), lambda row: "ms", lambda row: "ms", ""),
+    FilterField(("reason",), lambda row: "Two words", lambda row: "Two words", ""),
+    FilterField(("unknown",), lambda row: None, lambda row: "  --", "s"),
 )
 
 
@@ -171,6 +182,17 @@ MEASURES = (
         *[("until>11:59", True), ("until>12:01", False), ("until>-20m", False), ("until<-20m", True)],
         *[("until>11-20 11:59:59", True), ("until>11-20 12:00", False), ("until>12-31", True)],
         *[(f"until={_NOON:.0f}", True), (f"until<{_NOON:.0f}", False)],
+        *[("until=2026-11-20 12:00:00", True), ("until=11-20 12:00:01", False), ("until=12:00", True)],
+        *[("ttft=350ms", True), ("ttft=35", False), ("ttft=0.35", True), ("ttft=350 ms", True)],
+        *[
+            ("share=25%", True),
+            ("share=2", False),
+            ("out=2,500", True),
+            ("out=2500", True),
+            ("out=250", False),
+        ],
+        *[('reason="two words"', True), ('reason="two words" out>1', True), ('!reason="two words"', False)],
+        *[("reason=two", False), ("reason:two", True), ('reason="two" words', False), ("unknown=--", True)],
     ],
 )
 def test_a_filter_takes_the_units_that_a_column_shows(text: str, matches: bool) -> None:
@@ -191,8 +213,14 @@ def test_a_filter_takes_the_units_that_a_column_shows(text: str, matches: bool) 
         ),
         ("age>1-2", r"'1-2' is not a value of age"),
         ("out>2026-11-20", r"'2026-11-20' is not a value of out"),
-        ("tenant=acme", r"'acme' is not a value of tenant: .*; to compare text, use tenant:TEXT"),
-        ("until>soon", r"'soon' is not a time: .* as in until>14:03; to compare text, use until:TEXT"),
+        (
+            "tenant>acme",
+            r"'acme' is not a value of tenant: .*; to compare text, use tenant=TEXT or tenant:TEXT",
+        ),
+        (
+            "until>soon",
+            r"'soon' is not a time: .* as in until>14:03; to compare text, use until=TEXT or until:T",
+        ),
         ("until>2026-13-01", r"'2026-13-01' is not a time"),
         ("size>3,5", r"unknown column 'size'"),
     ],
