@@ -1,10 +1,10 @@
-"""Passes with prompts on several GPUs, replayed from one CUDA graph per layer. If a layer is split across
-several GPUs, computing it takes less time than launching its kernels one by one.
+"""Passes with prompts, replayed from one CUDA graph per layer. If a layer is split across several GPUs, or has
+experts, computing it takes less time than launching its kernels one by one.
 
 Everything except attention is captured, so the passes may contain any prompts and decodes. The graph of a
 layer begins after its attention, and ends before the attention of the next layer. The graphs read and write
-buffers that are allocated once. Longer passes are computed in two halves (`engine.halves_graphs`). Short
-passes that contain only prompts have a single graph (`engine.prompt_graphs`).
+buffers that are allocated once. Several GPUs compute longer passes in two halves (`engine.halves_graphs`).
+Short passes that contain only prompts have a single graph (`engine.prompt_graphs`).
 """
 
 from __future__ import annotations

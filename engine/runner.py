@@ -109,10 +109,9 @@ class ModelRunner:
             log.info("converting the checkpoint's FP8 block scales to one scale per output")
         self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
-        self._captures_layers = on_gpu and ranks.size > 1 and self.config.layers > 1
-        self._padding = Padding(
-            pass_sizes(spec.max_num_batched_tokens, self._captures_layers), gemm_sizes(spec.max_num_seqs)
-        )
+        sizes = self.config, ranks.size, spec.max_num_batched_tokens
+        self._captured_sizes = layer_capture_sizes(*sizes) if on_gpu else []
+        self._padding = Padding(pass_sizes(*sizes), gemm_sizes(spec.max_num_seqs))
         self._failed: BaseException | None = None
         self._ended_at: float | None = None
         self._ended_event: torch.cuda.Event | None = None
@@ -365,14 +364,13 @@ class ModelRunner:
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _capture_layers(self, progress: ProgressCallback) -> LayerGraphs | None:
-        """Capture the layers of passes that several GPUs compute faster than the host can launch them."""
-        sizes = layer_capture_sizes(self.spec.max_num_batched_tokens)
-        if not (sizes and self._captures_layers and self.decoder.ops.name == "cuda"):
+        """Capture the layers of passes that the GPUs compute faster than the host can launch them."""
+        if not self._captured_sizes or self.decoder.ops.name != "cuda":
             return None
         # Imported here because this module loads Triton, which a CPU does not need.
         from engine.layer_graphs import LayerGraphs
 
-        graphs = LayerGraphs(self.decoder, sizes)
+        graphs = LayerGraphs(self.decoder, self._captured_sizes)
         graphs.capture(progress)
         return graphs
 
@@ -384,7 +382,7 @@ class ModelRunner:
         sizes = {size_for(size, self._padding.tokens) for size in (mixed, full)}
         sizes = {size for size in sizes if self.ranks.overlap(size) is not None}
         overlap = self.ranks.overlap(max(sizes, default=0))
-        if overlap is None or not self._captures_layers:
+        if overlap is None or not self._captured_sizes:
             return None
         # Imported here because these modules load Triton, which a CPU does not need.
         from engine.halves_graphs import HalvesGraphs

@@ -353,19 +353,26 @@ def gemm_sizes(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def layer_capture_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return the token counts for which the layers of passes on several GPUs are captured as CUDA graphs
-    (`engine.layer_graphs`). Longer passes are computed in two halves."""
-    sizes = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584)
-    return [size for size in sizes if size <= max_num_batched_tokens]
+def layer_capture_sizes(
+    config: ModelConfig, tensor_parallel_size: int, max_num_batched_tokens: int
+) -> list[int]:
+    """Return the token counts for which the layers of passes with prompts are captured as CUDA graphs
+    (`engine.layer_graphs`).
+
+    Several GPUs compute longer passes in two halves. One GPU computes the passes of a dense model slower than
+    the host launches their kernels, so they are not captured.
+    """
+    sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584]
+    if tensor_parallel_size == 1:
+        sizes = [] if config.experts is None else [*sizes, 4096, 5120, 6144, 7168, 8192]
+    return [size for size in sizes if config.layers > 1 and size <= max_num_batched_tokens]
 
 
-def pass_sizes(max_num_batched_tokens: int, layers_captured: bool) -> list[int]:
-    """Return the token counts to which passes with prompts are padded. If layers are captured, these are the
-    counts of `layer_capture_sizes` and the larger counts of `gemm_sizes`. Otherwise, they are the counts of
-    `gemm_sizes`."""
+def pass_sizes(config: ModelConfig, tensor_parallel_size: int, max_num_batched_tokens: int) -> list[int]:
+    """Return the token counts to which passes with prompts are padded on a GPU: the counts of
+    `layer_capture_sizes`, and the larger counts of `gemm_sizes`."""
+    captured = layer_capture_sizes(config, tensor_parallel_size, max_num_batched_tokens)
     sizes = gemm_sizes(max_num_batched_tokens)
-    captured = layer_capture_sizes(max_num_batched_tokens) if layers_captured else []
     return [*captured, *(size for size in sizes if not captured or size > captured[-1])]
 
 
@@ -420,15 +427,15 @@ def captured_bytes(
     It consists of the buffers between the graphs, the memory in which the graphs compute an MLP or experts,
     and the graphs themselves, as in `graph_bytes`. Passes in halves are captured for two token counts.
     """
-    sizes = layer_capture_sizes(max_num_batched_tokens)
-    if tensor_parallel_size == 1 or not sizes:
+    sizes = layer_capture_sizes(config, tensor_parallel_size, max_num_batched_tokens)
+    if not sizes:
         return 0
     shard, width = config.shard(tensor_parallel_size, 0), DTYPE_BYTES[dtype]
     # The buffers of a layer also have an int64 per token that marks padding.
     attention = 2 * (shard.heads + shard.kv_heads) * config.head_dim * width + 8
     mlp = _feed_forward_activations(config, shard, width)
     count, graphs = sizes[-1] * (config.hidden_size * width + attention + mlp), len(sizes)
-    if max_num_batched_tokens >= OVERLAP_FROM_TOKENS:
+    if tensor_parallel_size > 1 and max_num_batched_tokens >= OVERLAP_FROM_TOKENS:
         count += overlap_split(max_num_batched_tokens) * (2 * attention + mlp)
         graphs += 2 * 2
     return count + graphs * config.layers * _GRAPH_LAYER_BYTES

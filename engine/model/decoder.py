@@ -74,7 +74,8 @@ class Decoder:
         self.device = device
         self.halves_graphs: HalvesGraphs | None = None
         self.layer_graphs: LayerGraphs | None = None
-        """CUDA graphs that contain parts of passes with prompts. They are used only with several GPUs."""
+        """CUDA graphs that contain parts of passes with prompts. They are used only with several GPUs or with
+        experts."""
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
         name = str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ import torch
 
 from engine import halves_graphs, layer_graphs, peer_overlap, sizing
 from engine.bench.shapes import write_config
+from engine.config import ModelConfig
 from engine.families import read_config
 from engine.halves_graphs import HalvesGraphs
 from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
@@ -174,20 +175,57 @@ def test_the_predicted_memory_contains_all_buffers(shape: str, tmp_path: Path) -
     overlap = ranks.overlap(8192)
     assert overlap is not None
     decoder = Decoder(config, ranks, CudaOps(pdl=True), torch.bfloat16, torch.device("meta"))
-    layers, halves = (
-        LayerGraphs(decoder, sizing.layer_capture_sizes(8192)),
-        HalvesGraphs(decoder, overlap, [8192]),
-    )
-    buffers = [
-        *(layers._residual, layers._qkv, layers._attended, layers._live),
-        *(halves._qkv, halves._attended, halves._live),
-    ]
-    if config.experts is None:
-        token_bytes = 2 * (3 * config.intermediate_size // 4 + config.hidden_size)
-    else:
-        each = 3 * config.experts.intermediate_size // 4 + 2 * config.hidden_size
-        token_bytes = 2 * config.experts.top_k * each + 4 * config.experts.count
+    sizes = sizing.layer_capture_sizes(config, 4, 8192)
+    layers, halves = LayerGraphs(decoder, sizes), HalvesGraphs(decoder, overlap, [8192])
+    buffers = [*buffers_of(layers), halves._qkv, halves._attended, halves._live]
     graphs = (14 + 4) * config.layers * sizing._GRAPH_LAYER_BYTES
     predicted = sizing.captured_bytes(config, "bfloat16", 4, 8192)
-    assert predicted == sum(buffer.nbytes for buffer in buffers) + (3584 + 4096) * token_bytes + graphs
-    assert sizing.captured_bytes(config, "bfloat16", 1, 8192) == 0
+    assert (
+        predicted
+        == sum(buffer.nbytes for buffer in buffers) + (3584 + 4096) * token_bytes(config, 4) + graphs
+    )
+
+
+def test_the_predicted_memory_contains_the_buffers_of_one_gpu_with_experts(tmp_path: Path) -> None:
+    config = read_config(write_config("qwen3-30b-a3b", tmp_path))
+    ranks = ThreadRank(1, 0, [], threading.Barrier(1))
+    decoder = Decoder(config, ranks, CudaOps(pdl=True), torch.bfloat16, torch.device("meta"))
+    sizes = sizing.layer_capture_sizes(config, 1, 8192)
+    buffers = sum(buffer.nbytes for buffer in buffers_of(LayerGraphs(decoder, sizes)))
+    graphs = len(sizes) * config.layers * sizing._GRAPH_LAYER_BYTES
+    predicted = sizing.captured_bytes(config, "bfloat16", 1, 8192)
+    assert predicted == buffers + 8192 * token_bytes(config, 1) + graphs
+
+
+def buffers_of(graphs: LayerGraphs) -> list[torch.Tensor]:
+    return [graphs._residual, graphs._qkv, graphs._attended, graphs._live]
+
+
+def token_bytes(config: ModelConfig, ranks: int) -> int:
+    """Return the bytes that an MLP or experts need per token in bfloat16."""
+    if config.experts is None:
+        return 2 * (3 * config.intermediate_size // ranks + config.hidden_size)
+    each = 3 * config.experts.intermediate_size // ranks + 2 * config.hidden_size
+    return 2 * config.experts.top_k * each + 4 * config.experts.count
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "largest"),
+    [
+        ("llama-3.1-8b", 1, 0),
+        ("llama-3.1-8b", 2, 3584),
+        ("qwen3-30b-a3b", 1, 8192),
+        ("qwen3-30b-a3b", 2, 3584),
+    ],
+)
+def test_long_passes_of_experts_are_also_captured_on_one_gpu(
+    shape: str, ranks: int, largest: int, tmp_path: Path
+) -> None:
+    config = read_config(write_config(shape, tmp_path))
+    captured = sizing.layer_capture_sizes(config, ranks, 16384)
+    assert max(captured, default=0) == largest
+    assert sizing.layer_capture_sizes(config, ranks, 1000) == [size for size in captured if size <= 1000]
+    padded = sizing.pass_sizes(config, ranks, 16384)
+    assert padded == sorted(set(padded)) and padded[: len(captured)] == captured and padded[-1] == 16384
+    assert sizing.layer_capture_sizes(config.with_layers([0]), ranks, 16384) == []
+    assert (sizing.captured_bytes(config, "bfloat16", ranks, 16384) == 0) == (not captured)

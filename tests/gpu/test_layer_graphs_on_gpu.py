@@ -86,12 +86,13 @@ def prompts(lengths: list[int]) -> StepPlan:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "qwen3-30b-a3b"])
 @torch.inference_mode()
 def test_captured_passes_compute_the_bits_of_eager_passes(
-    fp8: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shape: str, fp8: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    config = read_config(write_config("llama-3.1-8b", tmp_path)).with_layers(list(range(LAYERS)))
+    config = read_config(write_config(shape, tmp_path)).with_layers(list(range(LAYERS)))
     ranks = LoneRank()
     decoder = Decoder(
         config,

@@ -305,7 +305,8 @@ def long_passes(runner: ModelRunner) -> list[torch.Tensor]:
 
 def halved_passes(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
     runner = member.runner(spec)
-    tokens = size_for(sum(map(len, LONG)), pass_sizes(spec.max_num_batched_tokens, True))
+    sizes = pass_sizes(runner.config, member.ranks.size, spec.max_num_batched_tokens)
+    tokens = size_for(sum(map(len, LONG)), sizes)
     return {"halved": member.ranks.overlap(tokens) is not None, "hidden": long_passes(runner)}
 
 
