@@ -1,5 +1,5 @@
-"""Passes with prompts, replayed from one CUDA graph per layer. If a layer is split across several GPUs, or has
-experts, computing it takes less time than launching its kernels one by one.
+"""Passes with prompts, replayed from one CUDA graph per layer. If a layer is split across several GPUs, or
+has experts, computing it takes less time than launching its kernels one by one.
 
 Everything except attention is captured, so the passes may contain any prompts and decodes. The graph of a
 layer begins after its attention, and ends before the attention of the next layer. The graphs read and write
