@@ -17,20 +17,21 @@ from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.levels import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
-"""Maximum ratio of one tenant's waiting requests to the free places in the queue. It prevents a single tenant
-from filling the queue (the dynamic threshold of Choudhury and Hahne, 1998)."""
+"""Maximum ratio of one tenant's waiting requests to the free places in the queue. The limit prevents a single
+tenant from filling the queue (the dynamic threshold of Choudhury and Hahne, 1998)."""
 _MAX_RETRY_S = 120.0
 """Maximum time that OpenAI's clients wait before they retry."""
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
-"""Clients are told to retry when this fraction of the queue is expected to have been served."""
+"""A refused client is told to retry after the time in which this fraction of the queue is expected to be
+served."""
 _RUN_MARGIN = 1.2
-"""Safety factor on the predicted run time of an answer, because the replica may become slower while the
-answer is generated."""
+"""The predicted run time of an answer is multiplied by this safety factor, because the replica may become
+slower while the answer is generated."""
 _PREDICTION_MARGIN = 1.5
-"""Additional safety factor on waiting and run times while rates have not been measured, because the predicted
-times are then lower bounds."""
+"""Waiting and run times that are predicted before any rates have been measured are multiplied by this
+additional safety factor, because such predictions are lower bounds."""
 _HOPELESS = 0.85
 """A request is refused if the time left before its deadline is less than this fraction of its predicted run
 time."""
@@ -46,18 +47,19 @@ FALLBACK_CODES = frozenset(
 
 
 class Refusal(NamedTuple):
-    """A refusal: the reason why a request is refused, as sent to the client."""
+    """The reason why a request is refused, as sent to the client."""
 
     status: int
     code: str
     message: str
     retry_after_s: float | None = None
     useless: bool = False
-    """Whether a retry would fail as well."""
+    """Whether a retry of the request would fail as well."""
     kind: ExceededLimit = ""
 
     def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
-        """Return the message for the front. It includes the remaining amounts of the caller's limits."""
+        """Return the refusal as a message for the front. The message includes the remaining amounts of the
+        caller's limits."""
         return Refused(
             request.request_id,
             request.admit.attempt,
@@ -83,8 +85,8 @@ def refusal(
 ) -> Refusal | None:
     """Return a refusal if the request may not wait; None otherwise.
 
-    A request that will be `held` by an admission pause waits for an unknown time. If the request has a
-    deadline that can be met, `begin_by` and `promised_s` are set on it.
+    If `held` is set, an admission pause will hold the request for an unknown time. If the request has a
+    deadline that can be met, its `begin_by` and `promised_s` are set.
     """
     tenant = tenants.of(request.tenant)
     if tenant.suspended:
@@ -107,8 +109,9 @@ def refusal(
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
     """Return a refusal if a waiting request cannot meet its deadline even if it starts immediately; None
-    otherwise. The estimate assumes that steps stay as short as they are now: the deadline may have been
-    promised, and a promise must not be broken because of a slowdown that is only expected."""
+    otherwise. The estimate assumes that the replica's steps stay as short as they are now. The service may
+    have promised to meet the deadline, and must not break this promise because of a slowdown that is only
+    expected."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
@@ -136,8 +139,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve, in the request's quotas, the maximum that it can use. Return a refusal if too little of a
-    quota is left."""
+    """Reserve the maximum that the request can use in its tenant's and key's quotas. Return a refusal if too
+    little of a quota is left."""
     first = request.first
     held = quotas.reserve(
         request.tenant,
@@ -162,14 +165,14 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
 
 
 def failed_model(name: str, why: str) -> Refusal:
-    """Return a refusal for a request whose model has no replica that can start."""
+    """Return a refusal for a request whose model cannot be served because none of its replicas can start."""
     message = f"model {name!r} cannot be served: {why}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 
 def no_replica(name: str) -> Refusal:
-    """Return a refusal for a request whose model has no ready replica, and which another model may answer
-    instead."""
+    """Return a refusal for a request whose model has no ready replica. The caller may send such a request to
+    another model instead."""
     message = f"no replica of model {name!r} is ready: try again later"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
@@ -253,9 +256,10 @@ def _deadline(
     *,
     waits: bool,
 ) -> Refusal | None:
-    """Return a refusal if the request's own deadline, or a deadline promised earlier, would be missed; None
-    otherwise. A request that `waits` gets a promise even if its predicted waiting time is zero, because its
-    tenant's share may delay it."""
+    """Return a refusal if the request would miss its own deadline, or would make an earlier request miss a
+    deadline that the service has promised to meet; None otherwise. If `waits` is set, the service promises a
+    start time even if the predicted waiting time is zero, because fair sharing between tenants may delay the
+    request."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
@@ -269,8 +273,8 @@ def _deadline(
         return _missed(request, now, wait_s, run_s)
     if waits:
         if not wait_s:
-            # Credit is already available, so no change in credit will trigger a search for requests that can
-            # be dispatched. The next periodic search may come up to `_SEARCH_EVERY_S` later.
+            # A replica already has credit, so no report of new credit will trigger a search for requests to
+            # dispatch. The next periodic search may come up to `_SEARCH_EVERY_S` later.
             begin_by -= _SEARCH_EVERY_S
         promised_s = model.promise_s(request, most * request.admit.num_seqs)
         begin_from = model.promises_from(now) + model.first_credit_s(LEVELS - 1, now)
@@ -292,9 +296,9 @@ def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusa
 
 
 def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """Return the time in seconds after which a client should retry. By then, `_DRAINED_PART` of the queue
-    should have been served. If no waiting time can be predicted, the estimate is based on how long the oldest
-    request has waited."""
+    """Return the time in seconds after which a refused client should retry. In this time, the replicas are
+    expected to serve `_DRAINED_PART` of the queue. If no waiting time can be predicted, the estimate is based
+    on how long the oldest request has waited."""
     return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 
 

@@ -9,7 +9,7 @@ from appliance.traffic.request import Request
 
 
 class AdmissionPause(NamedTuple):
-    """A pause: the reason why new requests are not admitted, and whether they are held or refused."""
+    """The reason for a pause of admission, and whether new requests are held or refused during the pause."""
 
     why: str
     """The message for clients whose requests are refused."""
@@ -18,7 +18,8 @@ class AdmissionPause(NamedTuple):
 
 
 class AdmissionPauses:
-    """The pauses by model, and the held requests. The pause under None applies to every model."""
+    """The current pauses by model, and the held requests. A pause with the key None applies to every
+    model."""
 
     def __init__(self) -> None:
         self._by_model: dict[str | None, AdmissionPause] = {}
@@ -58,8 +59,8 @@ class AdmissionPauses:
         return [request for request in self._held.values() if model in (None, request.unit)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:
-        """Return the held requests that no longer need to be held, each with the pause that now refuses it,
-        or with None if it is now admitted."""
+        """Return the held requests that no longer need to be held. Each request comes with the pause that now
+        refuses the request, or with None if the request is now admitted."""
         found = [(request, self.of(request.unit)) for request in self._held.values()]
         return [(request, pause) for request, pause in found if pause is None or not pause.hold]
 

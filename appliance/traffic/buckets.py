@@ -60,19 +60,19 @@ class Bucket:
 
     def __init__(self, owner: str, limit: str, rate: Rate, now: float) -> None:
         self.owner = owner
-        """The owner of the limit, as shown in messages, such as "tenant 'acme'"."""
+        """The owner of the limit, as shown in messages: for example, "tenant 'acme'"."""
         self.limit = limit
         """The name of the limit, from LIMITS."""
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
-        """Amount reserved or charged by requests whose log rows are still open."""
+        """Amount that has been taken for requests whose log rows are still open."""
         self.updated_at = now
         self._peaks = Peaks()
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the limit counts tokens. Otherwise it counts requests."""
+        """Whether the limit counts tokens instead of requests."""
         return self.limit != "requests_per_minute"
 
     @property
@@ -81,7 +81,8 @@ class Bucket:
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
-        """Add the refill up to `now`. The level does not change if the clock has gone backwards."""
+        """Add the amount that has been refilled up to the time `now`. If the clock has gone backwards, the
+        level does not change."""
         elapsed_s = now - self.updated_at
         self.updated_at = now
         if elapsed_s > 0.0:
@@ -95,7 +96,8 @@ class Bucket:
         self.level = min(self.level, rate.capacity)
 
     def take(self, amount: float) -> int:
-        """Take this amount for a request and return a serial number for it. Call `refill` before this."""
+        """Take this amount for a request, and return a serial number for the taken amount. Call `refill`
+        before this."""
         number = self._peaks.take(self.level)
         self.level -= amount
         self.held += amount
@@ -114,15 +116,16 @@ class Bucket:
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Return the time in seconds until the bucket reaches this level, or inf if it never does."""
+        """Return the time in seconds until the bucket contains this amount, or inf if the bucket can never
+        contain so much."""
         if amount > self.rate.capacity:
             return math.inf
         return max(0.0, (amount - self.level) / self.rate.per_s)
 
 
 class Peaks:
-    """For each unsettled take (an amount that a request has taken), the highest level of the bucket since
-    that take.
+    """The highest level that a bucket has had since each unsettled take. A *take* is an amount that was taken
+    for a request.
 
     The level falls only when a request takes from the bucket, so peaks occur just before takes. A peak is
     kept until the level reaches it again. After each unsettled take, at most one peak is kept.
@@ -159,8 +162,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Settle a take. `unused` is the part of its amount that was not used. Returns the highest level
-        since the take, or -inf if no other take followed."""
+        """Settle a take, of whose amount the part `unused` was not used. Return the highest level since the
+        take, or -inf if no other take followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf
@@ -171,8 +174,8 @@ class Peaks:
         return peak
 
     def _close(self, number: int, first: int) -> None:
-        """Remove the peaks that no other unsettled take needs. `first` is the index of the first peak after
-        the take."""
+        """Remove the settled take number `number`, and the peaks that no unsettled take needs. `first` is the
+        index of the first peak after the settled take."""
         numbers, levels = self._numbers, self._levels
         at = bisect_left(self._open, number)
         before = self._open[at - 1] if at else -1

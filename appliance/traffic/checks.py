@@ -9,8 +9,8 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Void entries are not removed while there are fewer than this many. An entry is void once its request is no
-longer waiting."""
+"""Void entries of the heap are not removed while there are fewer than this many. An entry is void if its
+request no longer waits."""
 
 
 class Checks:
@@ -19,13 +19,14 @@ class Checks:
     def __init__(self) -> None:
         self._waiting: dict[str, Request] = {}
         self._heap: list[tuple[float, int, str]] = []
-        """For each check, its time, a serial number, and the request's id. The id is stored instead of the
-        request because void entries stay in the heap for a while, and a request takes several KB."""
+        """A heap of checks: the time, a serial number and the request's id of each. The heap stores ids
+        instead of requests because void entries stay in the heap for a while, and a request takes several
+        KB."""
         self._serial = 0
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:
-        """Schedule the check of a waiting request. The check is due at the request's timeout, or earlier if
-        the request may miss its deadline before that."""
+        """Schedule the check of a waiting request. The check is due when the request times out, or earlier if
+        the request may miss its deadline before then."""
         due = (request.queued_at or now) + timeout_s
         if request.deadline_at is not None:
             due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))

@@ -1,5 +1,5 @@
-"""Tracks a replica's credits at each service level: the credits that the replica has granted, minus the
-credits spent on dispatched requests."""
+"""Tracks a replica's credits at each service level. The credits at a level are those that the replica has
+granted, minus those spent on dispatched requests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from engine.messages import BLOCK_TOKENS, Report
 REAL_TIME = 0
 
 _FEW_SLOTS = 8
-"""Replicas with fewer slots than this reserve none."""
+"""A replica with fewer slots than this reserves no slot for urgent requests."""
 _MANY_SLOTS = 64
-"""Replicas with at least this many slots always reserve at least one, so that a tenant that has sent no
-requests for a while can start immediately."""
+"""A replica with at least this many slots always reserves one or more of them for urgent requests, so that a
+tenant that has sent no requests for a while can start immediately."""
 _ENDS = {*FIRST_VICTIMS, LEVELS}
 
 
 class _Availability(NamedTuple):
-    """Cached results of `free_slots` (one per level), `free_levels`, `slot_levels` and `open_levels`."""
+    """Cached results of the methods `free_slots` (one result per level), `free_levels`, `slot_levels` and
+    `open_levels`."""
 
     free: list[int]
     free_levels: int
@@ -33,9 +34,10 @@ class _Availability(NamedTuple):
 class CreditAccount:
     """The credits of one incarnation of a replica. A restarted replica gets a new account.
 
-    The core and the replica both keep running totals of the granted and dispatched amounts, so no message
-    is counted twice. A request of any size is dispatched while some credit is left. It uses the credit of its
-    own level and of all lower-priority levels, because the engine serves those levels later.
+    The core and the replica both keep running totals of the granted and dispatched amounts, so no message is
+    counted twice. A request of any size is dispatched while some credit is left. Such a request uses the
+    credit of its own level and of all lower-priority levels, because the engine serves lower-priority levels
+    later.
     """
 
     def __init__(self, replica: str, model: str, devices: str = "") -> None:
@@ -43,27 +45,29 @@ class CreditAccount:
         self.model = model
         self.devices = devices
         self.version = ""
-        """Version of the model files that the replica has loaded. Empty if not known yet."""
+        """Version of the model files that the replica has loaded. Empty while the version is unknown."""
         self.prefixes = ComputedPrefixes()
         self.slots = 0
         """Number of slots: the maximum number of sequences that the replica can run at the same time."""
         self.tokens = 0
-        """Prompt tokens that may be in flight: those of two mixed steps, or those of one full step, whichever
-        is more."""
+        """Maximum number of prompt tokens that may be in flight: the prompt tokens of two mixed steps or of
+        one full step, whichever is more."""
         self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
         self._returned_seqs = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
         self._waiting_seqs = [0] * LEVELS
-        """Number of sequences waiting for a slot at the last report."""
+        """Number of sequences that were waiting for a slot when the replica sent its last report, by
+        level."""
         self._available: dict[float, _Availability] = {}
-        """Cached availability for each level, keyed by the fraction of slots that is reserved. Cleared when
-        the account changes."""
+        """Cached availability, keyed by the fraction of slots that is reserved. The cache is cleared when the
+        account changes."""
         self.kv_tokens = 0
         """Capacity of the KV cache in tokens."""
         self.generated_each = 0.0
-        """Average number of output tokens per slot since the replica started. Used to estimate the output of
-        running sequences, because exact counts arrive only after sequences have finished."""
+        """Average number of output tokens per slot since the replica started. This average is used to
+        estimate the output of running sequences, because exact counts arrive only after sequences have
+        finished."""
         self._generated = 0
         self.rates = ReplicaRates()
 
@@ -78,8 +82,8 @@ class CreditAccount:
         return self.tokens_left(LEVELS - 1)
 
     def tokens_left(self, level: int) -> int:
-        """Return the token credit of a level. Tokens that were accepted at lower-priority levels do not
-        reduce it."""
+        """Return the token credit of a level. Tokens that the replica accepted at lower-priority levels do
+        not reduce this credit."""
         end = level + 1
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
@@ -91,8 +95,9 @@ class CreditAccount:
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, share: float) -> int:
-        """Return the number of slots that are free for a level if the fraction `share` is reserved. The
-        result is zero or negative if a request of this level can start only by preempting sequences."""
+        """Return the number of slots that are free for requests of a level if the fraction `share` of all
+        slots is reserved. The number is zero or negative if a request of this level can start only by
+        preempting sequences."""
         return self._availability(share).free[level]
 
     def free_levels(self, share: float) -> int:
@@ -126,9 +131,9 @@ class CreditAccount:
     def _slots(self, reserved: int) -> tuple[list[int], int]:
         """Compute `free_slots` for each level, and `slot_levels`.
 
-        Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report
-        contains their number. Of the samples that were dispatched after that report, the engine lets only as
-        many occupy slots as their tier allows.
+        Lower-priority sequences that are waiting in the engine occupy no slot. The replica's last report
+        contains their number. Of the sequences that were dispatched after that report, the engine lets only
+        as many occupy slots as their tier of levels allows.
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
@@ -139,8 +144,8 @@ class CreditAccount:
         occupied_at_most = {end: self._occupied_at_most(running[:end], spare) for end in _ENDS}
 
         def free(level: int, end: int) -> int:
-            """Return the number of slots that are free for a level if all levels from `end` on are
-            preempted."""
+            """Return the number of slots that are free for a level if the sequences of the level `end` and
+            all lower-priority levels are preempted."""
             occupied = before[end] - (waiting_before[end] - waiting_before[min(level + 1, end)])
             tier = TIERS[level]
             return self.slots - spare[tier] - min(occupied, occupied_at_most[end][tier])
@@ -151,8 +156,8 @@ class CreditAccount:
         return [free(level, LEVELS) for level in range(LEVELS)], levels
 
     def _occupied_at_most(self, running: list[int], spare: list[int]) -> tuple[int, int, int]:
-        """For each tier, return the maximum number of slots that these running sequences can occupy ahead
-        of a new sequence of that tier. `running` counts the sequences by level."""
+        """Return, for each tier of levels, the maximum number of slots that running sequences can occupy
+        ahead of a new sequence of that tier. `running` counts the running sequences by level."""
         in_tiers = [0, 0, 0]
         for tier, count in zip(TIERS, running, strict=False):
             in_tiers[tier] += count
@@ -161,8 +166,8 @@ class CreditAccount:
         return middle + in_tiers[0], lower + in_tiers[0] + in_tiers[1], sum(in_tiers)
 
     def learn(self, report: Report) -> None:
-        """Update the account from the replica's report: the totals granted since the replica started, and its
-        rates."""
+        """Update the account from the replica's report, which contains the total credit granted since the
+        replica started, and the replica's rates."""
         busy = self.slots - self.available_slots
         self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
         self._generated = report.generated_tokens
@@ -176,12 +181,12 @@ class CreditAccount:
         self.rates.learn(report)
 
     def spend(self, level: int, seqs: int, tokens: int) -> None:
-        """Spend credit for a submission that is sent to the replica."""
+        """Subtract the credit for a submission that is sent to the replica."""
         self._spent_seqs[level] += seqs
         self._spent_tokens[level] += tokens
         self._available.clear()
 
     def refund(self, level: int, seqs: int, tokens: int) -> None:
-        """Refund the credit of a submission that never reached the replica and whose credit the replica
-        therefore cannot return."""
+        """Give back the credit of a submission that never reached the replica. The replica cannot return this
+        credit."""
         self.spend(level, -seqs, -tokens)

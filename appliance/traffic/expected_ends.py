@@ -15,7 +15,7 @@ class ExpectedEnds:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        """May contain requests that have ended, and earlier end times of running requests."""
+        """May also contain requests that have ended, and outdated end times of running requests."""
         self._pushed = 0
 
     def expect(self, request: Request, end: float) -> None:
@@ -25,8 +25,8 @@ class ExpectedEnds:
         heapq.heappush(self._heap, (end, self._pushed, request))
 
     def postpone(self, now: float) -> None:
-        """Postpone expected end times that have passed: the expected run time of a request that is still
-        running is doubled."""
+        """Postpone expected end times that have passed. The expected run time of each such request is
+        doubled."""
         while (end := self.first()) is not None and end <= now:
             request = heapq.heappop(self._heap)[2]
             self.expect(request, now + max(MIN_RUN_S, now - (request.began_at or now)))

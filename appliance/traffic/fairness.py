@@ -1,6 +1,6 @@
 """The order of requests within a class: weighted fair sharing between tenants, and earliest due time first
-within a tenant. If the level of a tenant's first request has no credit, the tenant's more urgent requests are
-served before it.
+within a tenant. If no replica has credit for the level of a tenant's first request, the tenant's more urgent
+requests are served first.
 
 The algorithm is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
 2024). Each tenant has a counter of the service that it has received, divided by its weight. The tenant with
@@ -24,7 +24,8 @@ from engine.levels import URGENCIES, urgency_of
 Item = TypeVar("Item")
 
 _MAX_PASSED = 8
-"""Maximum number of tenants that one search skips because they have received more than their fair share."""
+"""Maximum number of tenants that one search for an urgent request skips because they have received more than
+their fair share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,17 +40,18 @@ class Ticket(Generic[Item]):
     """Order of arrival."""
     queued_at: float
     due: float
-    """Sort key within the tenant: the deadline, or, without a deadline, the time from which the request
-    counts as late in its class."""
+    """Sort key within the tenant's requests: the request's deadline or, if it has none, the time from which
+    the request counts as late in its class."""
     service: float
     """Expected service in weighted tokens."""
     prompt_tokens: int
     output_tokens: float
-    """Expected number of output tokens over all samples."""
+    """Expected number of output tokens of all samples together."""
     num_seqs: int = 1
-    """Number of samples over all prompts."""
+    """Number of samples of all prompts together."""
     begin_by: float | None = None
-    """Time by which the request must start to meet its deadline, as promised on admission."""
+    """Time by which the request must start to meet its deadline. The service promised this start when it
+    admitted the request."""
     waiting: bool = False
     parked: bool = False
     """Whether the request's key has reached its limit of running requests."""
@@ -57,20 +59,20 @@ class Ticket(Generic[Item]):
 
 @dataclass(slots=True)
 class QueuedTokens:
-    """Number of waiting requests, and the number of their tokens."""
+    """The number of waiting requests, and their total numbers of tokens."""
 
     tickets: int = 0
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
     def add(self, other: QueuedTokens, sign: int = 1) -> None:
-        """Add another backlog; a `sign` of -1 subtracts it."""
+        """Add the numbers of another set of waiting requests; a `sign` of -1 subtracts them."""
         self.tickets += sign * other.tickets
         self.prompt_tokens += sign * other.prompt_tokens
         self.output_tokens += sign * other.output_tokens
 
     def count(self, ticket: Ticket[Item], sign: int) -> None:
-        """Add a request; a `sign` of -1 subtracts it."""
+        """Count a waiting request; a `sign` of -1 stops counting the request."""
         self.tickets += sign
         self.prompt_tokens += sign * ticket.prompt_tokens
         self.output_tokens += sign * ticket.output_tokens
@@ -82,8 +84,8 @@ class _Reach(NamedTuple):
     first: int
     """Urgency of the tenant's first request."""
     overtaking: int
-    """Highest urgency among the tenant's waiting requests if only a few of them have this urgency;
-    otherwise 0."""
+    """Highest urgency among the tenant's waiting requests if only a few requests have that urgency; otherwise
+    0."""
 
 
 _NO_REACH = _Reach(0, 0)
@@ -102,11 +104,11 @@ class _Line(Generic[Item]):
     parked: dict[str, Timeline[Ticket[Item]]] = field(default_factory=dict)
     held: bool = False
     entry: int = 0
-    """Serial number of the tenant's valid heap entry; 0 if it has none."""
+    """Serial number of the tenant's valid entry in the heaps; 0 if there is no valid entry."""
     reach: _Reach = _NO_REACH
-    """The tenant's `_Reach` when the heap entry was added."""
+    """The tenant's `_Reach` when the valid heap entry was added."""
     urgent: dict[int, Timeline[Ticket[Item]]] = field(default_factory=dict)
-    """The tickets that are urgent if the tenant is light, by urgency."""
+    """The waiting requests that are urgent while the tenant is light, by urgency."""
 
     def first(self, urgency: int) -> Ticket[Item] | None:
         """Return the first request with at least this urgency."""
@@ -122,7 +124,8 @@ class _Line(Generic[Item]):
         return sum(len(tickets) for number, tickets in self.urgent.items() if number >= urgency)
 
     def before(self, due: float, urgency: int) -> tuple[float, float]:
-        """Apply `Timeline.before` to the requests with at least this urgency, and return the totals."""
+        """Return the total prompt tokens and output tokens of the requests that have at least this urgency
+        and are due no later than `due`."""
         if not urgency:
             return self.tickets.before(due)
         both = [tickets.before(due) for number, tickets in self.urgent.items() if number >= urgency]
@@ -133,7 +136,7 @@ _Entry = tuple[float, int, _Line[Item]]
 
 
 class FairQueue(Generic[Item]):
-    """The waiting requests of one class.
+    """The waiting requests of one class, in the order in which they will be served.
 
     A tenant is *light* while it has few sequences running. The requests of a light tenant are *urgent* unless
     they have many samples. A tenant is *held* while it has reached its limit of running requests. A request
@@ -142,20 +145,21 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
-        """Backlog of the requests that are neither held nor parked."""
+        """Totals of the requests that are neither held nor parked."""
         self.weight = 0.0
-        """Total weight of the tenants that are in the order."""
+        """Total weight of the tenants that have requests in the order."""
         self.tenants = 0
-        """The number of tenants in the order."""
+        """Number of tenants that have requests in the order."""
         self.floor = 0.0
         """Lowest virtual token counter of the waiting tenants when a request was last served."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
-        """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by
-        counter. Tenants with equal counters are served in the order in which they were added."""
+        """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by the
+        tenants' virtual token counters. Tenants with equal counters are served in the order in which they
+        were added."""
         self._overtaking: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
-        """For each urgency, a heap of the tenants whose `_Reach.overtaking` is at least that urgency, in the
-        same order as `_orders`."""
+        """For each urgency, a heap of the tenants whose `_Reach.overtaking` is at least that urgency, ordered
+        in the same way as the heaps in `_orders`."""
         self._entries = 0
         self._max_samples = 1
         """Maximum number of samples of an urgent request."""
@@ -185,11 +189,11 @@ class FairQueue(Generic[Item]):
     def next(self, urgency: int = 0, *, only_reserved: bool = False) -> Ticket[Item] | None:
         """Return the next request with at least this urgency.
 
-        An urgent request may overtake a tenant with a lower counter, and its own tenant's earlier requests
-        that are less urgent, if few requests of its tenant are at least as urgent as itself. It may overtake
-        another tenant only if its own tenant has also received at most its fair share plus one step's
-        tokens. The fair share is ignored if `only_reserved` is set, because then only reserved slots are
-        free, and other requests cannot use them.
+        An urgent request may overtake earlier, less urgent requests of its own tenant, and tenants with a
+        lower counter. It may overtake only while few requests of its tenant are at least as urgent. To
+        overtake another tenant, its own tenant must also have received at most its fair share plus the tokens
+        of one step. If `only_reserved` is set, the fair share is ignored: only reserved slots are free then,
+        and requests that are not urgent cannot use reserved slots.
         """
         least, line = _first(self._orders[0]), _first(self._orders[urgency])
         if least is None or (line is not None and line.counter <= least.counter):
@@ -208,7 +212,7 @@ class FairQueue(Generic[Item]):
         return found
 
     def urgency(self, ticket: Ticket[Item]) -> int:
-        """Return the urgency of a waiting request (`Submit.urgency`)."""
+        """Return the urgency of a waiting request, which becomes `Submit.urgency`."""
         return self._urgency_if_light(ticket) if self._lines[ticket.tenant].light else 0
 
     def _urgency_if_light(self, ticket: Ticket[Item]) -> int:
@@ -217,8 +221,8 @@ class FairQueue(Generic[Item]):
         return urgency_of(ticket.prompt_tokens, self._max_prompt_tokens)
 
     def set_urgent(self, max_samples: int, max_prompt_tokens: int) -> None:
-        """Set the limits for urgent requests of light tenants. Urgent requests have at most `max_samples`
-        samples, and their urgency depends on the number of prompt tokens that fit into one step."""
+        """Set the maximum number of samples of an urgent request, and the number of prompt tokens that fit
+        into one step. The urgency of a light tenant's request depends on both."""
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():
@@ -228,9 +232,9 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Remove a request that is starting, and charge its tenant for the prompt."""
+        """Remove a request from the queue because it is starting, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
-        # An urgent request may have overtaken the tenant with the lowest counter.
+        # If the request is urgent, it may have overtaken the tenant with the lowest counter.
         least = _first(self._orders[0])
         self.floor = max(self.floor, line.counter if least is None else min(line.counter, least.counter))
         line.counter += ticket.prompt_tokens / line.weight
@@ -250,7 +254,7 @@ class FairQueue(Generic[Item]):
     # ── tenants and keys at their limits ──
 
     def set_tenant(self, tenant: str, weight: float, light: bool) -> None:
-        """Set a tenant's weight, and whether it is light."""
+        """Set a tenant's weight, and whether the tenant is light."""
         line = self._lines.get(tenant)
         if line is None or (line.weight, line.light) == (weight, light):
             return
@@ -260,7 +264,7 @@ class FairQueue(Generic[Item]):
         self._reorder(line)
 
     def hold(self, tenant: str) -> None:
-        """Remove a tenant from the order."""
+        """Take a tenant's requests out of the order."""
         line = self._lines[tenant]
         if not line.held:
             line.held = True
@@ -272,15 +276,15 @@ class FairQueue(Generic[Item]):
         return line is not None and line.held
 
     def release(self, tenant: str) -> None:
-        """Put a held tenant back into the order. The tenant is not compensated for the time during which it
-        was held."""
+        """Put a held tenant's requests back into the order. The tenant is not compensated for the time during
+        which it was held."""
         line = self._lines.get(tenant)
         if line is not None and line.held:
             line.held = False
             self._join(line)
 
     def park(self, ticket: Ticket[Item]) -> None:
-        """Remove a request from the order until its key is unparked."""
+        """Take a request out of the order until the requests of its key are unparked."""
         line = self._lines[ticket.tenant]
         self._extract(line, ticket)
         ticket.parked = True
@@ -288,8 +292,8 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Put a key's first parked requests back into the order: at most `most`, or all of them if `most` is
-        None."""
+        """Put the first parked requests of a key back into the order: at most `most` requests, or all of them
+        if `most` is None."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):
             parked = line.parked[key_id]
@@ -305,12 +309,12 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float, *, urgency: int = 0) -> tuple[float, float]:
-        """Return how many prompt tokens and output tokens are served before a request of this tenant with the
-        due time `due`.
+        """Return how many prompt tokens and output tokens will be served before a request of this tenant that
+        is due at the time `due`.
 
-        These tokens belong to the tenant's own earlier requests and, in proportion to the weights, to
-        requests of other tenants. They never exceed the total of all waiting requests. An urgent request
-        overtakes the requests of other tenants, and its own tenant's requests that are less urgent.
+        The tokens belong to the tenant's own earlier requests and, in proportion to the tenants' weights, to
+        requests of other tenants. The result is at most the total of all waiting requests. An urgent request
+        overtakes the requests of other tenants, and the less urgent requests of its own tenant.
         """
         total = self.backlog
         line = self._lines.get(tenant)
@@ -339,7 +343,8 @@ class FairQueue(Generic[Item]):
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Remove idle tenants, except those whose counter is above `floor`. Call this periodically."""
+        """Forget tenants without waiting requests, except those whose counter is above `floor`. Call this
+        periodically."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:
             if line.counter <= self.floor:
@@ -393,7 +398,7 @@ class FairQueue(Generic[Item]):
             self.backlog.add(line.backlog, -1)
 
     def _enter(self, line: _Line[Item]) -> None:
-        """Push a new heap entry for the tenant; its earlier entries become void."""
+        """Push a new heap entry for the tenant. Earlier entries of the tenant become void."""
         self._entries += 1
         line.entry = self._entries
         line.reach = self._reach(line)

@@ -2,7 +2,7 @@
 
 A replica is modelled as a set of slots and a queue of prompts. Each slot runs one sequence and takes one step
 per output token. Prompts are computed one after another. The scarcer of the two resources limits how fast
-waiting requests are served. Nothing is predicted until rates are known.
+waiting requests are served. Without known rates, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ or two steps later."""
 
 
 class Forecast:
-    """The combined speed of all replicas of a model. `refresh` updates it from the accounts."""
+    """The combined speed of all replicas of a model, computed by `refresh` from the replicas' credit
+    accounts."""
 
     def __init__(self) -> None:
         self.known = False
-        """Whether rates are known. If not, the other values are meaningless."""
+        """Whether the rates of any replica are known. While no rates are known, the other attributes are
+        meaningless."""
         self.measured = False
         """Whether the rates of all replicas have been measured. If some rates are only predicted, predicted
         times are lower bounds."""
         self.step_s = 0.0
-        """Recent step time. Like all values of this class, it is a mean over the replicas."""
+        """Recent time of a step. Like all values of this class, this time is a mean over the replicas."""
         self.prompt_token_s = 0.0
         self._full_step_s = 0.0
-        """Step time with all slots busy."""
+        """Time of a step while all slots are busy."""
         self._computed_share = 1.0
         self._slots = 0.0
         self._replicas = 0
         self._slot_slope_s = 0.0
         self._longest_step_s = 0.0
-        """Step time with all slots busy and the maximum number of prompt tokens."""
+        """Time of a step while all slots are busy and the step computes the maximum number of prompt
+        tokens."""
         self._prompt_s = 0.0
-        """Time to compute the prompt of an average request."""
+        """Time to compute a prompt of average length."""
         self._running = 0.0
 
     def refresh(
@@ -47,7 +50,7 @@ class Forecast:
         prompt_tokens: float,
         prompts_per_output: float,
     ) -> None:
-        """Update the forecast.
+        """Update the forecast from the replicas' accounts.
 
         - `prompt_tokens` is the mean prompt length of a request.
         - `tokens_per_seq` is the mean number of cache tokens of a sequence.
@@ -88,8 +91,8 @@ class Forecast:
         return max(slots_s, prompts_s / self._replicas)
 
     def running_s(self, prompt_tokens: float, output_tokens: float, more_slots: float) -> float:
-        """Return the run time of a request in seconds. `output_tokens` is the length of its answer, and
-        `more_slots` is the expected increase in busy slots per replica."""
+        """Return the run time of a request in seconds. `output_tokens` is the length of the request's answer,
+        and `more_slots` is the expected increase in busy slots per replica."""
         more_slots = max(0.0, min(more_slots, self.slots_each - self._running))
         step_s = min(self.step_s + more_slots * self._slot_slope_s, max(self._full_step_s, self.step_s))
         steps = 2.0 + output_tokens  # Two steps have already been launched.
@@ -104,7 +107,7 @@ class Forecast:
 
     @property
     def slots_each(self) -> float:
-        """Number of slots per replica that can be busy."""
+        """Number of slots per replica."""
         return self._slots / self._replicas if self._replicas else 0.0
 
     @property
@@ -114,8 +117,8 @@ class Forecast:
 
 
 def _full_step_s(account: CreditAccount, busy: float, prompt_tokens: float) -> float:
-    """Return the time of a step with this many busy slots and prompt tokens. The result is the measured time
-    or the sum of the predicted components, whichever is longer."""
+    """Return the time of a step with this many busy slots and prompt tokens. This is the measured time or the
+    sum of the predicted parts of a step, whichever is longer."""
     rates = account.rates
     computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)
     return max(rates.step_at(busy), rates.decode_s(busy) + computed * rates.prompt_token_s)

@@ -4,9 +4,9 @@
                 │  ▲               │
        refuse ◄─┘  └───────────────┘ the replica failed and the front sent the next attempt
 
-A request ends when it has been settled and no replica still holds any of its submissions. Its front settles
-it. If the request is refused or the front has died, the core settles it instead. A dispatched request leaves
-its replica in exactly one of four ways:
+A request ends when it has been settled and no replica still holds any of its submissions. Normally, the
+request's front settles the request. If the request is refused or the front has died, the core settles the
+request instead. A dispatched request leaves its replica in exactly one of four ways:
 
 - Its `Finished` message arrives. The engine returns the credit.
 - The front settles it without submitting it. The credit is refunded.
@@ -37,7 +37,7 @@ from store.requests import RequestRow
 log = logging.getLogger(__name__)
 
 Send = Callable[[str, Admitted | Refused | Abort | Preempted], None]
-"""Delivers a message to the named front; does nothing if that front has disconnected."""
+"""Delivers a message to the named front. Does nothing if that front has disconnected."""
 
 
 class RowSink(Protocol):
@@ -48,8 +48,8 @@ class RowSink(Protocol):
 
 
 class RequestLifecycle:
-    """Moves requests between their states. `salt(tenant)` returns the tenant's salt for the prefix cache.
-    `unix` returns the time of day, which is used for the log."""
+    """Moves requests between their states. The function `salt(tenant)` returns the tenant's salt for the
+    prefix cache. The clock `unix` returns the time of day, which is used for the log."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def stop_waiting(self, request: Request) -> None:
-        """Remove a request from its queue. If the request is not waiting, nothing happens."""
+        """Remove a request from its queue. Do nothing if the request is not waiting."""
         if request.queued_at is None:
             return
         request.queued_at = None
@@ -139,7 +139,7 @@ class RequestLifecycle:
         self._checks.push(request, self.rules.timeout_s, now)
 
     def _count_waiting(self, request: Request, sign: int) -> None:
-        # The samples of a resumed request are separate submissions, but they share their prompt.
+        # Each sample of a resumed request is a separate submission, but all samples share the prompt.
         prompt_tokens = request.first.prompt_tokens
         self._state.waiting_tokens += sign * prompt_tokens
         for use in self._state.tenants.of(request.tenant).uses(request.key_id):
@@ -148,12 +148,12 @@ class RequestLifecycle:
     # ── running ──
 
     def dispatch_all(self) -> None:
-        """Dispatch the waiting requests of every model as far as credit allows."""
+        """Dispatch the waiting requests of every model while the model's replicas have credit."""
         for model in self._state.models.values():
             self.dispatch(model)
 
     def dispatch(self, model: ModelTraffic) -> None:
-        """Dispatch the model's waiting requests as far as its replicas' credit allows."""
+        """Dispatch the model's waiting requests while the model's replicas have credit."""
         state, now = self._state, self._state.clock()
         while (turn := model.next_turn(now)) is not None:
             request, account, _ = turn
@@ -205,7 +205,7 @@ class RequestLifecycle:
 
     def take_back(self, request: Request, account: CreditAccount) -> None:
         """Refund the credit for the request's submissions that were dispatched to the replica but never
-        reached it."""
+        reached the replica."""
         left = request.dispatched.get(account)
         if left is not None:
             account.refund(left.level, left.seqs, left.tokens)
@@ -213,7 +213,7 @@ class RequestLifecycle:
             self.dispatch(self._state.models[account.model])
 
     def leave_replica(self, request: Request, account: CreditAccount, *, lost: bool = False) -> None:
-        """Record that the request has ended on the replica, or that the replica was `lost`."""
+        """Record that the request no longer runs on the replica. If `lost` is set, the replica has exited."""
         del request.dispatched[account]
         if request.dispatched:
             return
@@ -223,8 +223,9 @@ class RequestLifecycle:
         model.uses.end(request.tenant, self._state.clock())
         self._charge(request)
         if lost and request.settled is None:
-            # The request will continue, so it still counts against its limits. Otherwise another request
-            # could start in its place, and the limit would be exceeded when this request continues.
+            # The request will continue on another replica, so it still counts against the limits of its
+            # tenant and key. Otherwise another request could start in its place, and the limit would be
+            # exceeded when this request continues.
             request.keeps_place = True
         else:
             self._leave_place(request)
@@ -241,8 +242,8 @@ class RequestLifecycle:
                 self.dispatch(models[name])
 
     def _charge(self, request: Request) -> None:
-        """Charge the tenant for the request's tokens. If a replica was lost, their number is unknown until
-        the request is settled."""
+        """Charge the tenant for the request's tokens. If a replica was lost, the number of tokens is unknown
+        until the request is settled."""
         model = self._state.models.get(request.unit)
         if model is not None and (request.settled is not None or not request.lost_counts):
             model.charge(request, request.service(self.rules.output_weight))
@@ -263,11 +264,11 @@ class RequestLifecycle:
             request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self.end_if_complete(request)
         # After the first attempt, the client may already have received part of the answer. The front will
-        # report how many tokens were delivered.
+        # report how many tokens were delivered to the client.
 
     def _fall_back(self, request: Request, why: Refusal) -> None:
-        """Withdraw a request from a model that cannot run it. Its front then sends the first attempt for the
-        fallback model, or settles the request."""
+        """Withdraw a request from a model that cannot run the request. The request's front then either admits
+        the request for the fallback model or settles the request."""
         request.falls_back = True
         request.begin_by, request.promised_s, request.most_tokens = None, 0.0, None
         if (model := self._state.models.get(request.unit)) is not None:
@@ -280,7 +281,7 @@ class RequestLifecycle:
         self._send(request.front, message)
 
     def end_without_front(self, request: Request) -> None:
-        """Settle a request on behalf of its front, which has exited."""
+        """Settle a request whose front process has exited."""
         if request.settled is None:
             self.stop_waiting(request)
             request.front_died = True

@@ -9,7 +9,8 @@ from appliance.channel.classes import CLASS_NAMES
 from appliance.traffic.rules import QueueRules
 
 CALM, REFUSE_BACKGROUND, DROP_BACKGROUND, REFUSE_BATCH, REFUSE_INTERACTIVE = range(5)
-"""The steps of load shedding. P2 and P1 requests are refused only if they would wait too long."""
+"""The steps of load shedding. P2 and P1 requests are refused only if they would wait longer than their
+class's limit."""
 
 _DONE = (
     "",
@@ -19,14 +20,14 @@ _DONE = (
     "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""The highest step that load shedding can reach, indexed by the overloaded class."""
+"""The highest step that load shedding can reach for each overloaded class, starting with P0."""
 _RELIEVED = 0.5
-"""An overload is over when waiting times are below this fraction of the overload limit."""
+"""An overload ends when all waiting times are below this fraction of their overload limits."""
 
 
 class LoadShedder:
-    """Advances one step after every `overload_s` seconds of overload, and goes back one step after every
-    `overload_s` seconds without overload."""
+    """Decides which requests to refuse. Load shedding advances one step after every `overload_s` seconds of
+    overload, and goes back one step after every `overload_s` seconds without overload."""
 
     def __init__(self) -> None:
         self.step = CALM
@@ -37,13 +38,13 @@ class LoadShedder:
 
     @property
     def reason(self) -> str:
-        """The cause of the overload, and the requests that are being refused. Empty if there is no
-        overload."""
+        """The cause of the overload, and a description of the requests that are being refused. Empty if there
+        is no overload."""
         return f"{self._why}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
-        """Update the step. `waits_s` contains, for each class, the predicted wait of a request that arrives
-        now, or None if it is unknown."""
+        """Update the step of load shedding. `waits_s` contains, for each class, the predicted waiting time of
+        a request that arrives now, or None if the time is unknown."""
         goal, relieved = CALM, True
         for number, given_up in enumerate(_MAX_STEP):
             wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)
@@ -66,7 +67,7 @@ class LoadShedder:
             self._since = now
 
     def refuses(self, request_class: int, wait_s: float | None, rules: QueueRules) -> bool:
-        """Return whether to refuse a new request of this class that would wait for `wait_s`."""
+        """Return whether to refuse a new request of this class whose predicted waiting time is `wait_s`."""
         if request_class >= len(_MAX_STEP):
             return self.step >= REFUSE_BACKGROUND
         if not request_class or self.step < _MAX_STEP[request_class]:

@@ -1,5 +1,5 @@
-"""One served model: its replicas, the choice of the next request to run on them, and predictions of waiting
-times."""
+"""One served model: its replicas, the choice of the next request to dispatch to them, and predictions of
+waiting times."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from engine.messages import BLOCK_TOKENS
 from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART, _MIN_LIGHT_SLOTS = 32, 2
-"""A tenant is light if it occupies fewer slots than the larger of `_MIN_LIGHT_SLOTS` and the number of slots
-divided by `_LIGHT_PART`. The number of samples of an urgent request is limited in the same way."""
+"""A tenant is light while it occupies fewer slots than the larger of `_MIN_LIGHT_SLOTS` and the number of
+slots divided by `_LIGHT_PART`. The maximum number of samples of an urgent request is computed in the same
+way."""
 _NEARLY_EQUAL_PART = 8
-"""The free slots of two replicas count as nearly equal if they differ by at most a replica's number of slots
-divided by this."""
+"""Two replicas have nearly the same number of free slots if the difference is at most a replica's number of
+slots divided by this."""
 _MAX_PROMISED = 0.8
-"""Share of the service that may be promised to requests with deadlines. The rest is left for requests that
-arrive later."""
+"""Maximum share of the service that is promised to requests with deadlines. The rest is left for requests
+that arrive later."""
 _UNKNOWN_RUN_S = 1.0
 
 
@@ -54,17 +55,17 @@ class Turn(NamedTuple):
 
     @property
     def priority(self) -> int:
-        """The value for `Submit.priority`."""
+        """The request's `Submit.priority`."""
         return split_level(self.level)[0]
 
     @property
     def urgency(self) -> int:
-        """The value for `Submit.urgency`."""
+        """The request's `Submit.urgency`."""
         return split_level(self.level)[1]
 
 
 class ModelTraffic:
-    """One served model. Only the request manager calls this class, and all times are on the request manager's
+    """One served model. Only the request manager calls this class. All times are on the request manager's
     clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
@@ -74,13 +75,15 @@ class ModelTraffic:
         self.failure: str | None = None
         self.queue: RequestQueue[Request] = RequestQueue(rules)
         self.resumed: dict[str, Request] = {}
-        """Requests that lost their replica while it was generating their answers. They are served first."""
+        """Requests whose replica was lost while it generated their answers. These requests are served
+        first."""
         self.stranded: dict[str, Request] = {}
-        """Waiting requests of broken fronts (`TrafficState.broken_fronts`). They are not dispatched."""
+        """Waiting requests of fronts that are in `TrafficState.broken_fronts`. These requests are not
+        dispatched."""
         self.asked_at: float | None = None
-        """When the latest request was accepted; None before the first one."""
+        """Time when the latest request was accepted; None before the first one."""
         self.uses = ModelUses()
-        """The tenants' uses, which determine how long the model stays loaded."""
+        """Each tenant's use of the model, which determines how long the model stays loaded."""
         self.accounts: list[CreditAccount] = []
         self.outstanding = Outstanding()
         self.forecast = Forecast()
@@ -100,7 +103,7 @@ class ModelTraffic:
 
     @property
     def kv_tokens(self) -> int:
-        """Capacity of all replicas' KV caches together, in tokens; 0 if not known yet."""
+        """Capacity of all replicas' KV caches together, in tokens; 0 while the capacity is unknown."""
         return sum(account.kv_tokens for account in self.accounts)
 
     @property
@@ -120,7 +123,7 @@ class ModelTraffic:
     # ── waiting requests ──
 
     def push(self, request: Request, serial: int) -> None:
-        """Queue a request for its first dispatch."""
+        """Add a request to the queue before its first dispatch."""
         tenant = self._tenants.of(request.tenant)
         request.ticket = self._ticket(request, serial)
         light = self._may_be_urgent(request.request_class, tenant)
@@ -157,8 +160,8 @@ class ModelTraffic:
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Update the order after a change to a tenant's weight, limits or usage. Put the tenant and at most
-        `most` of the key's parked requests back into the order."""
+        """Update the order of the queue after a change to a tenant's weight, limits or usage. Put the
+        tenant's requests and at most `most` of the key's parked requests back into the order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
@@ -214,7 +217,7 @@ class ModelTraffic:
         return None
 
     def _next_resumed(self, levels: int) -> Turn | None:
-        """Return the next resumed request whose level is open on a replica, or None if there is none."""
+        """Return the next resumed request for whose level a replica has credit, or None if there is none."""
         for request in self.resumed.values():
             level = self._level_of(request, self._tenants.of(request.tenant))
             if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
@@ -222,10 +225,10 @@ class ModelTraffic:
         return None
 
     def _level_of(self, request: Request, tenant: TenantTraffic) -> int:
-        """Return the level of a request, which depends on its class and its urgency.
+        """Return the service level of a request, which depends on the request's class and urgency.
 
-        P0 requests and light tenants' P1 requests are urgent unless they have many samples. The shorter their
-        prompts, the higher the urgency.
+        P0 requests and the P1 requests of light tenants are urgent unless they have many samples. A request
+        with a shorter prompt has a higher urgency.
         """
         number, admit = request.request_class, request.admit
         own = request.running_seqs if request.keeps_place else 0
@@ -234,14 +237,14 @@ class ModelTraffic:
         return level_of(number, urgency_of(admit.prompt_tokens, self._max_step_prompt_tokens))
 
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
-        """Return whether the tenant's requests of the class may be urgent: always in P0, and in P1 if the
-        tenant has few sequences running, not counting those of a resumed request."""
+        """Return whether requests of the tenant and class may be urgent. P0 requests always may. P1 requests
+        may if the tenant has few sequences running, not counting the `resumed_seqs` of a resumed request."""
         if request_class != INTERACTIVE:
             return request_class == REAL_TIME
         return tenant.use.seqs.get(self.name, 0) - resumed_seqs < self._light_slots
 
     def _set_limits(self) -> None:
-        """Set the limits for urgent requests. They depend on the slots and step sizes of the replicas."""
+        """Set the limits for urgent requests, which depend on the slots and step sizes of the replicas."""
         accounts = self.accounts
         self._light_slots = max(_MIN_LIGHT_SLOTS, sum(one.slots for one in accounts) // _LIGHT_PART)
         """A tenant is light while it occupies fewer than this number of slots."""
@@ -278,10 +281,11 @@ class ModelTraffic:
         return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
-        """Return the replica with the most credit for this level. Among the replicas that have nearly as many
-        free slots as that one, prefer the one that has probably cached the longest prefix of the prompt. A
-        replica on which the request has already run is excluded, because the request's front has lost the
-        channel to it, even if the core has not noticed this yet."""
+        """Return the replica that should run this request, among those with credit for this level, or None if
+        there is none. Among the replicas that have nearly as many free slots as the one with the most, prefer
+        the one that has probably cached the longest prefix of the prompt. A replica on which the request has
+        already run is excluded: the request's front has lost the channel to that replica, even if the core
+        has not noticed this yet."""
         share = self._reserved_share()
         fit = {
             account: account.free_slots(level, share)
@@ -363,15 +367,15 @@ class ModelTraffic:
             fair.set_urgent(self._max_samples, self._max_step_prompt_tokens)
 
     def tick(self, now: float) -> None:
-        """Update the load and everything derived from it. Call this a few times per second."""
+        """Update the load and all values derived from the load. Call this a few times per second."""
         self._load.tick(now)
         self._charge_output()
         self._ends.postpone(now)
         self.shedder.observe(self.rules, now, self.waits_s(now))
 
     def _charge_output(self) -> None:
-        """Charge the output that running requests are estimated to have generated since the last call. Exact
-        counts arrive when the requests finish."""
+        """Charge tenants for the output that their running requests are estimated to have generated since the
+        last call. Exact counts arrive when the requests finish."""
         services: list[dict[str, float]] = [{} for _ in range(CLASSES)]
         for request in self._running.values():
             made = 0.0
@@ -387,8 +391,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def demand(self) -> float:
-        """Return the demand of running and waiting requests as a multiple of one replica's slots. It is above
-        1 if they need several replicas, and 0 if there is no replica."""
+        """Return how many replicas the running and waiting requests would fill. Above 1, the requests need
+        more than one replica. Without a replica, the result is 0."""
         slots = sum(account.slots for account in self.accounts)
         if not slots:
             return 0.0
@@ -413,21 +417,21 @@ class ModelTraffic:
         return self.forecast.known and bool(self.accounts)
 
     def expect_load(self, request: Request) -> None:
-        """Count a new request in the offered load, whether or not it is admitted."""
+        """Count a new request in the offered load, even if it is then refused."""
         if self.forecast.known:
             self._load.offer(self._serving_s(request))
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
-        """Return the predicted waiting time of a new request in seconds. Like all predictions, it is valid
-        only while `predictable` is true."""
+        """Return the predicted waiting time of a new request in seconds. Like all predictions, the time is
+        valid only while `predictable` is true."""
         number, level = request.request_class, self._level_of(request, tenant)
         urgency = split_level(level)[1]
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due, urgency=urgency)
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """For each class, return the predicted waiting time, in seconds, of a request at the end of the
-        queue; None if unknown."""
+        """Return, for each class, the predicted waiting time in seconds of a request at the end of the queue,
+        or None if the time is unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -448,16 +452,16 @@ class ModelTraffic:
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
-        """Return the earliest time at which the promised requests can be served. Only requests that have lost
-        their replica are served before them."""
+        """Return the earliest time at which requests with a promised start can be served. Only requests whose
+        replica was lost are served before them."""
         resumed = self.resumed.values()
         prompt_tokens = sum([request.tokens_to_prefill for request in resumed])
         output_tokens = sum([request.expected_tokens for request in resumed])
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return the delay, in seconds, that this request causes for other promised requests. Higher-priority
-        classes and requests without deadlines keep their share of the service."""
+        """Return by how many seconds this request delays other requests with a promised start.
+        Higher-priority classes and requests without deadlines keep their share of the service."""
         share = self._load.share_left(request.request_class, _MAX_PROMISED)
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
@@ -478,8 +482,8 @@ class ModelTraffic:
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the time in seconds needed to serve this many tokens of the class and, before them, all
-        requests queued in higher-priority classes."""
+        """Return the time in seconds needed to serve this many tokens of the class, after all requests that
+        are queued in higher-priority classes."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

@@ -1,4 +1,5 @@
-"""Estimates the lengths of answers from those of finished answers, for one tenant or for all tenants."""
+"""Estimates how long answers will be, based on the lengths of finished answers. One estimate covers the
+answers to one tenant or to all tenants."""
 
 from __future__ import annotations
 
@@ -9,28 +10,28 @@ _OF_THE_NEW = 0.05
 _ENOUGH = 8
 """Number of finished answers needed before lengths are predicted."""
 _FOR_EACH_RUNNING = 2
-"""Number of additional finished answers needed for each running answer. Short answers finish first, so early
-lengths are biased."""
+"""For each running answer, this many additional answers must finish before lengths are predicted. Short
+answers finish first, so early lengths are biased."""
 _BUCKET = math.log(1.15)
 """Width of the histogram's buckets on a logarithmic scale."""
 _BEYOND = 0.01
-"""Fraction of answers that may be longer than `likely_most`."""
+"""Fraction of answers that may be longer than the result of `likely_most`."""
 _KEPT = 2000.0
 """If the histogram's total weight exceeds this, all counts are halved."""
 _FEW = 20.0
-"""With this many answers in the histogram, `likely_most` is twice the longest answer. With more answers, the
-factor approaches 1."""
+"""Determines the safety factor of `likely_most`: with this many answers in the histogram, the result is twice
+the longest answer. With more answers, the factor approaches 1."""
 _ALL_BUT = 0.98
 """An answer that reaches this fraction of its token limit counts as having reached the limit."""
 UNKNOWN_TOKENS = 256.0
-"""Expected length of an answer until enough answers have finished."""
+"""Assumed length of an answer until enough answers have finished."""
 _UNKNOWN_MOST_TOKENS = 2048.0
-"""Likely maximum length of an answer until enough answers have finished."""
+"""Assumed maximum length of an answer until enough answers have finished."""
 
 
 class OutputLengths:
     """Statistics of answer lengths: the fraction of answers that reach their token limit, and the mean and
-    distribution of the lengths of all other answers."""
+    the distribution of the lengths of all other answers."""
 
     __slots__ = ("_buckets", "_likely_most", "count", "known", "mean", "others", "running", "used_up")
 
@@ -41,14 +42,14 @@ class OutputLengths:
         self.known = False
         """Whether enough answers have ended to predict lengths."""
         self.used_up = 0.0
-        """Fraction of answers that reached their limit."""
+        """Fraction of answers that reached their token limit."""
         self.others = 0
         self.mean = 0.0
         self._buckets: list[float] = []
         self._likely_most = 0.0
 
     def learn(self, tokens: int, max_tokens: float) -> None:
-        """Update the statistics from a finished answer. `max_tokens` was its token limit."""
+        """Update the statistics with a finished answer. `max_tokens` was the token limit of the answer."""
         self.count += 1
         self.known = self.known or self.count >= _ENOUGH + _FOR_EACH_RUNNING * self.running
         share = max(_OF_THE_NEW, 1.0 / self.count)
@@ -88,14 +89,14 @@ class OutputLengths:
 
 
 def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
-    """Return the expected length of an answer with this token limit. It is based on the tenant's answers if
-    enough of them have ended, otherwise on all answers."""
+    """Return the expected length of an answer with this token limit. The estimate is based on the tenant's
+    answers (`lengths`) if enough of them have ended, otherwise on the answers to all tenants (`of_all`)."""
     known = lengths if lengths.known else of_all
     return known.expected(max_tokens) if known.known else min(max_tokens, UNKNOWN_TOKENS)
 
 
 def most_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
-    """Return a length that few answers with this token limit exceed. It is based on the same answers as
-    `expected_tokens`."""
+    """Return a length that few answers with this token limit exceed. The estimate is based on the tenant's
+    answers if enough of them have ended, otherwise on the answers to all tenants."""
     known = lengths if lengths.known else of_all
     return known.likely_most(max_tokens) if known.known else min(max_tokens, _UNKNOWN_MOST_TOKENS)

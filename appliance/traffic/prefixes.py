@@ -10,13 +10,13 @@ MAX_PREFIXES = 4096
 
 class ComputedPrefixes:
     """The beginnings of the prompts that one incarnation of a replica has computed most recently. Tenants do
-    not share cached prefixes, so each beginning is remembered for one tenant."""
+    not share cached prefixes, so the beginnings are remembered separately for each tenant."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bytes], None] = {}
 
     def add(self, tenant: str, hashes: Sequence[bytes]) -> None:
-        """Remember the beginnings of a prompt."""
+        """Remember the beginnings of a prompt that the replica computes, each given by its hash."""
         for one in hashes:
             self._known.pop((tenant, one), None)
             self._known[tenant, one] = None
@@ -24,7 +24,8 @@ class ComputedPrefixes:
             del self._known[next(iter(self._known))]
 
     def matching(self, tenant: str, hashes: Sequence[bytes]) -> int:
-        """Return how many of a prompt's beginnings are known, counting from the shortest."""
+        """Return how many beginnings of a prompt are remembered, counting from the shortest until one is
+        not."""
         for number, one in enumerate(hashes):
             if (tenant, one) not in self._known:
                 return number

@@ -24,35 +24,35 @@ from store.policies import BACKGROUND, CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Number of promised requests to consider. One is not enough, because requests from tenants at their limits
-are skipped."""
+"""Number of requests with a promised start that are considered. One would not be enough, because requests of
+tenants that have reached their limits are skipped."""
 
 
 class Next(NamedTuple, Generic[Item]):
-    """The next request, and the level at which it runs."""
+    """The next request to dispatch, and the service level at which it will run."""
 
     ticket: Ticket[Item]
     level: int
 
 
 class RequestQueue(Generic[Item]):
-    """One model's waiting requests. The caller passes in all times, in seconds on the same clock."""
+    """One model's waiting requests. All times are in seconds on the caller's clock."""
 
     def __init__(self, rules: QueueRules) -> None:
         self.rules = rules
         self.classes: list[FairQueue[Item]] = [FairQueue() for _ in range(CLASSES)]
         self.promises: Promises[Ticket[Item]] = Promises()
         self.promised_requests = 0
-        """Number of requests in `promises`."""
+        """Number of requests in `promises`, by class."""
         self.promised_prompt_tokens = 0
-        """Prompt tokens of the requests in `promises`."""
+        """Prompt tokens of the requests in `promises`, by class."""
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """The requests in order of arrival. A request that has left the queue is removed once all earlier
-        requests have been removed."""
+        """The requests of each class in order of arrival. A request that has left the queue is removed once
+        all earlier requests have been removed."""
         self._owed = [0.0] * CLASSES
-        """Amount of service that a late class may use ahead of higher-priority classes."""
+        """Amount of service that each late class may still use ahead of higher-priority classes."""
 
     def __len__(self) -> int:
         return self._length
@@ -68,8 +68,9 @@ class RequestQueue(Generic[Item]):
         return self._lengths[request_class]
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
-        """Queue a request from a tenant with this weight. If the request has a promise (`Ticket.begin_by`),
-        `promised_s` is how long serving it delays other promised requests, in seconds."""
+        """Queue a request from a tenant with this weight. If the request has a promised start
+        (`Ticket.begin_by`), `promised_s` is the number of seconds by which the request delays other requests
+        with a promised start."""
         number = ticket.request_class
         self.classes[number].push(ticket, weight, light)
         self._length += 1
@@ -96,10 +97,10 @@ class RequestQueue(Generic[Item]):
         slot_levels: int = -1,
         free_levels: int = 0,
     ) -> Next[Item] | None:
-        """Return the next request at an open level, or None if there is none. Bit `l` of `open_levels` is set
-        if level `l` is open, bit `l` of `slot_levels` if it has a slot, and bit `l` of `free_levels` if it
-        has a slot without a preemption. `promises_from` is the earliest time at which promised requests can
-        be served."""
+        """Return the next request for whose level a replica has credit, or None if there is none. Bit `l` of
+        `open_levels` is set if level `l` is open, bit `l` of `slot_levels` if it has a slot, and bit `l` of
+        `free_levels` if it has a slot without a preemption. `promises_from` is the earliest time at which
+        promised requests can be served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -107,7 +108,7 @@ class RequestQueue(Generic[Item]):
                 return Next(ticket, level)
         for number, fair in enumerate(self.classes):
             for urgency in range(URGENCIES):
-                # A slot that may be used by a request may also be used by more urgent requests of its class.
+                # If a request may use a slot, more urgent requests of the same class may use the slot, too.
                 if open_levels >> (level := level_of(number, urgency)) & 1:
                     free = bool(free_levels >> level & 1)
                     only_reserved = free and not slot_levels >> level_of(number, 0) & 1
@@ -127,7 +128,7 @@ class RequestQueue(Generic[Item]):
         slot_levels: int = -1,
         free_levels: int = 0,
     ) -> bool:
-        """Return whether a request that is not in the queue would be the next one (`next`) if it were."""
+        """Return whether a new request would be the next one to be dispatched if it were queued now."""
         fair = self.classes[ticket.request_class]
         fair.push(ticket, weight, light)
         found = self.next(open_levels, now, promises_from, slot_levels, free_levels)
@@ -158,17 +159,19 @@ class RequestQueue(Generic[Item]):
     # ── dispatch order ──
 
     def _best_level(self) -> int:
-        """Return the highest-priority level at which a waiting request could run, or LEVELS if no request is
-        waiting."""
+        """Return the highest-priority level at which any waiting request could run, or LEVELS if no request
+        is waiting."""
         for number, fair in enumerate(self.classes):
             if fair.tenants:
                 return level_of(number, URGENCIES - 1)
         return LEVELS
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
-        """Return the level of a request that is served before higher-priority classes. The request runs at
-        the level of the highest-priority waiting class, but never as P0; at a lower level, the engine would
-        serve the highest-priority waiting class first."""
+        """Return the level of a request that is dispatched before requests of higher-priority classes.
+
+        The request runs at the level of the highest-priority class with waiting requests, but never as P0. At
+        a lower-priority level, the engine would serve that class first.
+        """
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))
         for better, fair in enumerate(self.classes[:number]):

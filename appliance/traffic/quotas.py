@@ -6,7 +6,7 @@
 For each request, one request and the maximum number of tokens (prompt and answer) are reserved in every
 bucket of the request's tenant and key. If any bucket has too little left, nothing is reserved. Concurrent
 requests together therefore never exceed a limit. The unused amount is returned when the request is settled.
-Later attempts of the same request keep its reservation.
+If the request is retried on another replica, its reservation is kept.
 
 This module does no I/O. It is not thread-safe: all calls are made on the core's event loop.
 """
@@ -24,14 +24,14 @@ from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
-"""Minimum answer length. A request without `max_tokens` gets an answer limit equal to the tokens left in the
-quota. If fewer tokens than this minimum are left, the request is refused."""
+"""Minimum answer length. The answer to a request without `max_tokens` is limited to the tokens that are left
+in the quota. If fewer tokens than this minimum are left, the request is refused."""
 MAX_USEFUL_WAIT_S = 120.0
 """Maximum time that OpenAI's clients wait before they retry. If the quota needs longer to refill, a retry
 would fail."""
 
 Name = tuple[str, str]
-"""Scope ("tenant" or "key") and name."""
+"""Scope ("tenant" or "key") of a quota, and the tenant's or key's name."""
 
 
 class Account:
@@ -63,8 +63,8 @@ class Account:
 
 
 class Reservation:
-    """The amount that one request has reserved in its quotas. It is held until the request's log row has been
-    closed."""
+    """The amount that one request has reserved in the quotas of its tenant and key. The amount is held until
+    the request's log row has been closed."""
 
     __slots__ = ("accounts", "max_tokens", "taken", "tokens")
 
@@ -76,39 +76,40 @@ class Reservation:
         max_tokens: int,
     ) -> None:
         self.accounts = accounts
-        """Accounts that the buckets belong to."""
+        """The accounts whose buckets contain the reserved amount."""
         self.tokens = prompt_tokens + max_tokens
         """Number of reserved tokens; after `Quotas.settle`, the number of charged tokens."""
         self.max_tokens = max_tokens
-        """Limit on the generated tokens over all samples."""
+        """Limit on the generated tokens of all samples together."""
         self.taken = taken
         """The buckets, each with the serial number of the amount that was taken from it."""
 
 
 class Shortage:
-    """The limit that prevents a request from running. If several limits are exceeded, it is the one that
-    delays the request the longest."""
+    """The limit that prevents a request from running. If several limits do, it is the limit that delays the
+    request the longest."""
 
     def __init__(self, bucket: Bucket, needed: int) -> None:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """Time in seconds until the bucket has the requested amount, or inf if it never does."""
+        """Time in seconds until the bucket contains the requested amount, or inf if the bucket can never
+        contain so much."""
 
     @property
     def kind(self) -> ExceededLimit:
-        """The kind of limit that was exceeded."""
+        """The kind of limit that would be exceeded."""
         return "tokens" if self._bucket.counts_tokens else "requests"
 
     @property
     def useful(self) -> bool:
-        """Whether a retry can succeed after a wait."""
+        """Whether a retry can succeed after `wait_s`."""
         return self.wait_s <= MAX_USEFUL_WAIT_S
 
     @property
     def message(self) -> str:
-        """Error message. It contains the limit, its current usage, the requested amount, and the time until
-        that amount is available."""
+        """The error message: the limit, its current usage, the requested amount, and the time until the
+        requested amount is available."""
         bucket, words = self._bucket, LIMITS[self._bucket.limit]
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
         head = f"{words} of {bucket.owner}: limit {limit}"
@@ -117,8 +118,8 @@ class Shortage:
                 f"request too large for {head}, requested {self._needed}: shorten the prompt or lower "
                 "max_tokens"
             )
-        # A reservation may have been held for so long that its tokens have been refilled. Such tokens no
-        # longer count as used.
+        # A reservation may be held for so long that its tokens have been refilled. Refilled tokens no longer
+        # count as used.
         reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} of these by unfinished requests)" if reserved else ""
         return (
@@ -128,7 +129,8 @@ class Shortage:
 
 
 class Quotas:
-    """All accounts. `clock` returns seconds and never jumps (`time.monotonic`)."""
+    """The quota accounts of all tenants and keys. `clock` returns seconds and never jumps
+    (`time.monotonic`)."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -138,14 +140,14 @@ class Quotas:
         self._keys: dict[str, Account] = {}
         """Accounts by key id. A rotated key shares its account with its predecessors."""
         self._changed: dict[Account, None] = {}
-        """Accounts that have changed since the last call to `news`, in order of change."""
+        """Accounts whose levels have changed since the last call to `news`, in order of change."""
         self._gone: set[Name] = set()
         self._asked = False
 
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply new quotas. Does nothing if they have not changed."""
+        """Apply the quotas of these tenants and keys. Quotas that have not changed keep their levels."""
         if policies is self._policies:
             return
         self._policies = policies
@@ -190,10 +192,12 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Reserve the most that a request can use, or nothing if too little is left.
+        """Reserve the maximum that a request can use. If too little is left in a bucket, reserve nothing and
+        return the shortage.
 
-        `max_tokens` is the limit over all samples. `may_lower` is true if the client set no limit. In that
-        case, `max_tokens` is lowered to the tokens that are left, by the same amount for each sample.
+        `max_tokens` is the limit on the output tokens of all samples together. `may_lower` is set if the
+        client set no limit. In that case, `max_tokens` is lowered to the tokens that are left, by the same
+        amount for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -213,8 +217,8 @@ class Quotas:
 
     def settle(self, reservation: Reservation, tokens: int) -> None:
         """Charge a request for `tokens` (prompt and output together), and return the rest of its reservation.
-        If `tokens` is 0, the request never ran, so it does not count as a request either. Call this once per
-        reservation."""
+        If `tokens` is 0, the request never ran, so the request limit is not charged either. Call this once
+        per reservation."""
         now = self._clock()
         unused = max(0, reservation.tokens - tokens)
         for bucket, number in reservation.taken:
@@ -243,8 +247,8 @@ class Quotas:
         self._changed |= dict.fromkeys(accounts)
 
     def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:
-        """Return the request limit and the token limit that are closest to being exhausted, for the response
-        headers. None if there is no limit."""
+        """Return the request limit and the token limit that are closest to exhaustion, for the response
+        headers. Return None if the caller has no limits."""
         buckets = _refilled(self._accounts_of(tenant, key_id), self._clock())
         if not buckets:
             return None
@@ -253,7 +257,7 @@ class Quotas:
         return RateLimits(*_remaining(requests), *_remaining(tokens))
 
     def usage(self, scope: str, name: str) -> list[LimitUsage]:
-        """Return a tenant's or key's usage of each of its rate limits, for operators."""
+        """Return how much of each rate limit a tenant or key has used, for operators."""
         account = (self._tenants if scope == "tenant" else self._keys).get(name)
         if account is None:
             return []
@@ -274,7 +278,7 @@ class Quotas:
         return usage
 
     def buckets(self, tenant: str) -> list[Bucket]:
-        """Return a tenant's buckets, refilled to the current time. The caller must not change them."""
+        """Return a tenant's buckets, refilled to the current time. The caller must not change the buckets."""
         return list(_refilled(self._accounts_of(tenant, ""), self._clock()))
 
     def _accounts_of(self, tenant: str, key_id: str) -> tuple[Account, ...]:
@@ -293,12 +297,14 @@ class Quotas:
         names of accounts that no longer exist."""
         monotonic = self._clock()
         gone, self._gone = list(self._gone), set()
-        # Leave out removed accounts. They may be in `_changed` because their requests were still running.
+        # Leave out deleted accounts. They may be in `_changed` because requests were still running when they
+        # were deleted.
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # Requests may have been logged although no level changed. Store one account's levels anyway: at
-            # startup, the log is read from the row that was the newest when a level was last stored.
+            # Requests may have been logged although no level changed. Store one account's levels anyway:
+            # after a restart, the log is read only from the row that was the newest when a level was last
+            # stored.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
@@ -313,12 +319,14 @@ class Quotas:
         ]
 
     def remember(self, gone: Iterable[Name] = ()) -> None:
-        """Include all levels in the next result of `news`. Call this if the last result was not stored."""
+        """Include all levels in the next result of `news`. Call this if the last result of `news` could not
+        be stored."""
         self._gone |= set(gone) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
     def restore(self, state: QuotaState, now: float) -> None:
-        """Restore stored levels at unix time `now`. Call this after the first `set_policies`."""
+        """Restore the levels that were stored before a restart. `now` is the current unix time. Call this
+        after the first `set_policies`."""
         known: dict[Account, QuotaLevels] = {}
         for levels in state.levels:
             account = (self._tenants if levels.scope == "tenant" else self._keys).get(levels.name)
@@ -352,7 +360,8 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """Return `max_tokens`, or the remaining amount of the tightest token limit if that is lower."""
+    """Return `max_tokens`, or the remaining amount of the token limit that has the least left if this amount
+    is smaller."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens
@@ -380,13 +389,13 @@ def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
 
 
 def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used], now: float) -> None:
-    """Compute a bucket's level at `now` from its level at unix time `at` (None: full) and the usage recorded
-    after `at`."""
+    """Compute a bucket's level at unix time `now` from its level at the earlier time `at` and the usage
+    recorded since then. A level of None means a full bucket."""
     moment = min(at, now)
     left = bucket.rate.capacity if level is None else level
     for one in used:
-        # The stored level does not account for these earlier reservations. Subtract them before the refill is
-        # capped.
+        # These reservations were made before `at`, but the stored level does not account for them. Subtract
+        # the reservations before the refill is capped.
         if one.at > moment:
             later = min(one.at, now)
             left = min(bucket.rate.capacity, left + (later - moment) * bucket.rate.per_s)

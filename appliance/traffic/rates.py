@@ -1,8 +1,7 @@
 """A replica's speed: predicted at first, then measured from the replica's reports.
 
-All measurements are decaying sums over recent steps, so none of them depends on how often the replica
-reports. A replica's initial (warm-up) steps are ignored, because they can take many times as long as later
-steps.
+All measurements are decaying sums over recent steps, so they do not depend on how often the replica reports.
+A replica's initial (warm-up) steps are ignored, because they can take many times as long as later steps.
 
 Until enough steps have been measured, the times that the engine predicts are used. The predicted times are
 lower bounds, so a request that is refused because of them would also be refused with measured times. Without
@@ -18,15 +17,16 @@ _HALF_LIFE_S = 2.0
 _ENOUGH_S = 0.1
 """Total duration of the measured steps, in seconds, after which measurements replace the prediction."""
 FIRST_STEPS = 16
-"""Number of initial (warm-up) steps of each kind that are ignored after a replica has started. During these
-steps, kernels are loaded, memory is allocated, and caches are empty."""
+"""Number of initial (warm-up) steps of each kind that are ignored after a replica has started. These steps
+are slow: kernels are loaded, memory is allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
-"""Minimum variance of the batch size. If it is smaller, the time that an additional sequence adds to a step
-cannot be measured."""
+"""Minimum variance of the batch size. If the variance is smaller, the time that each additional sequence adds
+to a step cannot be measured."""
 
 
 class DecayingMean:
-    """A decaying sum of `value` divided by a decaying sum of `weight`."""
+    """A mean in which older values count less: a decaying sum of `value` divided by a decaying sum of
+    `weight`."""
 
     __slots__ = ("value", "weight")
 
@@ -61,8 +61,8 @@ class _FirstSteps:
 class ReplicaRates:
     """The time that one replica takes for steps and prompt tokens.
 
-    `step_s` is the mean time of a step, including the prompts computed in it. It is therefore also how long a
-    running sequence waits for each token. `prompt_token_s` is the time that a prompt token adds to a step.
+    `step_s` is the mean time of a step, including the prompts computed in it. A running sequence therefore
+    waits this long for each token. `prompt_token_s` is the time that a prompt token adds to a step.
     """
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds for the duration of a step and for the time that a prompt token adds to it; 0 if
-        unknown. They are used until enough steps have been measured."""
+        """Set lower bounds for the time of a step and for the time that a prompt token adds to a step; 0 if
+        unknown. The bounds are used until enough steps have been measured."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
     @property
@@ -106,7 +106,7 @@ class ReplicaRates:
 
     @property
     def prompt_token_s(self) -> float:
-        """Time that a computed prompt token adds to a step; 0 if not known."""
+        """Time that a computed prompt token adds to a step; 0 while this time is unknown."""
         return self._prompts.ratio or self._predicted_prompt_token_s
 
     @property
@@ -115,8 +115,8 @@ class ReplicaRates:
         return 1.0 - min(1.0, self._cached.ratio)
 
     def step_at(self, size: float) -> float:
-        """Return the time of a step with `size` sequences: the recent mean, scaled by the measured times of
-        other batch sizes."""
+        """Return the time of a step with `size` sequences: the recent mean time, scaled by the ratio of
+        measured times for this batch size and the recent one."""
         now = self.decode_s(self.running)
         return self.step_s * max(1.0, self.decode_s(size) / now) if now > 0 else self.step_s
 
@@ -142,9 +142,9 @@ class ReplicaRates:
         if decode_steps:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
-            # The additional time of mixed steps compared with decode-only steps. A report counts the tokens
-            # of planned steps but the time of completed steps, so the numbers of one step may be spread over
-            # two reports.
+            # The time that mixed steps took longer than decode-only steps. A report counts the tokens of
+            # planned steps but the time of completed steps, so the tokens and the time of one step may appear
+            # in two different reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
@@ -157,7 +157,7 @@ class ReplicaRates:
 
     def decode_s(self, size: float) -> float:
         """Return the time of a decode-only step with `size` sequences, by linear regression over the measured
-        steps. If no step has been measured, return the prediction."""
+        steps. Without measured steps, return the predicted time."""
         if not self._decode.weight:
             return self._predicted_step_s
         mean_s, mean_size = self._decode.ratio, self._batch_size.ratio

@@ -23,26 +23,26 @@ MAX_RECENT = 20_000
 
 
 class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A request as its client sent it, and its outcome."""
+    """A request as sent by its client, and the outcome of the request."""
 
     arrived_at: float
-    """Unix time of its arrival."""
+    """Unix time at which the request arrived."""
     tenant: str
     key_id: str
-    """Id of the key whose limits apply; empty if there is none."""
+    """Id of the key whose limits apply; empty for a request without a key."""
     unit: str
-    """The model that answers, under the name that the request manager uses."""
+    """The model that answers the request, under the name that the request manager uses."""
     request_class: int
     submissions: int
     num_seqs: int
     prompt_tokens: int
     cached_tokens: int = 0
     max_tokens: int
-    """Limit on the output of all samples, before a quota lowered it."""
+    """Limit on the output tokens of all samples together, before a quota lowered the limit."""
     may_lower: bool
     deadline_ms: float | None = None
     output_tokens: int | None = None
-    """Generated tokens of all samples, or None if the request never ran."""
+    """Number of tokens generated for all samples together, or None if the request never ran."""
     status: int
     """HTTP status, or 0 while the request is unfinished."""
     ttft_ms: float | None = None
@@ -67,15 +67,15 @@ class RecentRequests:
         ended.append((now, self._encode(past(request))))
 
     def note(self, quotas: Quotas, now: float) -> None:
-        """Record the levels of the quotas that are in use at unix time `now`, unless levels were recorded
-        less than `NOTED_EVERY_S` seconds ago."""
+        """Record the quota levels at unix time `now` of all quotas of which a part is used. Do nothing if
+        levels were recorded less than `NOTED_EVERY_S` seconds ago."""
         if not self._levels or now - self._levels[-1][0] >= NOTED_EVERY_S:
             self._levels.append((now, quotas.used_levels(now)))
 
     def start(self, since: float) -> tuple[float, list[QuotaLevels]]:
         """Return the first time after unix time `since` from which the requests can be replayed, and the
-        quota levels at that time. If there is no such time, return the latest time before `since` and the
-        levels at that time. Raises LookupError if the service has just started."""
+        quota levels at that time. If there is no such time, return the latest earlier time and its levels.
+        Raise LookupError if the service has just started."""
         if len(self._ended) == MAX_RECENT:
             since = max(since, self._ended[0][0])
         if not self._levels:
@@ -83,13 +83,13 @@ class RecentRequests:
         return next((one for one in self._levels if one[0] >= since), self._levels[-1])
 
     def requests(self, unfinished: Iterable[Request]) -> list[PastRequest]:
-        """Return the remembered and the unfinished requests in the order of their arrival."""
+        """Return the remembered requests and the `unfinished` requests in the order of their arrival."""
         found = [self._decode(one) for _, one in self._ended] + [past(request) for request in unfinished]
         return sorted(found, key=lambda one: one.arrived_at)
 
 
 def past(request: Request) -> PastRequest:
-    """Return the data that a replay needs about a request."""
+    """Return a request in the form that a replay needs."""
     first, end = request.first, request.settled
     return PastRequest(
         arrived_at=first.arrived_at,

@@ -1,5 +1,5 @@
-"""Computes how much work remains for the requests in flight and how long it will take. A drain waits for this
-work."""
+"""Estimates how much work remains for the requests in flight and how long this work will take. A drain waits
+until the work is done."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Void entries are not removed until there are at least this many. An entry is void once its request is no
-longer waiting."""
+"""Void entries of the heap are not removed while there are fewer than this many. An entry is void if its
+request no longer waits."""
 
 
 class Remaining(NamedTuple):
@@ -20,9 +20,9 @@ class Remaining(NamedTuple):
     running: int = 0
     queued: int = 0
     tokens: int = 0
-    """Expected number of output tokens still to be generated."""
+    """Expected number of output tokens that have not been generated yet."""
     seconds: float | None = 0.0
-    """Predicted time until the requests have ended; None until rates have been measured."""
+    """Predicted time until the requests have ended; None until the replicas' rates have been measured."""
 
     def beside(self, other: Remaining) -> Remaining:
         """Return the combined remaining work of two sets of requests, which run at the same time on different
@@ -47,8 +47,8 @@ class Outstanding:
         self._prompts = 0
         self._outputs = 0.0
         self._longest: list[tuple[float, str]] = []
-        """A heap of (−output tokens of a sample, request id) for the waiting requests. Entries of all other
-        requests are void."""
+        """A heap of the waiting requests. Each entry is a pair: the negated number of output tokens of a
+        sample, and the request's id. Entries of requests that no longer wait are void."""
 
     def wait(self, request: Request) -> None:
         """Count a request that begins to wait for its first dispatch or for its next attempt."""
@@ -72,12 +72,12 @@ class Outstanding:
         self._outputs = self._outputs - work.outputs if self._waiting else 0.0
 
     def end(self, request: Request) -> None:
-        """Remove a request that has ended. If the request never waited here, nothing happens."""
+        """Remove a request that has ended. Do nothing if the request was never counted."""
         self._begun.pop(request.request_id, None)
 
     def remaining(self, forecast: Forecast, now: float) -> Remaining:
         """Return the remaining work of all requests at `now`. The estimate assumes that the running requests
-        finish first, and that all replicas together then serve the waiting requests."""
+        finish first, and that then all replicas together serve the waiting requests."""
         tokens = seconds = 0.0
         for request in self._begun.values():
             seqs = max(1, request.admit.num_seqs)

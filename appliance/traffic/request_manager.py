@@ -1,7 +1,7 @@
 """Admits requests, dispatches them to replicas, and closes each of them exactly once in the request log.
 
 The request manager handles messages from fronts, reports from replicas and changes by operators.
-`TrafficState` contains its data, and `RequestLifecycle` implements the states of a request.
+`TrafficState` contains the request manager's data, and `RequestLifecycle` implements the states of a request.
 `appliance.traffic.admission` decides whether a new request may wait, `queue` decides the order, and `model`
 predicts how long requests will wait.
 
@@ -90,7 +90,7 @@ class RequestManager:
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply new tenants and keys, including to requests that are already waiting."""
+        """Apply new tenant and key records, including to requests that are already waiting."""
         state, tenants = self.state, self.state.tenants
         state.quotas.set_policies(policies)
         changed = {tenant.name: tenant for tenant in tenants.set_policies(policies)}
@@ -114,13 +114,14 @@ class RequestManager:
         self._lifecycle.dispatch_all()
 
     def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
-        """Stop admitting new requests to `model` (None: to any model). They are refused, or held until
-        `resume_admission` is called. Requests that are already waiting or running are not affected."""
+        """Stop admitting new requests to `model`, or to every model if `model` is None. New requests are
+        refused, or held until `resume_admission` is called. Requests that are already waiting or running are
+        not affected."""
         self.state.pauses.begin(model, AdmissionPause(why, hold))
         self._release_held()
 
     def resume_admission(self, model: str | None) -> None:
-        """End a pause and queue the requests that it held."""
+        """End a pause of admission, and queue the requests that the pause held."""
         self.state.pauses.end(model)
         self._release_held()
 
@@ -137,7 +138,7 @@ class RequestManager:
                 self._lifecycle.queue(request, model)
 
     def abort(self, request_id: str, message: str) -> bool:
-        """Tell a request's front to end the request. Returns False if the request is not in flight or is
+        """Tell a request's front to end the request. Return False if the request is not in flight or is
         already ending."""
         request = self.state.in_flight.get(request_id)
         if request is None or request.settled is not None:
@@ -147,7 +148,7 @@ class RequestManager:
 
     def abort_all(self, message: str, model: str | None = None) -> int:
         """Abort every in-flight request that is not held. If `model` is given, only requests for this model
-        are aborted. Returns the number of aborted requests."""
+        are aborted. Return the number of aborted requests."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )
@@ -172,16 +173,16 @@ class RequestManager:
             self._lifecycle.refuse(request, unknown_model(request.first.model, state.models))
 
     def set_version(self, name: str, version: str) -> None:
-        """Log this version of the model's files for requests that arrive after this call."""
+        """Set the version of the model's files that is logged for requests that arrive after this call."""
         self.state.models[name].version = version
 
     def recover_model(self, name: str) -> None:
-        """Resume queueing requests for the model, because one of its replicas is starting."""
+        """Queue requests for the model again, because one of its replicas is starting."""
         self.state.models[name].failure = None
 
     def fail_model(self, name: str, why: str) -> None:
-        """Refuse the model's waiting and new requests, because none of its replicas can start until the
-        operator has fixed the cause."""
+        """Refuse the model's waiting requests and all new requests. None of its replicas can start until the
+        operator has fixed the cause `why`."""
         model = self.state.models[name]
         model.failure = why
         for request in model.waiting():
@@ -195,16 +196,17 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def retire_replica(self, account: CreditAccount) -> None:
-        """Dispatch no more requests to the replica. Its running requests continue; `TrafficState.occupied`
-        tells whether any are left."""
+        """Dispatch no more requests to the replica. Requests that are running on the replica continue;
+        `TrafficState.occupied` returns whether any are left."""
         model = self.state.models[account.model]
         if account in model.accounts:
             model.accounts.remove(account)
             model.learned()
 
     def preempt(self, account: CreditAccount) -> None:
-        """Tell the fronts that the replica is about to be stopped although requests are running on it. The
-        requests continue on another replica as they would after a loss, but this does not count as a loss."""
+        """Tell the fronts that the replica is about to be stopped although requests are running on it. As
+        after the loss of a replica, the requests continue on another replica, but the stop does not count as
+        a loss."""
         running = [one for one in self.state.in_flight.values() if account in one.dispatched]
         for request in running:
             if request.settled is None:
@@ -218,8 +220,8 @@ class RequestManager:
             )
 
     def lose_replica(self, account: CreditAccount) -> None:
-        """Handle the exit of a replica. Its requests continue on other replicas once the front processes
-        retry them."""
+        """Handle the exit of a replica. The replica's requests continue on other replicas once their fronts
+        have sent the next attempt."""
         self.retire_replica(account)
         for request in list(self.state.in_flight.values()):
             if account in request.dispatched:
@@ -241,11 +243,11 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
-        """Take back the front's requests that had not reached the replica when the front closed its
-        channel."""
+        """Handle that a front has closed its channel to a replica: take back the front's requests that had
+        not reached the replica."""
         if front in self.state.fronts:
-            # A replica may report the exit of a front before the core notices it, so mark the front as
-            # broken.
+            # The replica may report that the channel is closed before the core notices that the front has
+            # exited. Until then, mark the front as broken.
             self.state.broken_fronts.add(front)
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             if request.queued_at is not None and request not in self.state.pauses:
@@ -260,7 +262,7 @@ class RequestManager:
         self.state.fronts.add(front)
 
     def lose_front(self, front: str) -> None:
-        """Handle the exit of a front process. Replicas cancel its submissions and report the
+        """Handle the exit of a front process. Replicas cancel the front's submissions and report the
         cancellations."""
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             self._lifecycle.end_without_front(request)
@@ -268,8 +270,8 @@ class RequestManager:
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's `Admit` message. It is a request's first attempt, or the next attempt after a
-        replica was lost."""
+        """Handle a front's `Admit` message. The message is a request's first attempt, or the next attempt
+        after a replica was lost."""
         state = self.state
         if admit.shadow_of:
             self._admit_shadow(front, admit)
@@ -295,8 +297,8 @@ class RequestManager:
         self._begin(request, model)
 
     def _admit_shadow(self, front: str, admit: Admit) -> None:
-        """Dispatch a copied request at once, or refuse it. It never waits, and it is not dispatched while any
-        other request is waiting."""
+        """Dispatch a copied request at once, or refuse it. A copied request never waits, and is not
+        dispatched while any other request is waiting."""
         state, now = self.state, self.state.clock()
         admit = msgspec.structs.replace(admit, identity=SHADOW_IDENTITY)
         model = state.models.get(admit.unit)
@@ -320,7 +322,7 @@ class RequestManager:
             self._lifecycle.refuse(request, why)
 
     def shadow_done(self, done: ShadowDone) -> None:
-        """Add the result of a copied request."""
+        """Add the results of a copied request to the statistics of its shadow model."""
         self.shadows.add(done)
 
     def _begin(self, request: Request, model: ModelTraffic | None) -> None:
@@ -339,8 +341,8 @@ class RequestManager:
             self._lifecycle.refuse(request, why)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
-        """Return a refusal for a new request, or None if the request is to be queued or held. If None is
-        returned, the request's quotas have been reserved."""
+        """Return a refusal for a new request, or None if the request is to be queued or held. If the result
+        is None, the request's quotas have been reserved."""
         if pause is not None and not pause.hold:
             return paused(pause)
         if model.failure is not None:
@@ -374,17 +376,18 @@ class RequestManager:
             self._lifecycle.resume(request, model)
 
     def _deadline_at(self, admit: Admit) -> float | None:
-        """Return the request's deadline on `clock`. The time of day is used only to compute the time since
-        the request arrived."""
+        """Return the request's deadline on `clock`. The time of day is used only to compute how long ago the
+        request arrived."""
         if admit.deadline_ms is None:
             return None
         return self.state.clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3
 
     def settle(self, front: str, settle: Settle) -> None:
-        """Handle the end of a request as reported by its front."""
+        """Handle a front's message that a request has ended."""
         request = self.state.in_flight.get(settle.request_id)
         if request is None or request.front != front or request.settled is not None:
-            # The request was refused before this message arrived, or its channel to the replica broke.
+            # The request was already refused, or its channel to the replica broke, before this message
+            # arrived.
             log.debug("request %s: %s reported its end again", settle.request_id, front)
             return
         was_queued = request.queued_at is not None
@@ -395,13 +398,14 @@ class RequestManager:
         self._lifecycle.end_if_complete(request)
 
     def reject(self, rejected: Rejected) -> None:
-        """Log a request that its front refused, and charge the caller for the work that the front did."""
+        """Log a request that its front refused, and charge the caller's quotas for the work that the front
+        did."""
         if rejected.work_tokens:
             self._charge_for_work(rejected.identity, rejected.work_tokens, requests=1)
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge a caller for a front's work that does not belong to any request."""
+        """Charge the caller's quotas for a front's work that does not belong to any request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:

@@ -26,32 +26,33 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     targets_ms: tuple[_Factor, _Factor, _Factor] = (100.0, 1000.0, 10_000.0)
     """Target waiting times of the service classes P0, P1 and P2. P3 has no target."""
     output_weight: _Weight = 2.0
-    """Weight of an output token in fair sharing. A prompt token has weight 1."""
+    """Weight of an output token in fair sharing. A prompt token has the weight 1."""
     ageing: _Factor = 5.0
-    """A request is late when it has waited this many times its class's target. A class with late requests
-    gets a guaranteed share of the service (`lifted_share`)."""
+    """A request is late when it has waited for this many times the target waiting time of its class. A class
+    with late requests gets a guaranteed share of the service (`lifted_share`)."""
     lifted_share: _Part = 0.1
-    """Fraction of the service reserved for each class with late requests, ahead of higher-priority
-    classes."""
+    """Fraction of the service that each class with late requests receives before higher-priority classes are
+    served."""
     background_share: _Part = 0.02
-    """Fraction of the service reserved for P3, ahead of higher-priority classes, while P3 requests are
-    waiting."""
+    """Fraction of the service that P3 receives before higher-priority classes are served, while P3 requests
+    are waiting."""
     reserved_slots: _Part = 0.03
     """Fraction of a replica's sequence slots that is reserved for P0 requests, and for P1 requests of tenants
     with few running sequences, while more than one tenant sends requests."""
     overload: _Factor = 10.0
-    """Overload begins when the expected waiting time exceeds this many times a class's target."""
+    """Overload begins when the expected waiting time of a class exceeds this many times the target of the
+    class."""
     overload_s: _Seconds = 5.0
-    """How long an overload must last, in seconds, before load shedding goes one step further, and how long it
-    must be over before load shedding goes one step back."""
+    """Duration of overload, in seconds, after which load shedding goes one step further. Load shedding goes
+    back one step after the same duration without overload."""
 
     def target_s(self, request_class: int) -> float:
-        """Return the target of a class in seconds; infinite for P3."""
+        """Return the target waiting time of a class in seconds; infinite for P3."""
         if request_class < len(self.targets_ms):
             return self.targets_ms[request_class] / 1e3
         return float("inf")
 
     def late_s(self, request_class: int) -> float:
-        """Return the waiting time in seconds after which a request counts as late. P3 has the same value as
-        P2."""
+        """Return the waiting time in seconds after which a request of this class counts as late. P3 has the
+        same value as P2."""
         return self.ageing * self.targets_ms[min(request_class, len(self.targets_ms) - 1)] / 1e3

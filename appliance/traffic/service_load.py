@@ -1,5 +1,5 @@
-"""Measures the recent load of one model: how much of its service each class uses, how much service new
-requests ask for, and how many tokens started requests have."""
+"""Measures the recent load of one model: how much of the model's service each class uses, how much service
+new requests need, and how many tokens started requests have."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from store.policies import CLASSES
 
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
-"""Maximum amount of unfinished service, in seconds, that started requests carry over to later ticks. It is
-capped because predicted output lengths are often too high."""
+"""Maximum amount of service, in seconds, that started requests still need and that is counted in later ticks.
+The amount is capped because predicted output lengths are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
-"""Two levels of offered load, as fractions of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is
-expected to stay the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
+"""Two levels of offered load, as fractions of the capacity. With a load of at most `_LIGHT_LOAD`, the number
+of busy slots is expected to stay the same. With a load of at least `_FULL_LOAD`, all slots are expected to
+become busy."""
 _MIN_SHARE = 0.02
-"""Minimum share of the service for each class, no matter how busy higher-priority classes are."""
+"""Minimum share of the service for each class, even if higher-priority classes could use all of the
+service."""
 _OF_THE_NEW = 0.02
 """Weight of the newest request in running means."""
 _PROMISED_MARGIN = 1.25
-"""The mean prompt length expected after the start of all promised requests is divided by this factor.
-Promised requests thus affect the predicted steps only if they raise this mean by more than the factor.
-Smaller increases occur by chance, and predicting longer steps because of them would only reduce the number of
-promises."""
+"""The mean prompt length that is expected after the start of all requests with a promised start is divided by
+this factor. These requests therefore change the predicted steps only if they raise the mean by more than this
+factor. Smaller increases occur by chance, and predicting longer steps because of them would only reduce the
+number of promises."""
 
 
 class ServiceLoad:
@@ -34,14 +36,14 @@ class ServiceLoad:
 
     def __init__(self) -> None:
         self._taken_s = [0.0] * CLASSES
-        """Service that started requests still need, by class. A long request is spread over several ticks, so
-        that it never appears to use the whole service."""
+        """Service that started requests still need, by class. A long request is counted over several ticks,
+        so that it never appears to use the whole service."""
         self._busy = [0.0] * CLASSES
         """Recent share of the service used by each class."""
         self._offered_s = 0.0
-        """Service requested since the last tick."""
+        """Service that the requests received since the last tick need."""
         self._offered = DecayingMean()
-        """Recent offered load, as a fraction of the capacity."""
+        """Service needed by recent new requests, as a fraction of the capacity."""
         self._ticked_at: float | None = None
 
     def start(self, request_class: int, service_s: float) -> None:
@@ -49,11 +51,11 @@ class ServiceLoad:
         self._taken_s[request_class] += service_s
 
     def offer(self, service_s: float) -> None:
-        """Count the service that a new request asks for."""
+        """Count the service that a new request needs."""
         self._offered_s += service_s
 
     def tick(self, now: float) -> None:
-        """Update the shares and the offered load."""
+        """Update the shares and the offered load at the end of an interval."""
         if self._ticked_at is not None and now > self._ticked_at:
             passed_s = now - self._ticked_at
             keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
@@ -66,12 +68,12 @@ class ServiceLoad:
         self._ticked_at = now
 
     def share_left(self, request_class: int, total: float = 1.0) -> float:
-        """Return the part of `total` that higher-priority classes leave to the class."""
+        """Return the part of `total` that higher-priority classes leave to this class."""
         return max(_MIN_SHARE, total - sum(self._busy[:request_class]))
 
     @property
     def filling(self) -> float:
-        """Fraction of the slots that will soon be occupied at the offered load, from 0 to 1."""
+        """Expected fraction of the slots that the offered load will soon occupy, from 0 to 1."""
         return max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
 
 
@@ -97,8 +99,9 @@ class StartedTokens:
     def prompts_per_output(
         self, backlogs: Iterable[QueuedTokens], promised_requests: int, promised_prompt_tokens: int
     ) -> float:
-        """Return the highest of three ratios of prompt tokens to output tokens: for recently started, for
-        waiting and for promised requests. `backlogs` are the waiting requests of each class."""
+        """Return the highest of three ratios of prompt tokens to output tokens: that of recently started
+        requests, that of waiting requests and that of requests with a promised start. `backlogs` are the
+        waiting requests of each class."""
         waiting = QueuedTokens()
         for backlog in backlogs:
             waiting.add(backlog)
@@ -110,12 +113,13 @@ class StartedTokens:
         return max((prompt / output for prompt, output in groups if output >= 1), default=0.0)
 
     def _prompt_tokens_after(self, promised_requests: int, promised_prompt_tokens: int) -> float:
-        """Return the mean prompt length as it will be after all promised requests have started. Promised
-        requests start before other waiting requests, so the prompts of a few promised requests can make steps
-        longer although most of the waiting requests have short prompts.
+        """Return the mean prompt length as it will be after all requests with a promised start have started.
 
-        The output tokens stay the same: requests with short answers are promised more often, but requests
-        with longer answers run beside them."""
+        These requests start before other waiting requests, so a few of them with long prompts can make steps
+        longer although most of the waiting requests have short prompts. The number of output tokens stays the
+        same: requests with short answers are promised a start more often, but requests with longer answers
+        run at the same time.
+        """
         keep = (1.0 - _OF_THE_NEW) ** promised_requests
         each = promised_prompt_tokens / max(1, promised_requests)
         return (keep * self.prompt_tokens + (1.0 - keep) * each) / _PROMISED_MARGIN

@@ -1,4 +1,4 @@
-"""Sums the results of shadow traffic: requests that were copied to another model or version."""
+"""Sums the results of shadow traffic: requests of which a copy was sent to another model or version."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from appliance.channel.front_messages import ShadowDone, ShadowMeasure
 
 @dataclass
 class MeasureSum:
-    """Sums over either the original answers or the answers to the copies."""
+    """Sums over the original answers or over the answers to the copies."""
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0
     tokens: int = 0
 
     def add(self, measure: ShadowMeasure) -> None:
-        """Add an answer."""
+        """Add one answer to the sums."""
         self.ttft_s += measure.ttft_s
         self.e2e_s += measure.e2e_s
         self.tokens += measure.tokens
@@ -25,8 +25,8 @@ class MeasureSum:
 
 @dataclass
 class ShadowSums:
-    """The results of one shadow since it was configured: `name` is the requested name, and `unit` the model
-    or version to which its requests are copied."""
+    """The results of one shadow since the shadow was configured. `name` is the model name that clients
+    request, and `unit` is the model or version to which the requests are copied."""
 
     name: str
     unit: str
@@ -36,14 +36,14 @@ class ShadowSums:
     originals: MeasureSum = field(default_factory=MeasureSum)
     copies: MeasureSum = field(default_factory=MeasureSum)
     greedy: int = 0
-    """Number of compared requests that are greedy and for which both models produce the same prompt
+    """Number of compared requests that use greedy sampling and for which both models produced the same prompt
     tokens."""
     greedy_tokens: int = 0
-    """Number of tokens in the answers to the requests that `greedy` counts, using the longer of each
-    request's two answers."""
+    """Number of tokens in the answers to the requests counted in `greedy`. For each request, the longer of
+    the two answers counts."""
     equal_tokens: int = 0
-    """Number of tokens before the first difference between the two answers, summed over the requests that
-    `greedy` counts."""
+    """Number of tokens before the first difference between the two answers, summed over the requests counted
+    in `greedy`."""
 
 
 class ShadowResults:
@@ -56,12 +56,12 @@ class ShadowResults:
         return iter(self._sums.values())
 
     def end(self, name: str) -> None:
-        """Drop the results of all shadows of the requested name `name`."""
+        """Drop the results of all shadows of the model name `name`."""
         self._sums = {key: sums for key, sums in self._sums.items() if key[0] != name}
 
     def of(self, name: str, unit: str) -> ShadowSums:
-        """Return the results of a shadow since it was configured or, if that was later, since the service
-        started."""
+        """Return the results of a shadow since the shadow was configured or the service started, whichever is
+        later."""
         return self._sums.get((name, unit)) or ShadowSums(name, unit)
 
     def add(self, done: ShadowDone) -> None:

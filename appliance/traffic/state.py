@@ -1,5 +1,5 @@
-"""The request manager's data: requests in flight, served models and counters. Drains, the status, metrics and
-the console read it; only the request manager and `RequestLifecycle` change it."""
+"""The request manager's data: requests in flight, served models and counters. Drains, the status, the metrics
+and the console read this data. Only the request manager and `RequestLifecycle` change it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from appliance.traffic.tenants import Tenants
 
 
 class TrafficState:
-    """The state shared by the request manager and its readers. `clock` returns seconds and never jumps."""
+    """The data that the request manager shares with its readers. `clock` returns seconds and never jumps."""
 
     def __init__(self, clock: Callable[[], float], quotas: Quotas) -> None:
         self.clock = clock
@@ -34,8 +34,8 @@ class TrafficState:
         self.fronts: set[str] = set()
         """Names of the live fronts."""
         self.broken_fronts: set[str] = set()
-        """Live fronts that closed a channel to a replica, because they are exiting or faulty. A request
-        dispatched for such a front may not reach its replica."""
+        """Running fronts that closed a channel to a replica, because they are exiting or faulty. A request
+        that is dispatched for one of these fronts may not reach its replica."""
         self.running = 0
         self.waiting_tokens = 0
         """Prompt tokens of all waiting or held requests."""
@@ -60,8 +60,7 @@ class TrafficState:
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether there are no unfinished requests, as defined by `unfinished`. The search stops at
-        the first one found."""
+        """Return whether no unfinished request is left. The search stops at the first unfinished request."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:

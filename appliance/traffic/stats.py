@@ -14,17 +14,17 @@ from store.policies import CLASSES
 
 
 class ModelStats(NamedTuple):
-    """Statistics of one model. Lists are indexed by class, starting with P0."""
+    """Statistics of one model. Each list has one entry per service class, starting with P0."""
 
     name: str
     waiting: list[int]
-    """Requests waiting for their first dispatch."""
+    """Number of requests that wait for their first dispatch, by class."""
     oldest_wait_s: list[float]
     resuming: int
     """Number of requests that lost their replica and are waiting to continue."""
     running: int
     overload_step: int
-    """The step of the load shedder; 0 without overload."""
+    """The step that load shedding has reached; 0 without overload."""
 
 
 class TenantStats(NamedTuple):
@@ -36,7 +36,7 @@ class TenantStats(NamedTuple):
     waiting_tokens: int
     running: int
     service: float
-    """Weighted tokens of the requests that have ended since startup."""
+    """Number of weighted tokens of the requests that have ended since startup."""
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
@@ -54,15 +54,16 @@ def model(one: ModelTraffic, now: float) -> ModelStats:
 
 
 def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
-    """Return a description of all models' overloads, and the highest step of load shedding."""
+    """Return a description of the overloads of all models, and the highest step that load shedding has
+    reached."""
     steps = [(model.shedder.step, f"{model.name}: {model.shedder.reason}") for model in models]
     taken = [(step, words) for step, words in steps if step]
     return "; ".join(words for _, words in taken), max((step for step, _ in taken), default=0)
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return the status of each class over all models. The waiting time of a class is the longest of its
-    waiting times for the models."""
+    """Return the status of each class, combined over all models. The waiting time of a class is the longest
+    of its waiting times at any model."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []
@@ -90,7 +91,7 @@ def tenant(one: TenantTraffic) -> TenantStats:
 
 
 def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
-    """Return a tenant's or key's usage of its limits on waiting and running requests. `kv_tokens` is the
+    """Return how much of its limits on waiting and running requests a tenant or key uses. `kv_tokens` is the
     capacity of the KV caches by model."""
     quota, use = tenants.quota_of(scope, name)
     found = [

@@ -26,9 +26,9 @@ class Use:
         self.queued_tokens = 0
         self.running = 0
         self.seqs: dict[str, int] = {}
-        """Sequences on replicas, by model."""
+        """Number of sequences that are running on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
-        """Maximum number of cache tokens that the sequences on replicas may occupy, by model."""
+        """Maximum number of cache tokens that the running sequences may occupy, by model."""
 
     @property
     def idle(self) -> bool:
@@ -55,7 +55,7 @@ class Use:
             del self.seqs[model], self.kv_tokens[model]
 
     def add(self, other: Use) -> None:
-        """Add another key's usage to this key's usage."""
+        """Add the usage of another key to the usage of this key."""
         self.queued += other.queued
         self.queued_tokens += other.queued_tokens
         self.running += other.running
@@ -64,9 +64,9 @@ class Use:
             self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
 
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
-        """Return whether a request that may occupy up to `kv_tokens` cache tokens may run. `kv_total` is the
-        capacity of all the model's replicas in tokens (0: unknown). If no request for the model is running,
-        any request may run."""
+        """Return whether a request that may occupy up to `kv_tokens` cache tokens may run within this quota.
+        `kv_total` is the KV-cache capacity of all replicas of the model in tokens, or 0 if unknown. If no
+        request for the model is running, any request may run."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
             return False
         if quota.kv_share is None or not kv_total or not self.seqs.get(model):
@@ -88,10 +88,10 @@ class TenantTraffic:
         self.outputs = OutputLengths()
         self.service = 0.0
         """Number of weighted tokens served since the service started. The number is corrected when a request
-        ends."""
+        ends, because exact token counts are known only then."""
         self.held_at: set[tuple[str, str]] = set()
-        """Pairs of model and key id for which the limit of running requests is reached. An empty key id means
-        the tenant's limit."""
+        """Pairs of a model and a key id for which the limit of running requests is reached. An empty key id
+        stands for the limit of the tenant itself."""
 
     def key(self, key_id: str) -> Use:
         """Return the usage of one of the tenant's keys."""
@@ -101,13 +101,13 @@ class TenantTraffic:
         return use
 
     def uses(self, key_id: str) -> tuple[Use, ...]:
-        """Return the records that count a request with this key: the tenant's usage and, if there is a key,
-        the key's usage."""
+        """Return the usage records in which a request with this key is counted: the tenant's and, if there is
+        a key, the key's."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, seqs: int, kv_tokens: int) -> set[str]:
-        """Stop counting a request that ran. Returns the models for which waiting requests may now be able to
-        run."""
+        """Stop counting a request that ran. Return the models for which waiting requests may now be able to
+        start."""
         for use in self.uses(key_id):
             use.leave(model, seqs, kv_tokens)
         freed = {held for held in self.held_at if held[1] in ("", key_id)}
@@ -115,7 +115,8 @@ class TenantTraffic:
         return {model, *(name for name, _ in freed)}
 
     def follow_rotations(self, latest: Callable[[str], str]) -> None:
-        """Move the usage of replaced keys to their replacements. `latest` returns a key's replacement."""
+        """Move the usage of rotated keys to the keys that replaced them. `latest` returns the replacement of
+        a key."""
         for key_id in list(self.keys):
             if (successor := latest(key_id)) != key_id:
                 self.key(successor).add(self.keys.pop(key_id))
@@ -126,21 +127,21 @@ class TenantTraffic:
 
 
 class Tenants:
-    """All tenants that have sent requests, and their records."""
+    """All tenants that have sent requests, and the configured records of tenants and keys."""
 
     def __init__(self) -> None:
         self._policies = Policies()
         self._tenants: dict[str, TenantTraffic] = {}
         self._seen: OrderedDict[str, float] = OrderedDict()
         self.outputs = OutputLengths()
-        """Lengths of all tenants' answers."""
+        """Statistics of the lengths of the answers to all tenants."""
 
     def __iter__(self) -> Iterator[TenantTraffic]:
         return iter(self._tenants.values())
 
     def set_policies(self, policies: Policies) -> list[TenantTraffic]:
-        """Apply new records. A tenant without a record has weight 1 and no limits. Returns the tenants whose
-        own record or key records changed."""
+        """Apply new tenant and key records. A tenant without a record has the weight 1 and no limits. Return
+        the tenants whose own record or key records changed."""
         before, self._policies = self._policies, policies
         names = {record.name for record in _different(before.tenants, policies.tenants)}
         names |= {record.tenant for record in _different(before.keys, policies.keys)}
@@ -173,13 +174,13 @@ class Tenants:
         return self.key_quota(name), seen.keys.get(name, Use()) if seen is not None else Use()
 
     def key_quota(self, key_id: str) -> Quota:
-        """Return a key's own limits."""
+        """Return the limits of a key itself, without those of its tenant."""
         key = self._policies.keys.get(self.limits_key(key_id)) if key_id else None
         return key.quota if key is not None else _NO_LIMITS
 
     def learn_output(self, name: str, tokens: int, max_tokens: float) -> None:
-        """Update the tenant's output-length estimates from a finished answer. `max_tokens` was its token
-        limit."""
+        """Update the estimate of the tenant's answer lengths with a finished answer. `max_tokens` was the
+        token limit of the answer."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.learn(tokens, max_tokens)
 
@@ -215,10 +216,10 @@ class Tenants:
 
 
 def _different(before: Mapping[str, Record], after: Mapping[str, Record]) -> Iterator[Record]:
-    """Yield the records that were added, removed or changed."""
+    """Yield the names of records that were added, removed or changed."""
     for one, other in ((before, after), (after, before)):
         for name, record in one.items():
-            # Most records are the same objects as before, because a change creates new objects only for the
-            # records that it affects.
+            # Most records are the same objects as before, because an operator's change creates new objects
+            # only for the records that it affects.
             if (known := other.get(name)) is not record and known != record:
                 yield record

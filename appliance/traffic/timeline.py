@@ -1,14 +1,14 @@
-"""Keeps waiting requests in time order, with totals over the requests before a given time. All times are in
-seconds on one clock.
+"""Keeps waiting requests in time order, and computes totals over the requests before a given time. All times
+are in seconds on one clock.
 
 `Timeline` contains the requests of one tenant in plain lists. The cost of an operation is at most
-proportional to the length of the queue, and the loops run in C code. Most new requests are due after the
-requests that are already waiting, so the totals before a new request are the overall totals minus a few
-items.
+proportional to the length of the queue, and the loops run in C code. Most new requests are due after nearly
+all waiting requests, so the totals before a new request are the totals of all requests minus a few items.
 
-`Promises` contains all of a model's requests that have a promised start, and needs a running sum over the
-requests after a given time. It keeps the requests in blocks with a summary each, so the cost of an operation
-is about proportional to the square root of their number. `scripts/bench_admission` measures both classes.
+`Promises` contains all requests of a model that have a promised start. It must sum over the requests after a
+given time, so it divides the requests into blocks and stores a summary of each block. The cost of an
+operation is about proportional to the square root of the number of requests. `scripts/bench_admission`
+measures both classes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 
 _MAX_BLOCK = 64
-"""Maximum number of entries in a block of promises; a larger block is split in half."""
+"""Maximum number of entries in a block. A larger block is split in half."""
 _AFTER_ALL = float("inf")
-"""A value greater than every serial number."""
+"""A value greater than every serial number of an item."""
 
 _Promise = tuple[Any, ...]
-"""(time, serial, work in seconds, item). Serial numbers are unique, so items are never compared."""
+"""An entry: (time, serial, work in seconds, item). Serial numbers are unique, so items are never compared."""
 
 
 class Timeline(Generic[Item]):
-    """Items ordered by time, each with its prompt and output tokens."""
+    """Items in time order, each with a number of prompt tokens and of output tokens."""
 
     __slots__ = ("_items", "_keys", "_outputs", "_prompts", "_total_output", "_total_prompt")
 
@@ -76,8 +76,8 @@ class Timeline(Generic[Item]):
         return self._items[0] if self._items else None
 
     def before(self, time: float) -> tuple[float, float]:
-        """Return the total prompt tokens and the total output tokens of the items up to and including this
-        time."""
+        """Return the total prompt tokens and the total output tokens of the items up to and including the
+        time `time`."""
         end = bisect_right(self._keys, (time, _AFTER_ALL))
         if 2 * end < len(self._keys):
             return sum(self._prompts[:end]), sum(self._outputs[:end])
@@ -89,8 +89,8 @@ class Promises(Generic[Item]):
     """Items that must each begin by a given time, and a check of whether all of them can.
 
     The items are served one after another, earliest time first. Each takes a given number of seconds of work.
-    An item begins in time if the work of all preceding items is completed by the item's time (the processor
-    demand test of EDF scheduling, Baruah et al. 1990).
+    An item begins in time if the work of all preceding items is completed by the item's own time. This check
+    is the processor demand test of earliest-deadline-first scheduling (Baruah et al. 1990).
     """
 
     def __init__(self) -> None:
@@ -139,14 +139,14 @@ class Promises(Generic[Item]):
             del self._blocks[at], self._lasts[at], self._works[at], self._slacks[at]
 
     def latest_begin(self) -> float:
-        """Return the latest time at which serving may begin so that every item begins in time; infinite if
-        there are no items."""
+        """Return the latest time at which serving the items may begin so that every item begins in time;
+        infinite if there are no items."""
         return self._latest(0, 0.0)
 
     def latest_begin_with(self, time: float, work_s: float) -> float:
-        """Return the latest time at which serving may begin if one more item is added, which must begin by
-        `time` and takes `work_s` seconds. Only the new item and later items are considered, because the new
-        item does not delay earlier items."""
+        """Return the result of `latest_begin` if one more item were added, which must begin by `time` and
+        takes `work_s` seconds. Only the new item and later items are considered, because the new item does
+        not delay earlier items."""
         at = self._block_of((time, _AFTER_ALL))
         block = self._blocks[at]
         index = bisect_left(block, (time, _AFTER_ALL))
@@ -155,13 +155,12 @@ class Promises(Generic[Item]):
         return min(min(slack, self._latest(at + 1, work)) - work_s, time - before)
 
     def _block_of(self, key: tuple[float, float]) -> int:
-        """Return the index of the block that contains the key, or of the block in which the key would be
-        inserted."""
+        """Return the index of the block that contains the key, or into which the key would be inserted."""
         return min(bisect_left(self._lasts, key), len(self._blocks) - 1)
 
     def _latest(self, start: int, before: float) -> float:
-        """Return the latest time at which serving may begin, considering only the blocks from index `start`
-        on, if `before` seconds of work precede them."""
+        """Return the latest time at which serving may begin so that every item in the blocks from index
+        `start` on begins in time. `before` seconds of work precede these blocks."""
         works = accumulate(self._works[start:], initial=before)
         return min(map(sub, self._slacks[start:], works), default=float("inf"))
 
@@ -173,8 +172,9 @@ class Promises(Generic[Item]):
 
 
 def _demand(promises: Iterable[_Promise], work: float) -> tuple[float, float]:
-    """Return the total work and the minimum slack, both in seconds. The total includes these promises and the
-    `work` seconds that precede them. A promise's slack is its time minus the work that precedes it."""
+    """Return the total work and the minimum slack of these promises, both in seconds. The total includes
+    `work` seconds of work that precede the promises. The slack of a promise is its time minus the work that
+    precedes the promise."""
     slack = float("inf")
     for time, _, work_s, _ in promises:
         if time - work < slack:

@@ -2,8 +2,8 @@
 
 The replay runs the real request manager in simulated time, once with the current limits and once with the new
 ones, on replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference between the
-two runs is applied to the recorded outcome. Clients are assumed to send the same requests at the same times.
-A request that was refused is assumed to get an answer of the same length as another answer to its tenant.
+two runs is applied to the recorded outcome. The replay assumes that clients send the same requests at the
+same times. For a request that was refused, it assumes an answer as long as another answer to the same tenant.
 
 The replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes seconds.
 """
@@ -37,17 +37,17 @@ from store.quotas import QuotaLevels, QuotaState
 from store.requests import RequestRow
 
 MAX_REPLAY_S = 60.0
-"""Time limit for a replay."""
+"""Time limit for a replay, in seconds."""
 _TICK_S = 0.25
-"""Interval at which the request manager updates its predictions, as in the service."""
+"""Interval at which the request manager updates its predictions. The service uses the same interval."""
 _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """How long a replay continues after the last arrival, so that its requests can end."""
 _FRONT = "front"
 _OVER_QUOTA = 429
 _NOT_ADMISSION = range(400, 500)
-"""HTTP statuses of requests that were refused as invalid. The exceptions are 429 (limit exceeded) and 499
-(client disconnected)."""
+"""HTTP statuses of requests that were refused as invalid. These are all 4xx statuses except 429 (limit
+exceeded) and 499 (client disconnected)."""
 
 
 class ReplayInput(msgspec.Struct, kw_only=True):
@@ -55,14 +55,14 @@ class ReplayInput(msgspec.Struct, kw_only=True):
 
     since: float
     until: float
-    """The replayed period, in unix seconds."""
+    """The replayed period, in unix time."""
     requests: list[PastRequest]
     replicas: list[ReplicaSpeed]
     rules: QueueRules
     tenants: list[TenantRecord]
     keys: list[KeyRecord]
     levels: list[QuotaLevels]
-    """Levels of the quotas at `since`. A quota that is not listed was unused."""
+    """The quota levels at `since`. A quota that is not listed was unused."""
     changed_tenants: list[TenantRecord] = []
     changed_keys: list[KeyRecord] = []
 
@@ -94,7 +94,7 @@ class _NoLog:
 
 
 class _Replay:
-    """One run of the request manager in simulated time, given as unix time."""
+    """One run of the request manager in simulated time. The simulated time is given as unix time."""
 
     def __init__(self, given: ReplayInput) -> None:
         self.now = given.since
@@ -105,7 +105,8 @@ class _Replay:
         self._replicas = {speed.replica: SimulatedReplica(speed) for speed in given.replicas}
         self._reported = dict.fromkeys(self._replicas, given.since)
         self._changes = dict.fromkeys(self._replicas, 0)
-        """Sequence number of each replica's most recently scheduled change. Older changes are ignored."""
+        """Sequence number of each replica's most recently scheduled change. Changes that were scheduled
+        earlier are ignored."""
         self._manager = RequestManager(
             send=self._hear,
             rows=_NoLog(),
@@ -184,8 +185,8 @@ class _Replay:
         most = math.inf if message.most_tokens is None else message.most_tokens
         each = max(1, min(round(request.output / past.num_seqs), int(min(most, 1 << 30))))
         request.submissions = past.submissions
-        # The request manager sends this message while it is changing its own state. The submissions are
-        # therefore scheduled here and delivered afterwards.
+        # The request manager sends this message in the middle of a change to its own state. The submissions
+        # are therefore only scheduled here, and delivered afterwards.
         for index in range(past.submissions):
             submission = SimulatedSubmission(
                 request_id=message.request_id,
@@ -260,7 +261,8 @@ def replay(given: ReplayInput) -> QuotaForecast:
     tenants = {**{one.name: one for one in given.tenants}, **{one.name: one for one in given.changed_tenants}}
     keys = {**{one.id: one for one in given.keys}, **{one.id: one for one in given.changed_keys}}
     _Replay(given).run(Policies(tenants.values(), keys.values()), changed)
-    # Requests that were already running when the replay begins only contribute load.
+    # Requests that were already running at the start of the replay only contribute load. They are not
+    # counted.
     counted = [one for one in chosen if one.arrived_at >= given.since]
     forecasts = []
     for name in sorted({one.tenant for one in counted}):
@@ -312,8 +314,8 @@ def _of_tenant(replayed: Iterable[_Replayed], tenant: str, since: float) -> list
 
 
 def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
-    """Return the requests with the lengths of their answers. Requests that never ran are given the lengths of
-    other answers to their tenant, in turn."""
+    """Return the requests with the lengths of their answers. A request that never ran is given the length of
+    another answer to its tenant."""
     lengths: dict[str, deque[float]] = {}
     for one in chosen:
         if one.output_tokens:
@@ -332,8 +334,8 @@ def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
 
 
 def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
-    """Return the quota levels at the start of the replay under these limits. If a new limit differs from the
-    current one, the level is scaled, so that the same fraction of the limit is left."""
+    """Return the quota levels at the start of the replay under these limits. If a limit differs from the
+    current one, its level is scaled so that the same fraction of the limit is left."""
     found = []
     present = Policies(given.tenants, given.keys)
     for levels in given.levels:
@@ -393,8 +395,9 @@ def _predicted(recorded: Outcome, simulated: Outcome, changed: Outcome) -> Outco
 
 
 def _shifted(recorded: float | None, simulated: float | None, changed: float | None) -> float | None:
-    """Apply the change between two replays to a recorded latency: as a difference if the latency grows, and
-    as a ratio if it falls, so that the replay's error stays in proportion to the smaller latency."""
+    """Apply the change of a latency between two replays to the recorded latency. If the latency grows, the
+    difference is added. If it falls, the recorded latency is multiplied by the ratio, so that the replay's
+    error stays in proportion to the smaller latency."""
     if recorded is None or simulated is None or changed is None:
         return changed
     if changed >= simulated:
