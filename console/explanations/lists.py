@@ -14,7 +14,14 @@ LISTS: dict[str, Explanation] = {
         "the condition has ended.",
         "alerts: state",
     ),
-    "since": Explanation("SINCE", "time of day", "", "Time at which the condition began.", "alerts: since"),
+    "alert_age": Explanation(
+        "AGE",
+        "s",
+        "since the condition began",
+        "How long the condition has held. For a resolved alert: how long it held.",
+        "alerts: since, ended_at",
+    ),
+    "since": Explanation("SINCE", "date and time", "", "Time at which the condition began.", "alerts: since"),
     "where": Explanation(
         "WHERE",
         "",
@@ -55,11 +62,11 @@ LISTS: dict[str, Explanation] = {
         "alerts: value, threshold, unit",
     ),
     "alert_ended": Explanation(
-        "ended", "time of day", "", "Time at which the condition ended.", "alerts: ended_at"
+        "ended", "date and time", "", "Time at which the condition ended.", "alerts: ended_at"
     ),
     "silenced_until": Explanation(
         "silenced until",
-        "time of day",
+        "date and time",
         "",
         "Time until which the alert is not sent to receivers.",
         "alerts: silenced_until",

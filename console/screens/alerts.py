@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from appliance.actions import Action, TargetKind
 from appliance.protocol import Silence
@@ -19,12 +20,33 @@ from console.source import ListName
 _ORDER = ("critical", "warning", "info")
 
 
-def _rank(alert: Alert) -> int:
+class AlertRow(NamedTuple):
+    """A row of the screen."""
+
+    alert: Alert
+    now: float
+    """Time of the snapshot, in unix seconds."""
+
+    @property
+    def id(self) -> str:
+        """The id of the alert."""
+        return self.alert.id
+
+    @property
+    def age_s(self) -> float | None:
+        """Time since the condition began or, if it has ended, how long it lasted, in seconds."""
+        if self.alert.since is None:
+            return None
+        return max(0.0, (self.now if self.alert.ended_at is None else self.alert.ended_at) - self.alert.since)
+
+
+def _rank(row: AlertRow) -> int:
     """Return the sort key of an alert: alerts are ordered by severity, and all ended alerts come last."""
+    alert = row.alert
     return _ORDER.index(alert.severity) + (len(_ORDER) if alert.state == "resolved" else 0)
 
 
-class AlertsView(TableView[Alert]):
+class AlertsView(TableView[AlertRow]):
     """The screen with all alerts."""
 
     name = "alerts"
@@ -44,46 +66,57 @@ class AlertsView(TableView[Alert]):
             "severity",
             "SEVERITY",
             10,
-            lambda a: a.severity,
-            lambda a: {"critical": "‼ critical", "warning": "! warning", "info": "i info"}[a.severity],
+            lambda r: r.alert.severity,
+            lambda r: {"critical": "‼ critical", "warning": "! warning", "info": "i info"}[r.alert.severity],
             right=False,
-            role=lambda a: SEVERITY_ROLES[a.severity],
+            role=lambda r: SEVERITY_ROLES[r.alert.severity],
             rank=_rank,
         ),
         TableColumn(
-            "state", "STATE", 12, lambda a: a.state, right=False, role=lambda a: STATE_ROLES[a.state]
+            "state",
+            "STATE",
+            12,
+            lambda r: r.alert.state,
+            right=False,
+            role=lambda r: STATE_ROLES[r.alert.state],
         ),
+        TableColumn("age_s", "AGE", 6, lambda r: r.age_s, lambda r: units.seconds(r.age_s), unit="s"),
         TableColumn(
             "since",
             "SINCE",
-            8,
-            lambda a: a.since,
-            lambda a: units.clock(a.since),
+            14,
+            lambda r: r.alert.since,
+            lambda r: units.short_date(r.alert.since),
             right=False,
             drop=2,
             unit="time",
         ),
-        TableColumn("where", "WHERE", 18, lambda a: a.where, right=False, drop=4, role=lambda a: "bold"),
-        TableColumn("description", "DESCRIPTION", 54, lambda a: a.description, right=False, flexible=True),
-        TableColumn("rule", "RULE", 18, lambda a: a.rule, right=False, drop=5, role=lambda a: "dim"),
+        TableColumn(
+            "where", "WHERE", 18, lambda r: r.alert.where, right=False, drop=4, role=lambda r: "bold"
+        ),
+        TableColumn(
+            "description", "DESCRIPTION", 54, lambda r: r.alert.description, right=False, flexible=True
+        ),
+        TableColumn("rule", "RULE", 18, lambda r: r.alert.rule, right=False, drop=5, role=lambda r: "dim"),
         TableColumn(
             "suppressed",
             "ALSO",
             5,
-            lambda a: a.suppressed,
-            lambda a: f"+{a.suppressed}" if a.suppressed else "",
+            lambda r: r.alert.suppressed,
+            lambda r: f"+{r.alert.suppressed}" if r.alert.suppressed else "",
             drop=3,
         ),
     )
     explanations = (
-        *("severity", "alert_state", "since", "where", "description", "rule", "suppressed"),
+        *("severity", "alert_state", "alert_age", "since", "where", "description", "rule", "suppressed"),
         *("cause", "remedy", "alert_value", "alert_ended", "silenced_until"),
     )
 
-    def rows(self, context: Context) -> Sequence[Alert]:
-        return context.snapshot.alerts if context.snapshot else []
+    def rows(self, context: Context) -> Sequence[AlertRow]:
+        snapshot = context.snapshot
+        return [] if snapshot is None else [AlertRow(one, snapshot.at) for one in snapshot.alerts]
 
-    def id_of(self, row: Alert) -> str:
+    def id_of(self, row: AlertRow) -> str:
         return row.id
 
     def lists(self) -> tuple[ListName, ...]:
@@ -109,30 +142,32 @@ class AlertsView(TableView[Alert]):
         selected = set(self.selected(context))
         alerts = [row for row in self.ordered(context) if row.id in selected]
         if action.named_by == "rule":
-            return list(dict.fromkeys(row.rule for row in alerts))
+            return list(dict.fromkeys(row.alert.rule for row in alerts))
         return [row.id for row in alerts]
 
     def has_target(self, name: str, context: Context) -> bool:
-        return any(name in (row.id, row.rule) for row in self.rows(context))
+        return any(name in (row.id, row.alert.rule) for row in self.rows(context))
 
-    def title_of(self, row: Alert) -> str:
-        return units.about(row.where, row.description)
+    def title_of(self, row: AlertRow) -> str:
+        return units.about(row.alert.where, row.alert.description)
 
-    def describe(self, row: Alert, context: Context, width: int) -> list[Line]:
+    def describe(self, row: AlertRow, context: Context, width: int) -> list[Line]:
+        one = row.alert
+        held = "lasted " if one.ended_at is not None else "for "
         facts = [
-            ("rule", row.rule),
-            ("severity", row.severity),
-            ("state", row.state + (f" by {row.acknowledged_by}" if row.acknowledged_by else "")),
-            ("where", row.where),
-            ("description", row.description),
-            ("since", units.clock(row.since)),
-            ("explains", f"{row.suppressed} other alert{'' if row.suppressed == 1 else 's'}"),
+            ("rule", one.rule),
+            ("severity", one.severity),
+            ("state", one.state + (f" by {one.acknowledged_by}" if one.acknowledged_by else "")),
+            ("where", one.where),
+            ("description", one.description),
+            ("since", f"{units.date(one.since)}, {held}{units.seconds(row.age_s)}"),
+            ("explains", f"{one.suppressed} other alert{'' if one.suppressed == 1 else 's'}"),
         ]
-        if row.threshold is not None:  # rules that check text have no threshold
-            value = units.UNKNOWN if row.value is None else of_measure(row.value, row.unit)
-            facts.append(("value", f"{value} when raised (threshold {of_measure(row.threshold, row.unit)})"))
-        for name, at in (("ended", row.ended_at), ("silenced until", row.silenced_until)):
+        if one.threshold is not None:  # rules that check text have no threshold
+            value = units.UNKNOWN if one.value is None else of_measure(one.value, one.unit)
+            facts.append(("value", f"{value} when raised (threshold {of_measure(one.threshold, one.unit)})"))
+        for name, at in (("ended", one.ended_at), ("silenced until", one.silenced_until)):
             if at is not None:
-                facts.append((name, units.clock(at)))
-        advice = (("likely cause", row.cause or units.UNKNOWN), ("next step", row.remedy or units.UNKNOWN))
+                facts.append((name, units.date(at)))
+        advice = (("likely cause", one.cause or units.UNKNOWN), ("next step", one.remedy or units.UNKNOWN))
         return [*fact_lines(advice, width), BLANK, *fact_lines(facts, width)]

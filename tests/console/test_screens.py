@@ -319,7 +319,7 @@ def test_every_column_is_filtered_and_sorted_by_its_heading() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "computed"),
     [
-        ("alerts", Alert, set()),
+        ("alerts", Alert, {"age_s"}),
         ("silences", Silence, set()),
         ("keys", Key, {"state"}),
         ("gpus", Gpu, {"nvlink", "ecc"}),
