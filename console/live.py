@@ -18,7 +18,7 @@ from appliance.alert_rules import BUILT_IN
 from appliance.calls import AdminError
 from appliance.client import ServiceNotRunningError
 from appliance.events.async_client import AsyncAdminClient
-from appliance.events.frames import FrameLostError
+from appliance.events.frames import MissingFrameError
 from appliance.history.forecasts import QuotaForecast
 from appliance.ownership import UntrustedError
 from appliance.pages import AuditQuery, ChainReport, LogQuery, RequestLogQuery, UsageQuery, UsageRow
@@ -191,7 +191,7 @@ def _explained() -> Iterator[None]:
     """Convert the client's exceptions to SourceError. Their messages are already written for operators."""
     try:
         yield
-    except (ServiceNotRunningError, AdminError, UntrustedError, FrameLostError) as error:
+    except (ServiceNotRunningError, AdminError, UntrustedError, MissingFrameError) as error:
         raise SourceError(str(error)) from error
 
 

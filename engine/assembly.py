@@ -16,11 +16,11 @@ def build_core(
     info: ReplicaInfo,
     runner: StepRunner,
     peers: Sequence[socket.socket],
-    on_lost: Callable[[str], None],
+    on_exit: Callable[[str], None],
 ) -> EngineCore:
     """Return the engine core of a loaded replica.
 
-    `peers` are rank 0's sockets to the other ranks, in rank order. `on_lost` is called with the reason when
+    `peers` are rank 0's sockets to the other ranks, in rank order. `on_exit` is called with the reason when
     another rank stops accepting plans (`Ranks.abandon`).
 
     Raises UnsupportedError if a plan for the other ranks could exceed the channel's message size limit.
@@ -41,5 +41,5 @@ def build_core(
         blocks=info.kv_blocks,
         prefix_cache=spec.prefix_cache,
     )
-    plans = PlanSender(peers, on_lost) if peers else None
+    plans = PlanSender(peers, on_exit) if peers else None
     return EngineCore(scheduler, runner, overlap=spec.overlap, plans=plans)

@@ -38,7 +38,7 @@ class ReplicaClient:
 
     A sink is called on the event loop once per `Output`, in order, until the last output of every sample.
     When the channel closes, `on_closed` is called once with the handles of all unfinished submissions. After
-    that, each unfinished submission's `on_lost` callback is called.
+    that, each unfinished submission's `on_disconnect` callback is called.
     """
 
     def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:
@@ -49,8 +49,8 @@ class ReplicaClient:
         self._open_samples: dict[int, int] = {}
         self._next_handle = 0
         self._on_closed = on_closed
-        self._on_lost: dict[int, Callable[[], None]] = {}
-        self._channel.listen(self._deliver, self._lost)
+        self._on_disconnect: dict[int, Callable[[], None]] = {}
+        self._channel.listen(self._deliver, self._disconnected)
 
     @property
     def closed(self) -> bool:
@@ -67,11 +67,13 @@ class ReplicaClient:
         self._next_handle += 1
         return self._next_handle
 
-    def submit(self, submit: Submit, sink: OutputSink, on_lost: Callable[[], None] | None = None) -> None:
+    def submit(
+        self, submit: Submit, sink: OutputSink, on_disconnect: Callable[[], None] | None = None
+    ) -> None:
         """Send `submit` and route its outputs to `sink`. Its handle must come from `next_handle`."""
         self._sinks[submit.handle] = sink
-        if on_lost is not None:
-            self._on_lost[submit.handle] = on_lost
+        if on_disconnect is not None:
+            self._on_disconnect[submit.handle] = on_disconnect
         self._open_samples[submit.handle] = submit.n
         self._channel.send(submit)
 
@@ -82,8 +84,8 @@ class ReplicaClient:
             self._channel.send(Cancel(handle, sample))
 
     def forget(self, handle: int) -> None:
-        """Remove the `on_lost` callback of a submission."""
-        self._on_lost.pop(handle, None)
+        """Remove the `on_disconnect` callback of a submission."""
+        self._on_disconnect.pop(handle, None)
 
     def close(self) -> None:
         """Close the channel. The replica then cancels all submissions of this client."""
@@ -99,14 +101,14 @@ class ReplicaClient:
                 self._open_samples[output.handle] -= 1
                 if not self._open_samples[output.handle]:
                     del self._sinks[output.handle], self._open_samples[output.handle]
-                    self._on_lost.pop(output.handle, None)
+                    self._on_disconnect.pop(output.handle, None)
             sink(output)
 
-    def _lost(self) -> None:
+    def _disconnected(self) -> None:
         handles = list(self._sinks)
         self._sinks.clear()
         self._open_samples.clear()
         self._on_closed(handles)
         for handle in handles:
-            if (on_lost := self._on_lost.pop(handle, None)) is not None:
-                on_lost()
+            if (on_disconnect := self._on_disconnect.pop(handle, None)) is not None:
+                on_disconnect()

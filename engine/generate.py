@@ -23,7 +23,7 @@ from engine.messages import (
     pack_tokens,
 )
 from engine.other_ranks import OtherRanks
-from engine.parallel import RankLost
+from engine.parallel import RankFailureError
 from engine.progress import ProgressCallback, no_progress
 from engine.replica import build_runner
 from engine.sleeping import SleepControl
@@ -63,15 +63,15 @@ class LocalEngine:
             self.info = self.runner.info()
             abandon = self.runner.ranks.abandon
             if self.others is not None:
-                self.others.on_lost(abandon)
+                self.others.on_exit(abandon)
             plans = self.others.plans if self.others else []
             self.core = build_core(spec, self.info, self.runner, plans, abandon)
         except BaseException as error:
             if self.others is not None:
-                cause = self.explain(error) if isinstance(error, RankLost) else ""
+                cause = self.explain(error) if isinstance(error, RankFailureError) else ""
                 self.others.stop()
                 if cause:
-                    raise RankLost(cause) from error
+                    raise RankFailureError(cause) from error
             raise
         self._sleeping = SleepControl(self.core, self.runner)
         self.scheduler = self.core.scheduler

@@ -31,7 +31,7 @@ because rank 0 may be blocked in a collective that never returns, for example wh
 class OtherRanks:
     """Runs ranks 1 to N-1, each as `python -m engine.replica`, until `stop` is called.
 
-    If a rank exits before `stop`, the `on_lost` callback is called and the other ranks are killed. Rank 0
+    If a rank exits before `stop`, the `on_exit` callback is called and the other ranks are killed. Rank 0
     then raises RankLost, and its caller must call `explain` and `stop`. If `stop` is not called within
     LOSS_GRACE_S, the reason is printed and this process exits with code 1.
     """
@@ -45,9 +45,9 @@ class OtherRanks:
         """Rank 0's ends of the plan channels, in rank order."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._channels: dict[int, Channel[RankOutbound]] = {}
-        self._stopping, self._lost = threading.Event(), threading.Event()
+        self._stopping, self._exited = threading.Event(), threading.Event()
         self._reason = ""
-        self._on_lost: Callable[[str], None] = lambda reason: None
+        self._on_exit: Callable[[str], None] = lambda reason: None
         self._watcher = threading.Thread(target=self._watch, name="engine-ranks", daemon=True)
         try:
             for rank in range(1, spec.tensor_parallel_size):
@@ -63,19 +63,19 @@ class OtherRanks:
         """Process ids of ranks 1 to N-1."""
         return [process.pid for process in self._processes.values()]
 
-    def on_lost(self, callback: Callable[[str], None]) -> None:
+    def on_exit(self, callback: Callable[[str], None]) -> None:
         """Register a callback for the loss of a rank.
 
         When a rank exits before `stop`, `callback(reason)` is called at least once, on any thread. It is
         called immediately if a rank has already exited.
         """
-        self._on_lost = callback
-        if self._lost.is_set():
+        self._on_exit = callback
+        if self._exited.is_set():
             callback(self._reason)
 
     def explain(self, error: Exception) -> str:
         """Return the reason why a rank was lost. `error` is the exception that rank 0 raised as a result."""
-        self._lost.wait(LOSS_GRACE_S)
+        self._exited.wait(LOSS_GRACE_S)
         return f"{self._reason} ({error})" if self._reason else str(error)
 
     def stop(self) -> None:
@@ -112,9 +112,9 @@ class OtherRanks:
             for pidfd, _ in poll.poll():
                 poll.unregister(pidfd)
                 os.close(pidfd)
-                self._exited(ranks.pop(pidfd))
+                self._rank_exited(ranks.pop(pidfd))
 
-    def _exited(self, rank: int) -> None:
+    def _rank_exited(self, rank: int) -> None:
         process = self._processes[rank]
         returncode = process.wait()
         if self._stopping.is_set() or self._reason:
@@ -123,8 +123,8 @@ class OtherRanks:
         fatal = [message for message in self._channels[rank].read() if isinstance(message, Fatal)]
         cause = f": {fatal[0].message}" if fatal else ""
         self._reason = f"rank {rank} (pid {process.pid}) {describe_exit(returncode)}{cause}"
-        self._lost.set()
-        self._on_lost(f"rank {rank} has ended")
+        self._exited.set()
+        self._on_exit(f"rank {rank} has ended")
         self._kill()
         if not self._stopping.wait(LOSS_GRACE_S):
             print(self._reason, file=sys.stderr, flush=True)

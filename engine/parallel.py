@@ -21,7 +21,7 @@ from kernels.draws import BAD_TOKEN
 log = logging.getLogger(__name__)
 
 
-class RankLost(RuntimeError):
+class RankFailureError(RuntimeError):
     """A collective failed because a peer died or timed out. The group of ranks is no longer usable."""
 
 
@@ -109,7 +109,7 @@ class Collectives:
     size: int
     rank: int
     collectives: str = ""
-    _lost_reason = ""
+    _failure_reason = ""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -140,11 +140,13 @@ class Collectives:
         return None
 
     def abandon(self, reason: str) -> None:
-        self._lost_reason = self._lost_reason or reason
+        self._failure_reason = self._failure_reason or reason
 
     def check(self) -> None:
-        if self._lost_reason:
-            raise RankLost(f"rank {self.rank} of {self.size}: {self._lost_reason}; restart the whole replica")
+        if self._failure_reason:
+            raise RankFailureError(
+                f"rank {self.rank} of {self.size}: {self._failure_reason}; restart the whole replica"
+            )
 
     def close(self) -> None:
         return
@@ -187,7 +189,7 @@ class _Group(Collectives):
         try:
             self._dist.all_reduce(tensor)
         except RuntimeError as error:
-            raise self._lost("all_reduce", error) from error
+            raise self._failure("all_reduce", error) from error
         return tensor
 
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -195,7 +197,7 @@ class _Group(Collectives):
         try:
             self._gather(stack.view(-1), tensor.contiguous().view(-1))
         except RuntimeError as error:
-            raise self._lost("all_gather", error) from error
+            raise self._failure("all_gather", error) from error
         return stack
 
     def abandon(self, reason: str) -> None:
@@ -217,8 +219,8 @@ class _Group(Collectives):
         with contextlib.suppress(Exception):  # the process exits even if the abort fails
             _abort_process_group()
 
-    def _lost(self, operation: str, error: RuntimeError) -> RankLost:
-        return RankLost(
+    def _failure(self, operation: str, error: RuntimeError) -> RankFailureError:
+        return RankFailureError(
             f"{operation} failed on rank {self.rank} of {self.size}: a peer died or timed out "
             f"({str(error).splitlines()[0]}); restart the whole replica"
         )
@@ -237,7 +239,7 @@ def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
         # The tensor is sent as bytes, because some backends do not support all dtypes.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8))
     except RuntimeError as error:
-        raise RankLost(
+        raise RankFailureError(
             f"all_to_all failed: a peer died or timed out ({str(error).splitlines()[0]}); "
             "restart the whole replica"
         ) from error
@@ -295,7 +297,7 @@ def join(
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
         )
     except RuntimeError as error:
-        raise RankLost(
+        raise RankFailureError(
             f"rank {rank} of {size} did not find the other ranks within {timeout_seconds:g} s "
             f"through {rendezvous_path} "
             f"({str(error).splitlines()[0]})"

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 
 
 class PeerWatch:
-    """Calls `on_lost(name)` once, on a separate thread, when a peer closes its end of a channel.
+    """Calls `on_disconnect(name)` once, on a separate thread, when a peer closes its end of a channel.
 
     `channels` maps the peers' names to the file descriptors to watch, which must be sockets. Data that
     arrives on them is not read.
     """
 
-    def __init__(self, channels: Mapping[str, int], on_lost: Callable[[str], None]) -> None:
+    def __init__(self, channels: Mapping[str, int], on_disconnect: Callable[[str], None]) -> None:
         # The descriptors are duplicated, because their owner may close a channel at any time.
         self._names = {os.dup(descriptor): name for name, descriptor in channels.items()}
-        self._on_lost = on_lost
+        self._on_disconnect = on_disconnect
         self._ended, self._end = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="engine-peers", daemon=True)
         self._thread.start()
@@ -35,8 +35,8 @@ class PeerWatch:
             poll.register(descriptor, select.POLLRDHUP)
         poll.register(self._ended, 0)
         found = [descriptor for descriptor, _ in poll.poll()]
-        lost = [self._names[descriptor] for descriptor in found if descriptor in self._names]
-        if lost and self._ended not in found:
-            self._on_lost(lost[0])
+        disconnected = [self._names[descriptor] for descriptor in found if descriptor in self._names]
+        if disconnected and self._ended not in found:
+            self._on_disconnect(disconnected[0])
         for descriptor in (*self._names, self._ended):
             os.close(descriptor)

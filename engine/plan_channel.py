@@ -85,16 +85,16 @@ class PlanSender:
     def __init__(
         self,
         sockets: Sequence[socket.socket],
-        on_lost: Callable[[str], None] = lambda reason: None,
+        on_failure: Callable[[str], None] = lambda reason: None,
         timeout_s: float = PLAN_TIMEOUT_S,
     ) -> None:
         """Create a sender for ranks 1 to N-1.
 
-        `sockets` are rank 0's ends of the plan channels, in rank order. `on_lost` is called with the reason,
-        once per lost peer and on any thread. The callback must not call methods of this object.
+        `sockets` are rank 0's ends of the plan channels, in rank order. `on_failure` is called with the
+        reason, once per lost peer and on any thread. The callback must not call methods of this object.
         """
         self._encoder = msgspec.msgpack.Encoder()
-        self._peers = [_Peer(rank, sock, on_lost, timeout_s) for rank, sock in enumerate(sockets, 1)]
+        self._peers = [_Peer(rank, sock, on_failure, timeout_s) for rank, sock in enumerate(sockets, 1)]
 
     def send(self, plan: RankPlan) -> None:
         """Queue the plan for every peer. Raises RankLost if a peer is lost."""
@@ -116,12 +116,12 @@ class _Peer:
     """Queues the plans that one peer's socket has not accepted yet."""
 
     def __init__(
-        self, rank: int, sock: socket.socket, on_lost: Callable[[str], None], timeout_s: float
+        self, rank: int, sock: socket.socket, on_failure: Callable[[str], None], timeout_s: float
     ) -> None:
         sock.setblocking(False)
-        self._rank, self._sock, self._on_lost, self._timeout_s = rank, sock, on_lost, timeout_s
+        self._rank, self._sock, self._on_failure, self._timeout_s = rank, sock, on_failure, timeout_s
         self._unsent: deque[tuple[int, memoryview]] = deque()
-        self._lost = ""
+        self._failure = ""
         self._changed = threading.Condition()
         """Protects all fields. It is notified when a plan has been written or the peer is lost."""
 
@@ -137,15 +137,15 @@ class _Peer:
 
     def flush(self, step: int) -> None:
         with self._changed:
-            while not self._lost and self._unsent and self._unsent[0][0] <= step:
+            while not self._failure and self._unsent and self._unsent[0][0] <= step:
                 self._changed.wait()
             self._check()
 
     def _check(self) -> None:
-        if self._lost:
-            from engine.parallel import RankLost  # imported here because it loads torch
+        if self._failure:
+            from engine.parallel import RankFailureError  # imported here because it loads torch
 
-            raise RankLost(f"rank {self._rank} {self._lost}; restart the whole replica")
+            raise RankFailureError(f"rank {self._rank} {self._failure}; restart the whole replica")
 
     def _write(self) -> None:
         """Write as many queued bytes as the socket accepts."""
@@ -163,10 +163,10 @@ class _Peer:
             self._lose(f"closed its plan channel ({error.strerror})")
 
     def _lose(self, reason: str) -> None:
-        """Record that the peer is lost, and report it with `on_lost`. This unblocks a caller that is waiting
-        in a collective."""
-        self._lost = reason
-        self._on_lost(f"rank {self._rank} {reason}")
+        """Record that the peer failed, and report it with `on_failure`. This unblocks a caller that is
+        waiting in a collective."""
+        self._failure = reason
+        self._on_failure(f"rank {self._rank} {reason}")
 
     def _write_all(self) -> None:
         """Write plans until the queue is empty. Runs on a separate thread."""
@@ -180,5 +180,5 @@ class _Peer:
                 else:
                     self._lose(f"did not read a plan for {self._timeout_s:g} s")
                 self._changed.notify_all()
-                if self._lost or not self._unsent:
+                if self._failure or not self._unsent:
                     return

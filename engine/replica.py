@@ -100,7 +100,7 @@ def _serve(
 ) -> int:
     """Serve as a rank until the core sends Stop or closes the channel, and return the exit code. `peers` are
     this rank's ends of its plan channels."""
-    from engine.parallel import RankLost
+    from engine.parallel import RankFailureError
 
     try:
         if start.rank == 0:
@@ -108,7 +108,7 @@ def _serve(
         else:
             settle_garbage()
             follow(control, plan_channel(peers[0].detach()), runner)
-    except RankLost as error:
+    except RankFailureError as error:
         # No Fatal message is sent, because the core already knows the cause: the exit of the lost rank.
         log.error("%s", error)
         return 1

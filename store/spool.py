@@ -44,7 +44,7 @@ class SpoolState(NamedTuple):
     """File that contains the spooled entries; None if the file contains no entries."""
     since: str | None
     """Time of the oldest entry, in the format of `Entry.at`."""
-    lost: int
+    dropped: int
     """Number of entries dropped because too many were waiting. They are only in the service's log."""
 
 
@@ -92,7 +92,7 @@ class Spool:
         self._entries, self._end, self._mac = SpoolContent([])
         self._in_memory = 0
         """Number of entries that are not in the file; they are the newest ones."""
-        self._lost = 0
+        self._dropped = 0
 
     def start(self) -> None:
         """Read the entries left by an earlier run of the service, and reserve space. Raises OSError if the
@@ -107,7 +107,7 @@ class Spool:
         in memory unless too many entries are waiting."""
         with self._lock:
             if len(self._entries) >= MAX_ENTRIES:
-                self._lost += 1
+                self._dropped += 1
                 log.critical(
                     "the audit spool is full (%d entries), so this log has the only copy of this entry: %s",
                     MAX_ENTRIES,
@@ -155,7 +155,7 @@ class Spool:
                 in_memory=self._in_memory,
                 path=self._path if rows > self._in_memory else None,
                 since=self._entries[0].at if self._entries else None,
-                lost=self._lost,
+                dropped=self._dropped,
             )
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def audit_status(state: TrailState) -> AuditStatus:
         spooled_since=None if spool.since is None else datetime.fromisoformat(spool.since).timestamp(),
         in_memory=spool.in_memory,
         places=[] if spool.path is None else [str(spool.path)],
-        lost=spool.lost,
+        dropped=spool.dropped,
         last_error=state.last_error,
     )
 

@@ -284,8 +284,8 @@ def _stores(status: Status, width: int | None) -> list[str]:
         facts = [f"{database.committed_rows:,} rows written", f"{database.lag_rows:,} waiting"]
         if database.lag_rows:
             facts[-1] += f" ({database.lag_ms:.0f} ms)"
-        if lost := database.dropped_rows + database.rejected_rows:
-            facts.append(f"{lost:,} lost")
+        if dropped := database.dropped_rows + database.rejected_rows:
+            facts.append(f"{dropped:,} lost")
         name = database.path.rpartition("/")[2]
         lines += _labelled("" if number else "STORE", f"{name:10}  {' · '.join(facts)}", width)
         if database.restored:
@@ -309,8 +309,10 @@ def _audit(audit: AuditStatus, width: int | None) -> list[str]:
         places = " and ".join([*audit.places, *(["memory only"] if audit.in_memory else [])])
         since = "" if audit.spooled_since is None else f" since {local_short(audit.spooled_since)}"
         troubles.append(f"{audit.spooled:,} rows waiting in {places}{since}")
-    if audit.lost:
-        troubles.append(f"{audit.lost:,} rows are missing from the chain and are only in the service's log")
+    if audit.dropped:
+        troubles.append(
+            f"{audit.dropped:,} rows are missing from the chain and are only in the service's log"
+        )
     if audit.last_error:
         troubles.append(audit.last_error)
     for trouble in troubles:

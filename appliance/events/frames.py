@@ -45,7 +45,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Number of output tokens so far, by request id, for all other requests that have generated tokens."""
 
 
-class FrameLostError(Exception):
+class MissingFrameError(Exception):
     """Raised if a frame does not follow the preceding frame."""
 
 
@@ -66,7 +66,7 @@ class SnapshotAssembler:
         if frame.whole:
             self._fields, self._requests = {}, {}
         elif self._seq is None or frame.seq != self._seq + 1:
-            raise FrameLostError(
+            raise MissingFrameError(
                 f"frame {frame.seq} does not follow frame {self._seq}: open the stream again"
             )
         passed_s, self._seq, self._at = frame.at - self._at, frame.seq, frame.at

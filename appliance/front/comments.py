@@ -31,6 +31,6 @@ async def send_comments(client: Connection, until: asyncio.Event, interval_s: fl
     while not await happens_within(until, silent_since + interval_s - time.monotonic()):
         silent_since = max(silent_since, client.last_chunk_at)
         if time.monotonic() - silent_since >= interval_s:
-            if client.writable and not client.lost:
+            if client.writable and not client.disconnected:
                 client.write_chunk(COMMENT)
             silent_since = time.monotonic()

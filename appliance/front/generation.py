@@ -102,11 +102,11 @@ class Generation:
         """Request admission from the core."""
         self.state.active[self.context.request_id] = self
         self.context.admitted = True
-        on_lost = self.on_disconnect or self.client_disconnected
-        self.context.connection.on_lost = on_lost
+        on_disconnect = self.on_disconnect or self.client_disconnected
+        self.context.connection.on_disconnect = on_disconnect
         unpaid = self.context.encoded_tokens
-        if self.context.connection.lost:
-            on_lost()
+        if self.context.connection.disconnected:
+            on_disconnect()
         if not self.left:
             self._ask()
             unpaid -= self.task.prompt_tokens
@@ -137,7 +137,7 @@ class Generation:
             return
         link = self.state.replicas.get(message.replica)
         if link is None:
-            self._lost()
+            self._replica_disconnected()
             return
         self._link = link
         self._submitted = self.ran = True
@@ -154,7 +154,7 @@ class Generation:
             return
         for submit, sink in submissions:
             self._handles.append(submit.handle)
-            link.submit(submit, sink, self._lost)
+            link.submit(submit, sink, self._replica_disconnected)
             if self._link is not link:
                 # The replica is lost, so repeat all submissions on another replica.
                 break
@@ -264,7 +264,7 @@ class Generation:
         if not self._open:
             self._end()
 
-    def _lost(self) -> None:
+    def _replica_disconnected(self) -> None:
         """Schedule a resubmission after the loss of the replica. Called once for each submission that was
         running on the replica."""
         self._link = None
@@ -272,13 +272,13 @@ class Generation:
         if self.ended.is_set() or self._retry is not None:
             return
         losses = self._attempt - len(self._preempted - {self._attempt})
-        is_lost = losses >= MAX_RESUBMISSIONS and self._attempt not in self._preempted
-        if is_lost or self.task.shadow_of:
+        gives_up = losses >= MAX_RESUBMISSIONS and self._attempt not in self._preempted
+        if gives_up or self.task.shadow_of:
             self._fail(
                 ApiError(
                     503,
-                    f"the model's replica was lost {losses + 1} times during this request",
-                    code="replica_lost",
+                    f"the model's replica failed {losses + 1} times during this request",
+                    code="replica_failed",
                     retry_after_s=5.0,
                 )
             )
@@ -309,10 +309,10 @@ class Generation:
         for submit, sink in submissions:
             if link.closed:
                 if self._attempt == attempt:
-                    self._lost()
+                    self._replica_disconnected()
                 return
             self._handles.append(submit.handle)
-            link.submit(submit, sink, self._lost)
+            link.submit(submit, sink, self._replica_disconnected)
             if self.ended.is_set():
                 link.cancel(submit.handle)
                 link.forget(submit.handle)

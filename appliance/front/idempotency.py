@@ -70,7 +70,7 @@ async def answer(
             run.follow(connection)
             await run.ended.wait()
             connection.release()
-        if connection.lost:
+        if connection.disconnected:
             raise ClientDisconnected
         if run.answer is not None:
             _log_retry(state, context, run, was_running)
@@ -131,7 +131,7 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
     """Move the client's connection, including the request, to the front that owns the key."""
     peer, connection = request.scope["state"]["peer"], request.scope["state"]["connection"]
     descriptor, further = await connection.leave()
-    if connection.lost:
+    if connection.disconnected:
         return
     memory = new_memory("request", b"".join([_head(request.scope, len(body)), body, further]))
     try:

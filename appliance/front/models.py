@@ -194,16 +194,16 @@ class Catalog:
         return end
 
     async def find(
-        self, name: str, identity: Identity, lost: Callable[[], bool], caller: str = ""
+        self, name: str, identity: Identity, disconnected: Callable[[], bool], caller: str = ""
     ) -> LoadedModel:
         """Return the model for this name, as `get` does. If the name's model is not loaded yet, wait for it,
-        unless `lost` returns true because the client has disconnected. Raises a 503 if the wait takes too
-        long or if too many requests are waiting."""
+        unless `disconnected` returns true because the client has disconnected. Raises a 503 if the wait takes
+        too long or if too many requests are waiting."""
         if allows(identity, name) and self._waits(name):
             if (held := self._held.total()) >= self.max_held:
                 raise _still_loading(name, f"{held} requests are already waiting for models")
             with self._holding(name):
-                await self._until_routed(name, lost)
+                await self._until_routed(name, disconnected)
         return self.get(name, identity, caller)
 
     @contextlib.contextmanager
@@ -219,11 +219,11 @@ class Catalog:
             if not self._held[name]:
                 del self._held[name]
 
-    async def _until_routed(self, name: str, lost: Callable[[], bool]) -> None:
-        """Wait until a model is available for the name, its load has failed, or `lost` returns true. Raises a
-        503 if that takes too long."""
+    async def _until_routed(self, name: str, disconnected: Callable[[], bool]) -> None:
+        """Wait until a model is available for the name, its load has failed, or `disconnected` returns true.
+        Raises a 503 if that takes too long."""
         deadline = asyncio.get_running_loop().time() + self.hold_timeout_s
-        while self._waits(name) and not lost():
+        while self._waits(name) and not disconnected():
             if (left_s := deadline - asyncio.get_running_loop().time()) <= 0:
                 raise _still_loading(name, f"the request has waited for {self.hold_timeout_s:g} s")
             with contextlib.suppress(TimeoutError):

@@ -36,7 +36,9 @@ async def named_model(state: AppState, context: RequestContext, body: Generation
     context.stream = bool(body.stream)
     context.user = body.user or ""
     connection = context.connection
-    model = await state.catalog.find(body.model, context.identity, lambda: connection.lost, context.caller)
+    model = await state.catalog.find(
+        body.model, context.identity, lambda: connection.disconnected, context.caller
+    )
     context.prepared = state.catalog.prepare(model)
     return model
 

@@ -72,8 +72,8 @@ class KeyedRun:
         """Add a client to a run that has not ended. The client is removed when it disconnects."""
         self.timer.stop()
         self._clients.add(connection)
-        connection.on_lost = partial(self.leave, connection)
-        if connection.lost:
+        connection.on_disconnect = partial(self.leave, connection)
+        if connection.disconnected:
             self.leave(connection)
 
     async def send(self, to_client: Send, message: Message) -> None:
@@ -119,7 +119,7 @@ class KeyedRun:
         """End the generation, unless the first client is still connected. Tokens written after the last
         client disconnected are not billed."""
         generation = self.generation
-        if generation is not None and generation.context.connection.lost:
+        if generation is not None and generation.context.connection.disconnected:
             generation.delivered_tokens = self._billed_tokens
             generation.client_disconnected()
 

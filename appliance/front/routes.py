@@ -177,7 +177,7 @@ class _Api:
 
     async def _named(self, context: RequestContext, name: str) -> LoadedModel:
         return await self._state.catalog.find(
-            name, context.identity, lambda: context.connection.lost, context.caller
+            name, context.identity, lambda: context.connection.disconnected, context.caller
         )
 
     async def _generate(

@@ -35,8 +35,8 @@ memory."""
 class NoConnection:
     """Stands in for a client's connection, and never disconnects."""
 
-    lost = False
-    on_lost: Callable[[], None] | None = None
+    disconnected = False
+    on_disconnect: Callable[[], None] | None = None
 
     def release(self) -> None:
         """Do nothing."""

@@ -43,7 +43,7 @@ class Claims:
 
     def lose_front(self, front: str) -> int:
         """Remove the claims of a front that has exited, and return their number."""
-        lost = [scope for scope in self._owners if self.owner(scope) == front]
-        for scope in lost:
+        removed = [scope for scope in self._owners if self.owner(scope) == front]
+        for scope in removed:
             self.release(Release(scope))
-        return len(lost)
+        return len(removed)

@@ -338,7 +338,7 @@ class Front:
         child, self._child, self._report = self._child, None, None
         assert child is not None
         self._ended.set()
-        self._events.front_lost(self, self.name)
+        self._events.front_exited(self, self.name)
         if not self._stopping:
             self._restart(f"pid {child.pid} ended: {reason}")
             return

@@ -50,7 +50,7 @@ class FrontEvents(Protocol):
         """Handle a change of `front.problems`, the models that the front cannot serve. `former` is the
         previous value of `front.problems`."""
 
-    def front_lost(self, front: Front, name: str) -> None:
+    def front_exited(self, front: Front, name: str) -> None:
         """Handle the exit of the process with this name."""
 
     def front_problem(self, front: Front, description: str) -> None:

@@ -366,13 +366,13 @@ class FrontPool:
                 self._note(front.name, f"model {model!r} cannot be used: {why}")
         self.publish_configuration()
 
-    def front_lost(self, front: Front, name: str) -> None:
+    def front_exited(self, front: Front, name: str) -> None:
         del self._by_name[name]
         self.progress.lose_front(name)
         self._requests.lose_front(name)
-        if lost := self._claims.lose_front(name):
+        if removed := self._claims.lose_front(name):
             log.warning(
-                "%s exited and lost %d stored answers: retries will run these requests again", name, lost
+                "%s exited and lost %d stored answers: retries will run these requests again", name, removed
             )
         self.balancer.assign(*front.take_back())
         self._on_availability()

@@ -59,9 +59,9 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the connection has a place in the pool of known clients."""
         self.on_writable: Callable[[], None] | None = None
         """Called when the transport accepts bytes again."""
-        self.on_lost: Callable[[], None] | None = None
-        """Called once, after the connection has closed. `on_writable` and `on_lost` belong to the response in
-        progress."""
+        self.on_disconnect: Callable[[], None] | None = None
+        """Called once, after the connection has closed. `on_writable` and `on_disconnect` belong to the
+        response in progress."""
         self.on_chunk: Callable[[bytes], None] | None = None
         """Called with each argument of `write_chunk`, even after the connection has closed."""
         self.last_chunk_at = 0.0
@@ -98,7 +98,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── methods for a response in progress ──
 
     @property
-    def lost(self) -> bool:
+    def disconnected(self) -> bool:
         """Whether the client has disconnected, or the connection is about to close."""
         return self.transport.is_closing()
 
@@ -120,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
         """Write part of a response that was started without a content length. `data` must not be empty."""
         if self.on_chunk is not None:
             self.on_chunk(data)
-            if self.lost:
+            if self.disconnected:
                 return
         if self._exchange is not None and self._exchange.chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
@@ -129,7 +129,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def release(self) -> None:
         """Remove the callbacks, because the response has ended."""
-        self.on_writable = self.on_lost = None
+        self.on_writable = self.on_disconnect = None
 
     def abort(self) -> None:
         """Close immediately and drop unsent bytes."""
@@ -159,7 +159,7 @@ class Connection(asyncio.BufferedProtocol):
         and any bytes of later requests that have already been read."""
         self._waits_to_read = False
         self._pause_reading(True)
-        while self.transport.get_write_buffer_size() and not self.lost:
+        while self.transport.get_write_buffer_size() and not self.disconnected:
             await asyncio.sleep(_SENT_CHECK_S)
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         return descriptor, bytes(self._parser.received)
@@ -196,10 +196,10 @@ class Connection(asyncio.BufferedProtocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.disconnect()
-        on_lost = self.on_lost
+        on_disconnect = self.on_disconnect
         self.release()
-        if on_lost is not None:
-            on_lost()
+        if on_disconnect is not None:
+            on_disconnect()
 
     def stop(self) -> None:
         """Close the connection as soon as the response in progress has been written."""

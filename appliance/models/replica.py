@@ -360,7 +360,7 @@ class Replica:
         was_ready, self.group = self.account is not None, None
         self.heartbeat.end()
         if was_ready:
-            self._events.replica_lost(self)
+            self._events.replica_exited(self)
         self.account = self.info = self.latest_report = None
         self.blocks.reset()
         if self._stopping or self.retiring:

@@ -96,7 +96,7 @@ class ReplicaConnections:
         self.update(replica)
         self._publish()
 
-    def replica_lost(self, replica: Replica) -> None:
+    def replica_exited(self, replica: Replica) -> None:
         self._channels.disconnect_replica(replica.name)
         self.stalls.forget(replica.name)
         if replica.account is not None:

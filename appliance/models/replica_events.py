@@ -25,7 +25,7 @@ class ReplicaEvents(Protocol):
     def replica_silence_changed(self, replica: Replica) -> None:
         """Handle a ready replica that has not reported in time, or a silent one that has reported again."""
 
-    def replica_lost(self, replica: Replica) -> None:
+    def replica_exited(self, replica: Replica) -> None:
         """Handle a ready replica that has exited. `replica.account` is no longer valid."""
 
     def replica_changed(self, replica: Replica) -> None:

@@ -137,11 +137,11 @@ def _service(
                 "find the program that deletes or replaces files in the state directory; to restore a "
                 "backup, stop the service first",
             )
-        if lost := database.dropped_rows + database.rejected_rows:
+        if dropped := database.dropped_rows + database.rejected_rows:
             yield _finding(
                 os.path.basename(database.path),
                 "problem",
-                f"{lost:,} rows have been lost since the service started",
+                f"{dropped:,} rows have been lost since the service started",
                 "see the log for the time and cause; check the disk's free space and health",
             )
     recent = [problem for problem in status.problems if now - problem.at < _RECENT_S]

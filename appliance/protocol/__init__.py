@@ -251,7 +251,7 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """Number of requests that were stopped after the grace period."""
 
 
-RequestState = Literal["queued", "running", "lost", "ending"]
+RequestState = Literal["queued", "running", "interrupted", "ending"]
 """The replica of a "lost" request has exited unexpectedly; the front process will resubmit the request."""
 
 

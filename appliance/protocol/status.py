@@ -102,7 +102,7 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     in_memory: int = 0
     """Number of waiting rows that could not be written to any file. If the service exits, only its log still
     contains them."""
-    lost: int = 0
+    dropped: int = 0
     """Number of rows that could not be stored anywhere. They are only in the service's log."""
     last_error: str | None = None
     """The current error, or None if there is none."""

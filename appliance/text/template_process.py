@@ -235,7 +235,7 @@ class _Child:
         """Whether the process was last asked to compile, not to render."""
         self._reply: asyncio.Future[FromWorker] | None = None
         self._channel: Channel[FromWorker] = Channel(ours, FromWorker, 5 * MAX_RENDERED_CHARACTERS)
-        self._channel.listen(self._take, self._lost)
+        self._channel.listen(self._take, self._disconnected)
 
     @property
     def closed(self) -> bool:
@@ -275,7 +275,7 @@ class _Child:
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(reply)
 
-    def _lost(self) -> None:
+    def _disconnected(self) -> None:
         self._background.run(_reap(self._process))
         remedy = "" if self._compiles else "; send shorter messages"
         self._take(

@@ -212,8 +212,9 @@ class RequestLifecycle:
             self.leave_replica(request, account)
             self.dispatch(self._state.models[account.model])
 
-    def leave_replica(self, request: Request, account: CreditAccount, *, lost: bool = False) -> None:
-        """Record that the request no longer runs on the replica. If `lost` is set, the replica has exited."""
+    def leave_replica(self, request: Request, account: CreditAccount, *, exited: bool = False) -> None:
+        """Record that the request no longer runs on the replica. If `exited` is set, the replica has
+        exited."""
         del request.dispatched[account]
         if request.dispatched:
             return
@@ -222,7 +223,7 @@ class RequestLifecycle:
         model.stop(request)
         model.uses.end(request.tenant, self._state.clock())
         self._charge(request)
-        if lost and request.settled is None:
+        if exited and request.settled is None:
             # The request will continue on another replica, so it still counts against the limits of its
             # tenant and key. Otherwise another request could start in its place, and the limit would be
             # exceeded when this request continues.
@@ -245,7 +246,7 @@ class RequestLifecycle:
         """Charge the tenant for the request's tokens. If a replica was lost, the number of tokens is unknown
         until the request is settled."""
         model = self._state.models.get(request.unit)
-        if model is not None and (request.settled is not None or not request.lost_counts):
+        if model is not None and (request.settled is not None or not request.counts_unknown):
             model.charge(request, request.service(self.rules.output_weight))
 
     # ── end of a request ──

@@ -109,7 +109,7 @@ class Request:
         """Amount of service that the tenant has been charged for this request so far."""
 
         self.settled: Settle | None = None
-        self.lost_counts = False
+        self.counts_unknown = False
         """Whether a replica was lost before it reported how many tokens it generated for the request."""
         self.counted = False
         """Whether a replica has reported the request's generated tokens."""
@@ -159,9 +159,9 @@ class Request:
             return 0
         reserved = self.reservation.tokens
         submitted = self.settled.submitted or self.admit.attempt > 0 or self.front_died
-        if not self.counted and not (self.lost_counts and submitted):
+        if not self.counted and not (self.counts_unknown and submitted):
             return 0
-        if self.front_died and self.lost_counts:
+        if self.front_died and self.counts_unknown:
             return reserved
         output = self.generated_tokens if self.front_died else self.settled.delivered_tokens
         if self.first.prompt_tokens + output > reserved:
@@ -195,7 +195,7 @@ class Request:
     def service(self, output_weight: float) -> float:
         """Return the amount of service, in weighted tokens, that replicas are known to have provided to this
         request."""
-        if not (self.counted or self.lost_counts):
+        if not (self.counted or self.counts_unknown):
             return 0.0
         prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)
         return prompt_tokens + output_weight * self.known_tokens
@@ -205,7 +205,7 @@ class Request:
         """Number of output tokens known to have been generated. If a replica was lost, the number that it
         generated is unknown, but the delivered tokens must have been generated."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
-        return max(self.generated_tokens, delivered) if self.lost_counts else self.generated_tokens
+        return max(self.generated_tokens, delivered) if self.counts_unknown else self.generated_tokens
 
     @property
     def request_id(self) -> str:
@@ -225,7 +225,7 @@ class Request:
             return "ending"
         if self.queued_at is not None:
             return "queued"
-        return "running" if self.dispatched else "lost" if self.lost_counts else "ending"
+        return "running" if self.dispatched else "interrupted" if self.counts_unknown else "ending"
 
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:

@@ -225,8 +225,8 @@ class RequestManager:
         self.retire_replica(account)
         for request in list(self.state.in_flight.values()):
             if account in request.dispatched:
-                request.lost_counts = True
-                self._lifecycle.leave_replica(request, account, lost=True)
+                request.counts_unknown = True
+                self._lifecycle.leave_replica(request, account, exited=True)
                 self._lifecycle.end_if_complete(request)
         self._lifecycle.dispatch_all()
 

@@ -72,8 +72,8 @@ REQUESTS: dict[str, Explanation] = {
         "state",
         "",
         NOW,
-        "queued: the request waits in the core. running: a replica has it. lost: its replica has ended, and "
-        "it waits for another one.",
+        "queued: the request waits in the core. running: a replica has it. interrupted: its replica has "
+        "ended, and it waits for another one.",
         "requests: state",
     ),
     "attempt": Explanation(

@@ -32,7 +32,7 @@ def _phase_text(row: UnfinishedRequest) -> str:
 
 
 def _phase_role(row: UnfinishedRequest) -> str:
-    return "bad" if row.state == "lost" else _PHASES.get(_phase(row), ("", "text"))[1]
+    return "bad" if row.state == "interrupted" else _PHASES.get(_phase(row), ("", "text"))[1]
 
 
 def tokens_per_s(row: UnfinishedRequest) -> float | None:

@@ -22,10 +22,17 @@ from engine.families import read_config
 from engine.garbage import settle_garbage
 from engine.generate import LocalEngine
 from engine.messages import Progress, ReplicaInfo, ReplicaSpec
-from engine.parallel import RankLost
+from engine.parallel import RankFailureError
 from engine.progress import no_progress
 
-FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError, RankLost)
+FAILURES = (
+    CheckpointError,
+    UnsupportedError,
+    DeviceError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    RankFailureError,
+)
 """Engine exceptions that are reported with their message only, without a traceback."""
 
 
@@ -83,8 +90,8 @@ def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
     of the loss if it is known."""
     try:
         yield engine
-    except RankLost as error:
-        raise RankLost(engine.explain(error)) from error
+    except RankFailureError as error:
+        raise RankFailureError(engine.explain(error)) from error
     finally:
         engine.close()
 

@@ -93,11 +93,11 @@ def settle_kernel(
     survived = logit > low
     kept = survived & (count < limit) & (mass < target)
     high = tl.where(kept, logit, largest)
-    lost = survived & (kept == 0)
-    low = tl.where(lost, logit, low)
-    mass_over = tl.where(lost, mass, mass_over)
+    dropped = survived & (kept == 0)
+    low = tl.where(dropped, logit, low)
+    mass_over = tl.where(dropped, mass, mass_over)
     over = tl.where(both, mass_over / target, 0.0)
-    over = tl.where(lost, tl.maximum(count / limit, mass / target), over)
+    over = tl.where(dropped, tl.maximum(count / limit, mass / target), over)
     over = tl.where((both == 0) & (logit == float("-inf")), 1e30, over)
     best = largest
     token = tl.full((), 0, tl.int32)

@@ -155,9 +155,9 @@ def test_a_growing_backlog_is_a_reason_even_if_the_percentiles_are_good() -> Non
 
 def test_requests_that_are_open_when_a_trial_is_stopped_miss_the_limits() -> None:
     stopped = some(2, failure=STOPPED, first_at=None, gaps_s=[], ended_at=15.0)
-    lost = trial([*some(98), *stopped])
-    assert lost.reasons == ["TTFT p99 > 100 ms"]
-    assert (lost.requests, lost.unfinished, lost.failures) == (100, 2, {})
+    stopped_trial = trial([*some(98), *stopped])
+    assert stopped_trial.reasons == ["TTFT p99 > 100 ms"]
+    assert (stopped_trial.requests, stopped_trial.unfinished, stopped_trial.failures) == (100, 2, {})
     assert trial([*some(99), *stopped[:1]]).reasons == []
     with_token = some(2, failure=STOPPED, gaps_s=[], ended_at=15.0)
     assert trial([*some(98), *with_token]).reasons == ["E2E p99 > 5 s, half a trial"]

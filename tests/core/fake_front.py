@@ -148,7 +148,7 @@ class FakeFront:
         elif isinstance(message, AttachReplica):
             sock = socket.socket(fileno=self.channel.take_fd())
             name = message.replica
-            self.replicas[name] = ReplicaClient(sock, lambda handles: self.lost(name, handles))
+            self.replicas[name] = ReplicaClient(sock, lambda handles: self.disconnected(name, handles))
         elif isinstance(message, ClientConnection):
             try:
                 sock = socket.socket(fileno=self.channel.take_fd())
@@ -184,7 +184,7 @@ class FakeFront:
                 call.cancel()
                 call.end(503, f"aborted {message.message}")
 
-    def lost(self, name: str, handles: list[int]) -> None:
+    def disconnected(self, name: str, handles: list[int]) -> None:
         for handle in handles:
             self.handles[(name, handle)].ask_again()
 

@@ -190,8 +190,8 @@ class SimulatedServer:
         replica.dead = True
         self.replicas.remove(replica)
         self.after(HOP_S, lambda: self.requests.lose_replica(replica.account))
-        lost = [asked for asked in self._in_flight.values() if asked.replica is replica]
-        self.after(RESUBMIT_S, lambda: [self._resubmit(asked) for asked in lost])
+        interrupted = [asked for asked in self._in_flight.values() if asked.replica is replica]
+        self.after(RESUBMIT_S, lambda: [self._resubmit(asked) for asked in interrupted])
 
     def _resubmit(self, asked: Asked) -> None:
         asked.attempt += 1

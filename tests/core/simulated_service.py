@@ -68,8 +68,8 @@ class FakeReplica:
     def take(self, front: str) -> None:
         submission = self.inbox[front].popleft()
         if submission is None:
-            for lost in [s for s in self.running if s.front == front]:
-                self.finish(lost, "cancelled")
+            for disconnected in [s for s in self.running if s.front == front]:
+                self.finish(disconnected, "cancelled")
             self.gone.append(front)
             del self.inbox[front]
         else:

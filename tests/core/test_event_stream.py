@@ -16,7 +16,7 @@ from appliance.admin.events import EventFeed
 from appliance.calls import AdminError
 from appliance.client import AdminClient
 from appliance.events.async_client import AsyncAdminClient
-from appliance.events.frames import Frame, FrameLostError, SnapshotAssembler
+from appliance.events.frames import Frame, MissingFrameError, SnapshotAssembler
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from tests.core.conftest import Service, read_answer, running_core
 from tests.core.test_snapshot import snapshot
@@ -196,7 +196,7 @@ def test_frames_rebuild_every_snapshot() -> None:
         assert assembler.add(frame) == one
     again = SnapshotAssembler()
     assert again.add(msgspec.json.decode(feed.whole_line(), type=Frame)) == story[-1]
-    with pytest.raises(FrameLostError, match="frame 9 does not follow frame 4"):
+    with pytest.raises(MissingFrameError, match="frame 9 does not follow frame 4"):
         again.add(Frame(seq=9, at=12.0))
 
 

@@ -51,7 +51,7 @@ def test_a_replica_that_not_every_front_can_reach_is_restarted_without_requests(
     serving.models.connections.replica_ready(replica)
     assert killed == ["its channels to the fronts could not be created: [Errno 24] Too many open files"]
     assert serving.requests.state.models["demo"].accounts == []
-    serving.models.connections.replica_lost(replica)
+    serving.models.connections.replica_exited(replica)
 
 
 def test_fronts_that_start_later_are_attached_to_ready_replicas_and_not_to_ended_ones(
@@ -69,7 +69,7 @@ def test_fronts_that_start_later_are_attached_to_ready_replicas_and_not_to_ended
     assert opened == []
     serving.fronts.front_started(front)
     assert opened == ["front-0"]
-    serving.models.connections.replica_lost(replica)
+    serving.models.connections.replica_exited(replica)
     serving.fronts.front_started(front)
     assert opened == ["front-0"]
 
@@ -86,7 +86,7 @@ def test_nothing_is_remembered_of_an_ended_front(serving: ServingParts, replica_
         if replica_first:
             serving.models.connections.replica_reported(replica, report)
             assert serving.requests.state.broken_fronts == {front.name}
-        serving.fronts.front_lost(front, front.name)
+        serving.fronts.front_exited(front, front.name)
         if not replica_first:
             serving.models.connections.replica_reported(replica, report)
         assert serving.requests.state.broken_fronts == set()

@@ -100,7 +100,7 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
             async with asyncio.timeout(240):
                 info = await ready
                 client = StreamingClient(
-                    socket.socket(fileno=group.attach_front("front-0")), lambda lost: None
+                    socket.socket(fileno=group.attach_front("front-0")), lambda disconnected: None
                 )
 
                 async def answer(name: int) -> str:

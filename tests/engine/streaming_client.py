@@ -10,7 +10,7 @@ from engine.client import ReplicaClient
 from engine.messages import Output, Submit
 
 
-class ReplicaLost(Exception):
+class ReplicaDisconnectedError(Exception):
     """The replica's channel closed while a submission was running."""
 
 
@@ -18,23 +18,25 @@ class StreamingClient(ReplicaClient):
     """A `ReplicaClient` with a `generate` method. Its channel must remain open until every iterator has
     finished or failed."""
 
-    def __init__(self, sock: socket.socket, on_lost: Callable[[list[int]], None]) -> None:
+    def __init__(self, sock: socket.socket, on_disconnect: Callable[[list[int]], None]) -> None:
         self._queues: dict[int, asyncio.Queue[Output | None]] = {}
         """The queue of each running `generate` call, keyed by handle. None in a queue means that the replica
         is lost."""
 
-        def lost(handles: list[int]) -> None:
+        def disconnected(handles: list[int]) -> None:
             for queue in self._queues.values():
                 queue.put_nowait(None)
-            on_lost(handles)
+            on_disconnect(handles)
 
-        super().__init__(sock, lost)
+        super().__init__(sock, disconnected)
 
     async def generate(self, submit: Submit) -> AsyncIterator[Output]:
         """Yield the outputs of a submission until every sample has finished. Closing the iterator early
         cancels the submission. Raises ReplicaLost if the channel closes first."""
         if self.closed:
-            raise ReplicaLost(f"the channel was closed before request {submit.request_id} was submitted")
+            raise ReplicaDisconnectedError(
+                f"the channel was closed before request {submit.request_id} was submitted"
+            )
         queue = self._queues[submit.handle] = asyncio.Queue()
         left = submit.n
         try:
@@ -42,7 +44,9 @@ class StreamingClient(ReplicaClient):
             while left:
                 output = await queue.get()
                 if output is None:
-                    raise ReplicaLost(f"the channel closed while request {submit.request_id} was running")
+                    raise ReplicaDisconnectedError(
+                        f"the channel closed while request {submit.request_id} was running"
+                    )
                 left -= bool(output.finish_reason)
                 yield output
         finally:

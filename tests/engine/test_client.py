@@ -19,7 +19,7 @@ from engine.messages import (
     pack_tokens,
 )
 from engine.wire import Channel, socketpair
-from tests.engine.streaming_client import ReplicaLost, StreamingClient
+from tests.engine.streaming_client import ReplicaDisconnectedError, StreamingClient
 
 
 class Played:
@@ -32,8 +32,8 @@ class Played:
         self.received: list[Any] = []
         self.channel: Channel[Any] = Channel(theirs, DataInbound)
         self.channel.listen(self._take, lambda: None)
-        self.lost: list[list[int]] = []
-        self.client = StreamingClient(ours, self.lost.append)
+        self.disconnected: list[list[int]] = []
+        self.client = StreamingClient(ours, self.disconnected.append)
 
     def _take(self, message: Any) -> None:
         self.received.append(message)
@@ -66,10 +66,10 @@ def test_a_channel_serves_thousands_of_requests_before_its_replica_dies() -> Non
         while len(played.received) < 2001:
             await asyncio.sleep(0)
         played.channel.close()
-        with pytest.raises(ReplicaLost, match="closed while request r2001 was running"):
+        with pytest.raises(ReplicaDisconnectedError, match="closed while request r2001 was running"):
             await waiting
-        assert played.lost == [[2001]]
-        with pytest.raises(ReplicaLost, match="closed before request r2002 was submitted"):
+        assert played.disconnected == [[2001]]
+        with pytest.raises(ReplicaDisconnectedError, match="closed before request r2002 was submitted"):
             await drain(played, played.ask())
 
     asyncio.run(scenario())
@@ -111,9 +111,9 @@ def test_prompt_logprobs_of_the_longest_prompts_fit_into_a_frame() -> None:
             StepFrame(1, [Output(submit.handle, 0, [], "error", error="x" * (262_144 * size))])
         )
         async with asyncio.timeout(60):
-            while not (answers or played.lost):
+            while not (answers or played.disconnected):
                 await asyncio.sleep(0.01)
-        assert not played.lost
+        assert not played.disconnected
         assert len(answers[0].error or "") == 262_144 * size
 
     asyncio.run(scenario())

@@ -13,7 +13,7 @@ from engine import parallel, peer_ranks
 from engine.bench.shapes import write_config
 from engine.families import read_config
 from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
-from engine.parallel import RankLost
+from engine.parallel import RankFailureError
 from engine.peer_limits import AllReduceLimits, limits_of
 from engine.peer_memory import ITEMS
 from engine.peer_ranks import PeerRanks
@@ -214,7 +214,9 @@ def test_a_lost_peer_ends_the_waiting_of_kernels_and_every_later_check_raises() 
     ranks.abandon("a consequence")
     assert stopped
     for each in (ranks, group):
-        with pytest.raises(RankLost, match="rank 0 of 2: rank 1 has ended; restart the whole replica"):
+        with pytest.raises(
+            RankFailureError, match="rank 0 of 2: rank 1 has ended; restart the whole replica"
+        ):
             each.check()
 
 

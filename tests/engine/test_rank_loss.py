@@ -17,7 +17,7 @@ import pytest
 
 from engine import other_ranks
 from engine.messages import ReplicaSpec, SamplingParams, Submit, pack_tokens
-from engine.parallel import RankLost
+from engine.parallel import RankFailureError
 from tests.engine.rank_group import START_TIMEOUT_S, Member, RankEngine, results, start_ranks
 from tests.engine.tiny import TINY
 
@@ -58,7 +58,7 @@ def lose_rank_1(
         began = time.monotonic()
         try:
             serve(member, RankEngine(spec, runner, member.peers))
-        except RankLost as error:
+        except RankFailureError as error:
             return str(error), time.monotonic() - began
         finally:
             ended.touch()
@@ -117,11 +117,11 @@ def test_rank_0_does_not_wait_for_a_step_of_a_rank_that_is_lost(
 def test_a_benchmark_is_told_of_the_death_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_ranks, "LOSS_GRACE_S", WAIT_S)
     others = other_ranks.OtherRanks(spec_of(tmp_path))
-    lost: queue.Queue[str] = queue.Queue()
-    others.on_lost(lost.put)
+    exited: queue.Queue[str] = queue.Queue()
+    others.on_exit(exited.put)
     os.kill(others.pids[0], signal.SIGKILL)
-    assert lost.get(timeout=WAIT_S) == "rank 1 has ended"
-    others.on_lost(lost.put)
-    assert "was killed by SIGKILL" in lost.get(timeout=WAIT_S)
+    assert exited.get(timeout=WAIT_S) == "rank 1 has ended"
+    others.on_exit(exited.put)
+    assert "was killed by SIGKILL" in exited.get(timeout=WAIT_S)
     others.stop()
-    assert lost.empty()
+    assert exited.empty()

@@ -33,7 +33,7 @@ from engine.messages import (
     pack_tokens,
 )
 from engine.wire import socketpair
-from tests.engine.streaming_client import ReplicaLost, StreamingClient
+from tests.engine.streaming_client import ReplicaDisconnectedError, StreamingClient
 
 pytestmark = pytest.mark.system
 
@@ -75,9 +75,9 @@ class Watched:
             case Fatal():
                 self.fatal.append(message)
 
-    def client(self, front: str, lost: list[list[int]] | None = None) -> StreamingClient:
-        on_lost = (lambda handles: None) if lost is None else lost.append
-        return StreamingClient(socket.socket(fileno=self.group.attach_front(front)), on_lost)
+    def client(self, front: str, disconnected: list[list[int]] | None = None) -> StreamingClient:
+        on_disconnect = (lambda handles: None) if disconnected is None else disconnected.append
+        return StreamingClient(socket.socket(fileno=self.group.attach_front(front)), on_disconnect)
 
     def finished(self) -> list[Finished]:
         return [entry for report in self.reports for entry in report.finished]
@@ -223,8 +223,8 @@ def test_requests_of_a_dead_front_are_cancelled_and_others_continue(tmp_path: Pa
 def test_if_one_rank_dies_the_whole_group_ends(tmp_path: Path, victim: int) -> None:
     async def scenario() -> None:
         async with replica(tmp_path, tensor_parallel_size=2) as watched:
-            lost: list[list[int]] = []
-            client = watched.client("front-0", lost)
+            disconnected: list[list[int]] = []
+            client = watched.client("front-0", disconnected)
             running = asyncio.create_task(collect(client, ask(client, "r", most=400)))
             while not any(report.running for report in watched.reports):
                 await asyncio.sleep(0.01)
@@ -234,9 +234,9 @@ def test_if_one_rank_dies_the_whole_group_ends(tmp_path: Path, victim: int) -> N
             assert reason.startswith(f"rank {victim} ")
             assert "SIGKILL" in reason
             assert not any(alive(pid) for pid in watched.group.pids)
-            with pytest.raises(ReplicaLost):
+            with pytest.raises(ReplicaDisconnectedError):
                 await running
-            assert lost == [[1]]
+            assert disconnected == [[1]]
 
     asyncio.run(scenario())
 
@@ -257,7 +257,7 @@ def test_the_reason_names_the_killed_rank_even_if_the_exit_of_its_peer_is_seen_f
                 time.sleep(0.01)
             watched.group._exited(watched.group._ranks[0])
             assert (await watched.end).startswith(f"rank 1 (pid {victim}) was killed by SIGKILL")
-            with pytest.raises(ReplicaLost):
+            with pytest.raises(ReplicaDisconnectedError):
                 await running
 
     asyncio.run(scenario())

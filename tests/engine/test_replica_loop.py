@@ -36,7 +36,7 @@ from engine.messages import (
     Wake,
     pack_tokens,
 )
-from engine.parallel import RankLost
+from engine.parallel import RankFailureError
 from engine.plan import Chunk, MemoryPlan, RankPlan, StepPlan, StepTokens
 from engine.plan_channel import PlanSender
 from engine.replica import follow
@@ -195,9 +195,11 @@ def test_a_peer_that_does_not_read_for_long_is_lost() -> None:
     left, right = narrow_pair()
     sender = PlanSender([left], timeout_s=0.2)
     sender.send(large_plan(1))
-    with pytest.raises(RankLost, match=r"rank 1 did not read a plan for 0\.2 s; restart the whole replica"):
+    with pytest.raises(
+        RankFailureError, match=r"rank 1 did not read a plan for 0\.2 s; restart the whole replica"
+    ):
         sender.flush(1)
-    with pytest.raises(RankLost, match="rank 1 did not read"):
+    with pytest.raises(RankFailureError, match="rank 1 did not read"):
         sender.send(large_plan(2))
     right.close()
 
@@ -209,7 +211,7 @@ def test_a_peer_that_dies_during_a_plan_is_lost() -> None:
     flushing = Outcome(sender.flush, 1)
     right.close()
     flushing.thread.join(WAIT_S)
-    assert isinstance(flushing.error, RankLost)
+    assert isinstance(flushing.error, RankFailureError)
     assert "rank 1 closed its plan channel (Broken pipe)" in str(flushing.error)
 
 

@@ -132,10 +132,10 @@ def test_a_request_fails_after_losing_several_replicas(front: Harness, stream: b
         answer = read_answer(sock)
     if stream:
         assert answer.status == 200
-        assert events(answer)[-1]["error"]["code"] == "replica_lost"
+        assert events(answer)[-1]["error"]["code"] == "replica_failed"
     else:
         assert answer.status == 503
-        assert answer.error["code"] == "replica_lost"
+        assert answer.error["code"] == "replica_failed"
         assert int(answer.headers["retry-after"]) > 0
     (settle,) = front.settled(1)
     assert (settle.status, settle.finish_reason) == (503, "error")
@@ -267,10 +267,10 @@ def test_nothing_is_submitted_to_a_replica_after_its_channel_has_closed() -> Non
             def next_handle(self) -> int:
                 return 1 + self.submitted
 
-            def submit(self, submit: Submit, sink: object, on_lost: Callable[[], None]) -> None:
+            def submit(self, submit: Submit, sink: object, on_disconnect: Callable[[], None]) -> None:
                 self.submitted += 1
                 if self.submitted == 2:
-                    on_lost()
+                    on_disconnect()
 
         link = DyingLink()
         prompts = [Prompt(index, [5], 3) for index in range(4)]

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from engine.generate import LocalEngine
 from engine.messages import BLOCK_TOKENS, ReplicaSpec, SamplingParams
-from engine.parallel import RankLost
+from engine.parallel import RankFailureError
 from engine.peer_ranks import PeerRanks
 from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.runner import ModelRunner
@@ -335,7 +335,7 @@ def test_passes_in_halves_compute_what_one_gpu_computes_with_equal_bits_each_tim
 # ── death of a rank ──────────────────────────────────────────────────────────────────────────────────
 
 
-def generate_until_lost(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
+def generate_until_failure(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
     runner = member.runner(spec)
     watch = member.watch()
     if member.rank > 0:
@@ -347,11 +347,11 @@ def generate_until_lost(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
     try:
         while True:
             made.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
-    except RankLost as error:
-        lost_at = time.monotonic()
+    except RankFailureError as error:
+        failed_at = time.monotonic()
         usable = int(torch.ones(1000, device="cuda").sum())
         watch.close()
-        return {"error": str(error), "lost_at": lost_at, "usable": usable}
+        return {"error": str(error), "failed_at": failed_at, "usable": usable}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -362,7 +362,7 @@ def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usab
     """The demo model's rows cannot be divided into the units that peer memory transfers, so its all-reduces
     use NCCL."""
     spec = spec_of(tmp_path, kv_heads, tensor_parallel_size=size)
-    processes = start_ranks(size, tmp_path / "ranks", "cuda", generate_until_lost, spec)
+    processes = start_ranks(size, tmp_path / "ranks", "cuda", generate_until_failure, spec)
     deadline = time.monotonic() + 180
     while not (tmp_path / "ranks" / "generating").exists():
         assert time.monotonic() < deadline and all(process.is_alive() for process in processes)
@@ -375,4 +375,4 @@ def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usab
     found = results(processes, tmp_path / "ranks", 60)[0]
     assert found["usable"] == 1000
     assert "has ended; restart the whole replica" in found["error"]
-    assert found["lost_at"] - killed_at < 1.0
+    assert found["failed_at"] - killed_at < 1.0

@@ -65,9 +65,9 @@ class WaitingSite(Site):
             clock=lambda: self.now,
         )
 
-    def request(self, lost: bool = False) -> asyncio.Task[LoadedModel]:
+    def request(self, disconnected: bool = False) -> asyncio.Task[LoadedModel]:
         """Send a request to the front."""
-        found = self.front.catalog.find("chat", IDENTITY, lambda: lost)
+        found = self.front.catalog.find("chat", IDENTITY, lambda: disconnected)
         return asyncio.get_running_loop().create_task(found)
 
     def report(self) -> None:
@@ -162,7 +162,7 @@ def test_a_request_whose_client_has_disconnected_wakes_nothing(site: WaitingSite
         await site.start()
         await (await site.begin_sleep())
         with pytest.raises(ApiError):
-            await site.request(lost=True)
+            await site.request(disconnected=True)
         assert site.front.catalog.wanted == ()
 
     play(site, scenario)

@@ -202,5 +202,5 @@ def test_the_size_of_the_spool_is_bounded(tmp_path, monkeypatch, caplog):
     spool = Spool(tmp_path / "audit.spool", heads.make_or_read_key(tmp_path))
     for number in range(3):
         spool.put(entry(number))
-    assert (spool.state().rows, spool.state().lost) == (2, 1)
+    assert (spool.state().rows, spool.state().dropped) == (2, 1)
     assert "so this log has the only copy of this entry" in caplog.text

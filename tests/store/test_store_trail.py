@@ -174,7 +174,7 @@ def test_a_forged_head_does_not_make_a_row_look_wrong(tmp_path):
 def renew_key(folder: Path) -> list[str]:
     """Replace the signing key as an operator would. Return the lines of the earlier chain heads."""
     lines = (folder / "audit.heads").read_text().splitlines(keepends=True)
-    (folder / "audit.key").rename(folder / "audit.key.lost")
+    (folder / "audit.key").rename(folder / "audit.key.moved")
     fill_nothing(folder)
     return lines
 

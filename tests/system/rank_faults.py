@@ -62,7 +62,7 @@ NEAR_TIE = 0.125
 `tests.gpu.test_ranks_on_gpu`."""
 MAX_LEFT_BYTES = 64 << 20
 """Allowed growth of the memory in use on a GPU. Two starts of the same replica differ by less."""
-_LOST = re.compile(r"^(\S+)Z .*(?:restart the whole replica|this rank exits)", re.MULTILINE)
+_NOTICED = re.compile(r"^(\S+)Z .*(?:restart the whole replica|this rank exits)", re.MULTILINE)
 """A line that a rank logs when it has noticed the loss of another rank, with the time of the line."""
 
 
@@ -255,7 +255,7 @@ def _noticed_s(running: Service, began_at: float, gone_s: float) -> float:
     `gone_s` if none did."""
     times = [
         datetime.fromisoformat(f"{when}+00:00").timestamp() - began_at
-        for when in _LOST.findall(running.log_path.read_text())
+        for when in _NOTICED.findall(running.log_path.read_text())
     ]
     # The log rounds times down to milliseconds.
     return min((max(0.0, each) for each in times if each > -0.01), default=gone_s)

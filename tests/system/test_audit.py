@@ -252,7 +252,7 @@ def test_a_full_disk_stops_neither_the_service_nor_the_audit_trail(small_disk: P
         status = running.status()
         assert status["state"] == "degraded"
         assert status["audit"]["places"] == [str(small_disk / "audit.spool")]
-        assert status["audit"]["in_memory"] == status["audit"]["lost"] == 0
+        assert status["audit"]["in_memory"] == status["audit"]["dropped"] == 0
         said = human_status(running)
         assert "audit" in said and "audit.spool" in said and "disk is full" in said
         # The service answers requests, so it must be ready.

@@ -158,14 +158,14 @@ class Load:
                 self._stop.wait(0.02)
 
 
-def check(load: Load, *, lost_connections: bool = False) -> None:
+def check(load: Load, *, broken_connections: bool = False) -> None:
     """Check that every accepted request was answered completely, and that every refusal said when to
     retry."""
     assert {answer.status for answer in load.answers} <= {200, 503}
     assert {answer.tokens for answer in load.answers if not answer.refused} == {TOKENS}
     assert {answer.code for answer in load.refusals} <= {"draining"}
     assert all(int(answer.retry_after or 0) > 0 for answer in load.refusals)
-    assert lost_connections or not load.cut_off
+    assert broken_connections or not load.cut_off
 
 
 def check_order(load: Load) -> None:
@@ -321,7 +321,7 @@ def test_sigterm_under_load_drains_the_service_and_leaves_nothing_behind(
         with load:
             running.process.send_signal(signal.SIGTERM)
             assert running.process.wait(120) == 0
-        check(load, lost_connections=True)
+        check(load, broken_connections=True)
         check_order(load)
         # Requests whose connections were cut off had not been accepted: every answer in the log was received
         # by its client.

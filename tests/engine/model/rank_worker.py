@@ -12,7 +12,7 @@ import torch
 from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
-from engine.parallel import RankLost, Ranks, join
+from engine.parallel import RankFailureError, Ranks, join
 from engine.progress import no_progress
 from kernels import Residual, select_backend
 
@@ -104,13 +104,15 @@ def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: lis
     if rank == size - 1:
         os._exit(0)
     started = time.monotonic()
-    lost = ""
+    failure = ""
     try:
         while True:
             ranks.all_reduce(torch.ones(4))
-    except RankLost as error:
-        lost = str(error)
+    except RankFailureError as error:
+        failure = str(error)
     seconds = time.monotonic() - started
     if rank == 0:
-        torch.save({"logits": found, "collectives": collectives, "lost": lost, "seconds": seconds}, result)
+        torch.save(
+            {"logits": found, "collectives": collectives, "failure": failure, "seconds": seconds}, result
+        )
     os._exit(0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.parallel import RankLost, join, single
+from engine.parallel import RankFailureError, join, single
 from kernels.draws import BAD_TOKEN
 
 from . import rank_worker
@@ -123,8 +123,8 @@ def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
     assert added.tolist() == [[0.5 + total, 0.5 + 10.0 * size + total]]
     assert best.tolist() == [10 * (size - 1), 1, BAD_TOKEN, BAD_TOKEN, BAD_TOKEN]
 
-    assert f"rank 0 of {size}" in result["lost"]
-    assert "restart the whole replica" in result["lost"]
+    assert f"rank 0 of {size}" in result["failure"]
+    assert "restart the whole replica" in result["failure"]
     # The time is far below the group's timeout of 60 s, so the rank was notified of the death.
     assert result["seconds"] < 30
 
@@ -142,7 +142,7 @@ def test_one_rank_needs_no_group() -> None:
 
 def test_a_rank_that_does_not_find_the_others_times_out(tmp_path: Path) -> None:
     with pytest.raises(
-        RankLost, match=r"rank 0 of 2 did not find the other ranks within 0\.5 s through .*rendezvous"
+        RankFailureError, match=r"rank 0 of 2 did not find the other ranks within 0\.5 s through .*rendezvous"
     ):
         join(2, 0, str(tmp_path / "rendezvous"), "gloo", timeout_seconds=0.5)
 

@@ -211,7 +211,7 @@ class Traffic(RuleBasedStateMachine):
         for key, told in self.told.items():
             if key[0] == front and not told.finish_reason:
                 told.cancelled = True
-                told.finish_reason = "lost"
+                told.finish_reason = "disconnected"
 
     @rule(turns=st.sampled_from([1, 1, 2, 5, 20, 80]))
     def steps(self, turns: int) -> None:
@@ -299,8 +299,8 @@ class Traffic(RuleBasedStateMachine):
             assert told.finish_reason, f"{key} never ended"
         emitted = sum(len(told.tokens) for told in self.told.values())
         generated = sum(entry.generated_tokens for entry in self.finished)
-        lost = any(told.finish_reason == "lost" for told in self.told.values())
-        assert generated == emitted or (lost and generated > emitted)
+        disconnected = any(told.finish_reason == "disconnected" for told in self.told.values())
+        assert generated == emitted or (disconnected and generated > emitted)
         assert gauges.generated_tokens == generated
         assert gauges.preemptions == sum(entry.preemptions for entry in self.finished)
 

@@ -32,8 +32,8 @@ AUDIT = (
     Metric("gauge", "appliance_audit_spooled_rows", "rows",
            "Audit rows that are waiting to be written to the database.",
            lambda trail: trail.spool.rows),
-    Metric("counter", "appliance_audit_lost_rows_total", "rows",
+    Metric("counter", "appliance_audit_dropped_rows_total", "rows",
            "Audit rows that are only in the service's log, because the spool was full.",
-           lambda trail: trail.spool.lost),
+           lambda trail: trail.spool.dropped),
 )
 # fmt: on
