@@ -123,6 +123,11 @@ class KeyedRun:
             generation.delivered_tokens = self._billed_tokens
             generation.client_disconnected()
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the run is in progress and has no client."""
+        return self.claimed.done() and not self.ended.is_set() and not self._clients
+
     def leave(self, connection: Connection) -> None:
         """Remove a client. If it was the last one, end the run unless a retry arrives within the grace
         period."""
@@ -130,10 +135,12 @@ class KeyedRun:
         generation = self.generation
         if not self._clients and not self.ended.is_set():
             self._billed_tokens = 0 if generation is None else generation.delivered_tokens
-            if self.is_kept:
-                self.timer.start(self._retries.rules.grace_s, partial(self._retries.drop, self))
-            else:
+            if not self.is_kept:
                 self.give_up()
+            elif self._retries.stopping:
+                self._retries.drop(self)
+            else:
+                self.timer.start(self._retries.rules.grace_s, partial(self._retries.drop, self))
         if generation is not None and generation.on_end is not None:
             # Write out the events held back for a slow client, so that they still reach the store.
             generation.on_end()
@@ -144,6 +151,8 @@ class Retries:
 
     def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
         self.rules = RetryRules()
+        self.stopping = False
+        """Whether the front is stopping. A run then ends when its last client disconnects."""
         self.kept_bytes = 0
         self.runs: dict[bytes, KeyedRun] = {}
         self._to_core = to_core
@@ -177,6 +186,12 @@ class Retries:
         self._forget(run)
         self._to_core(Release(run.scope))
         run.give_up()
+
+    def stop(self) -> None:
+        """Drop all runs without clients, now and from now on, because the front is stopping."""
+        self.stopping = True
+        for run in [run for run in self.runs.values() if run.is_abandoned]:
+            self.drop(run)
 
     def _forget(self, run: KeyedRun) -> None:
         del self.runs[run.scope]

@@ -105,22 +105,27 @@ class HttpServer:
         begins: Callable[[], None] = lambda: None,
     ) -> None:
         """Serve an accepted connection. The server takes ownership of the socket. If the server is stopping,
-        it closes the socket.
+        it answers only the request that another process has read, or closes the socket if there is none.
 
         - `address` is the TCP peer's address. It is looked up if empty.
         - `request` contains the bytes that another process has already read from the connection.
         - `begins` is called before anything is read.
         """
-        if self._stopping:
+        if self._stopping and not request:
             sock.close()
             return
         begins()
         sock.setblocking(False)
         try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self, address, request), sock)
+            _, connection = await self._loop.connect_accepted_socket(
+                lambda: Connection(self, address, request), sock
+            )
         except OSError:
             # The client has disconnected since its connection was accepted.
             sock.close()
+            return
+        if self._stopping:
+            connection.stop()
 
     async def listen(self, sock: socket.socket) -> None:
         """Accept connections on a listening socket (Unix or TCP) until `stop` is called."""

@@ -8,16 +8,17 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from appliance.channel.core_messages import Admitted, Claimed, Refused
+from appliance.channel.core_messages import Abort, Admitted, Claimed, ClientConnection, Refused, StopFront
 from appliance.channel.front_settings import RetryRules
 from appliance.channel.identity import Identity
 from appliance.front.generation import Generation
 from appliance.front.request_context import RequestContext
+from appliance.host.memory_files import new_memory
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, chat, connect, events, read_answer, request
 
@@ -208,6 +209,19 @@ def test_a_retry_of_a_failed_run_runs_again(front: Harness, stream: bool) -> Non
     assert [release.scope for release in front.releases] == [front.claimed[0].scope]
 
 
+def test_a_retry_of_an_aborted_stream_runs_again(front: Harness) -> None:
+    front.endless()
+    with connect(front) as sock:
+        send(sock, "aborted", chat(stream=True))
+        assert sock.recv(1, socket.MSG_PEEK)
+        front.send(Abort(front.admits[0].request_id, "an operator ended it"))
+        assert events(read_answer(sock))[-1]["error"]["message"] == "an operator ended it"
+    front.wait_for(lambda: len(front.releases) == 1)
+    front.script = front.replica.script = front.sentence_script
+    assert text(ask(front, "aborted", chat(stream=True))) == front.text()
+    assert len(front.admits) == 2
+
+
 def test_retries_that_waited_for_a_failing_run_get_its_error(front: Harness) -> None:
     front.admit = "hold"
     with connect(front) as first, connect(front) as second:
@@ -316,3 +330,52 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
     if tcp:
         assert front.admits[0].peer == moved.peer
     assert front.admits[0].identity.key_id == "key_1"
+
+
+# ── the front process stops ──
+
+
+def test_a_stopping_front_ends_runs_without_clients(own_front: Callable[..., Harness]) -> None:
+    front = own_front()
+    front.endless()
+    with connect(front) as staying:
+        send(staying, "stays", chat(stream=True))
+        with connect(front) as leaving:
+            send(leaving, "leaves", chat(stream=True))
+            front.wait_for(lambda: len(front.replica.running) == 2)
+        wait_until_waiting(front, 1)
+        assert not front.settles
+        front.send(StopFront(120.0))
+        (settle,) = front.settled(1)
+        assert settle.request_id == front.claimed[1].request_id
+    assert [settle.status for settle in front.settled(2)] == [499, 499]
+    assert len(front.releases) == 2
+    assert front.process.wait(60) == 0
+
+
+def test_a_stopping_front_answers_a_retry_of_its_run(own_front: Callable[..., Harness]) -> None:
+    front = own_front()
+    front.replica.hold = True
+    with connect(front) as first:
+        send(first, "retried", chat(stream=True))
+        front.wait_for(lambda: len(front.replica.running) == 1)
+        front.send(StopFront(120.0))
+        headers = {"Idempotency-Key": "retried"}
+        with moved_connection(front, request(chat(stream=True), CHAT, headers)) as retry:
+            wait_until_waiting(front, 2)
+            front.replica.hold = False
+            answers = [read_answer(first), read_answer(retry)]
+    assert [text(answer) for answer in answers] == [front.text()] * 2
+    assert answers[1].headers["idempotent-replayed"] == "true"
+    assert len(front.admits) == 1
+    assert front.process.wait(60) == 0
+
+
+def moved_connection(front: Harness, data: bytes) -> socket.socket:
+    """Give the front process a connection from which another front process has read `data`. Return the
+    client's end."""
+    client, accepted = socket.socketpair()
+    with accepted, open(new_memory("request", data), "rb") as memory:
+        moved = ClientConnection("unix", "", has_request=True)
+        front.call(lambda: front.channel.send(moved, (accepted.fileno(), memory.fileno())))
+    return client
