@@ -1,8 +1,9 @@
 """Decides how many replicas a model should have, between a minimum and a maximum.
 
-The decision is a pure function of the load over time: this module reads no clock and starts nothing. Replicas
-are added as soon as the expected load needs them, and removed one at a time after the load has been low for a
-while."""
+The decision is a pure function of the load over time: this module reads no clock and starts no replicas.
+Replicas are added as soon as the expected load needs them, and removed one at a time after the load has been
+low for a while.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from appliance.models.demand import Demand, DemandForecast
 TARGET_USE = 0.7
 """Replicas are added until the expected demand uses at most this share of each replica."""
 LOW_USE = 0.5
-"""A replica is removed only if the remaining replicas would each be used less than this. The gap to
+"""A replica is removed only if the load of each remaining replica would then be below this share. The gap to
 `TARGET_USE` prevents small changes in the load from removing a replica and adding it again."""
 _LATE_SHARE = 0.5
 """A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
-"""A late first token counts only if the demand uses at least this share of each replica. Below that, the
-cause is long prompts rather than too few replicas, and an additional replica would not help."""
+"""A late first token counts only if the demand uses at least this share of each replica. Below this share,
+long prompts are the cause rather than too few replicas, and an additional replica would not help."""
 _AHEAD_S = 30.0
-"""The load is predicted until this long after the time at which a replica started now would be ready."""
+"""The load is predicted for the time that a new replica needs until it is ready, plus this time."""
 REFUSED_S = 60.0
-"""No replica is added for this long after an attempt has failed for lack of memory."""
+"""After a replica could not be added for lack of memory, no replica is added for this long."""
 
 
 class ScalingRules(NamedTuple):
@@ -36,23 +37,23 @@ class ScalingRules(NamedTuple):
     ttft_target_s: float
     """Target for the time to first token of a request."""
     cooldown_s: float
-    """Time after a change during which no replica is removed, and none is added because of late requests.
-    This lets the change take effect."""
+    """Time after a change during which no replica is removed, and none is added because of late requests. The
+    pause lets the change take effect."""
     idle_s: float
-    """How long the load must have been low before a replica is removed."""
+    """Time for which the load must have been low before a replica is removed."""
 
 
 class ModelLoad(NamedTuple):
     """The current load of a model."""
 
     replicas: int
-    """Target number of replicas, set by the latest change."""
+    """Target number of replicas, which the latest change has set."""
     ready: int
     """Number of replicas that are ready."""
     demand: float
-    """The load, measured in fully used replicas."""
+    """The load, as the number of replicas that it would fully use."""
     wait_s: float
-    """How long the oldest request has been waiting, or how long a new one is expected to wait, whichever is
+    """How long the oldest request has been waiting or a new request is expected to wait, whichever is
     longer."""
     ttft_s: float | None
     """99th percentile of the times to first token of recent requests, or None if there were no requests."""
@@ -68,24 +69,24 @@ class Decision(NamedTuple):
 
 
 class Autoscaler:
-    """Decides the number of replicas of one model. All times are in seconds of one monotonic clock."""
+    """Decides the number of replicas of one model. All times are in seconds on one monotonic clock."""
 
     def __init__(self) -> None:
         self.forecast = DemandForecast()
         self.expected = Demand(0.0, "")
-        """The demand that the latest decision was based on."""
+        """The expected demand on which the latest decision was based."""
         self.refusal = ""
-        """Reason why no replica can be added, until the next attempt."""
+        """Reason why no replica can be added, or an empty string. It is cleared before the next attempt."""
         self._changed_at = -math.inf
         self._refused_at = -math.inf
         self._needs: deque[tuple[float, float]] = deque()
-        """Times and expected demands of the last `idle_s` seconds. Each demand is higher than all later
-        ones."""
+        """Times and expected demands of the last `idle_s` seconds. Each stored demand is higher than all
+        later ones; lower ones are dropped."""
         self._since: float | None = None
         """Time of the first observation."""
 
     def refuse(self, now: float, why: str) -> None:
-        """Record that no additional replica can be started."""
+        """Record that no additional replica can be started, and the reason."""
         self.refusal, self._refused_at = why, now
 
     def changed(self, now: float) -> None:
@@ -93,8 +94,8 @@ class Autoscaler:
         self._changed_at, self.refusal = now, ""
 
     def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return the change that is due, or None. Call this once per second. The caller performs the change
-        and calls `changed`, or `refuse` if it is not possible."""
+        """Return the change that is due, or None. Call this once per second. The caller then makes the change
+        and calls `changed`, or calls `refuse` if the change is not possible."""
         if now - self._refused_at >= REFUSED_S:
             self.refusal = ""
         self.forecast.add(now, load.demand)

@@ -1,5 +1,6 @@
-"""Describes the units of loading, and groups those that are loaded together into bundles. The decisions of
-`appliance.models.residency` are based on these descriptions."""
+"""Describes the models that are loaded or can be loaded, and groups models that must be loaded together into
+bundles. `appliance.models.residency` decides which bundles to load and unload, based on these
+descriptions."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ def _host_bytes(settings: Mapping[str, ModelSettings]) -> dict[str, int]:
 
 @dataclass
 class UnitTimes:
-    """When a unit was loaded and used, in seconds of the monotonic clock."""
+    """When a model was loaded and used, in seconds of the monotonic clock."""
 
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
     left_at: float = -math.inf
-    """When the unit was unloaded."""
+    """When the model was last unloaded."""
 
 
 class Bundles:
-    """The bundles of all units. All methods must be called on the event loop's thread."""
+    """The bundles of all models. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class Bundles:
         requests: RequestManager,
         clock: Callable[[], float],
     ) -> None:
-        """`settings` returns the settings in effect."""
+        """`settings` is a function that returns the settings in effect."""
         self.incomplete: set[tuple[str, ...]] = set()
-        """Bundles that are only partly loaded. Their remaining units are loaded next."""
+        """Bundles that are only partly loaded. Their remaining models are loaded next."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -61,12 +62,12 @@ class Bundles:
         self._clock = clock
         self._times: dict[str, UnitTimes] = {}
         self._host_bytes: dict[str, int] = {}
-        """Predicted host memory of one replica of each unit; 0 for units on GPUs."""
+        """Predicted host memory of one replica of each model; 0 for models on GPUs."""
 
     # ── units ──
 
     def observe(self) -> None:
-        """Record which units are in use. Must be called frequently."""
+        """Record which models are in use. Must be called frequently."""
         now = self._clock()
         for unit in self.units():
             times, traffic = self.times(unit), self._requests.state.models.get(unit)
@@ -81,7 +82,7 @@ class Bundles:
             self._host_bytes.pop(unit, None)
 
     def units(self) -> list[str]:
-        """Return the units that accept requests."""
+        """Return the models that accept requests."""
         return [
             unit
             for unit in self._manager.models
@@ -91,26 +92,26 @@ class Bundles:
         ]
 
     def times(self, unit: str) -> UnitTimes:
-        """Return the unit's times, which the caller may change."""
+        """Return the times at which the model was loaded and used. The caller may change them."""
         return self._times.setdefault(unit, UnitTimes(used_at=self._clock()))
 
     def note_load(self, unit: str) -> None:
-        """Record that a load of the unit begins now."""
+        """Record that a load of the model begins now."""
         times = self.times(unit)
         times.load_began_at, times.ready_at = self._clock(), 0.0
 
     def busy(self, unit: str) -> bool:
-        """Return whether requests for the unit are running or waiting."""
+        """Return whether requests for the model are running or waiting."""
         traffic = self._requests.state.models.get(unit)
         return traffic is not None and bool(traffic.running or traffic.queued)
 
     def occupies_memory(self, unit: str) -> bool:
-        """Return whether the unit is in memory: its replicas are loading, loaded or being stopped, and it is
-        not parked asleep."""
+        """Return whether the model is in memory: its replicas are loading, loaded or being stopped, and they
+        are not all asleep."""
         return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
 
     def kept(self, unit: str) -> str:
-        """Return the reason why the unit always stays loaded, or an empty string."""
+        """Return the reason why the model always stays loaded, or an empty string."""
         settings = self._manager.settings_of(unit)
         if settings is None:
             return ""
@@ -121,18 +122,18 @@ class Bundles:
         return f"{unit!r} is pinned" if pinned else ""
 
     def stays(self, unit: str) -> bool:
-        """Return whether a unit must not be put to sleep or unloaded, because it has already been unloaded or
-        always stays loaded."""
+        """Return whether the model must not be put to sleep or unloaded now, because it is already unloaded
+        or always stays loaded."""
         return self._manager.settings_of(unit) is None or bool(self.kept(unit))
 
     def is_leaving(self, unit: str) -> bool:
-        """Return whether the unit is still being removed from memory. New settings may have required the unit
-        again in the meantime."""
+        """Return whether the model is still being removed from memory. New settings may already require the
+        model again."""
         leaves = self._manager.is_parked(unit) or unit not in self._manager.models
         return leaves and self.occupies_memory(unit)
 
     def leaves_at(self, unit: str) -> float:
-        """Return the time at which the unit's time to live ends if no more requests arrive, or infinity if
+        """Return the time at which the model's time to live ends if no more requests arrive, or infinity if
         there is no limit."""
         times, settings = self.times(unit), self._manager.settings_of(unit)
         idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
@@ -143,8 +144,8 @@ class Bundles:
         return traffic.uses.leaves_at(idle_s, times.load_began_at, not_before)
 
     def _waiting_since(self, unit: str) -> float | None:
-        """Return the time at which the unit's requests began to wait for a load, or None if none are
-        waiting."""
+        """Return the time at which requests began to wait for the model to be loaded, or None if no requests
+        are waiting."""
         now, traffic = self._clock(), self._requests.state.models.get(unit)
         if traffic is None or not traffic.queued:
             return None
@@ -153,7 +154,7 @@ class Bundles:
     # ── bundles ──
 
     def all(self) -> Iterator[Bundle]:
-        """Yield the bundles of all units that accept requests."""
+        """Yield the bundles of all models that accept requests."""
         seen: set[str] = set()
         for unit in self.units():
             if unit not in seen:
@@ -184,7 +185,7 @@ class Bundles:
         )
 
     def loaded_with(self, unit: str) -> tuple[str, ...]:
-        """Return the units that are loaded together with this unit, including the unit itself."""
+        """Return the models that are loaded together with this model, including this model."""
         name = self._name(unit)
         for group in self._settings().groups.values():
             if group.load == "all" and name in group.models:
@@ -204,7 +205,7 @@ class Bundles:
         )
 
     def next_unit(self, wanted: Bundle) -> str:
-        """Return the bundle's next unit to load or wake, or an empty string if there is none."""
+        """Return the bundle's next model to load or wake, or an empty string if there is none."""
         left = (
             unit for unit in wanted.units if self._manager.is_parked(unit) and not self.occupies_memory(unit)
         )
@@ -214,7 +215,8 @@ class Bundles:
         return unit if self._manager.is_declared(unit) else split_target(unit)[0]
 
     def _unit(self, name: str) -> str:
-        """Return the unit of the model with this name, or an empty string if there is no such model."""
+        """Return the unit of loading that answers requests for the model name, or an empty string if there is
+        no such model."""
         target = self._routing.target_of(name)
         if target is not None:
             return unit_name(*target)
@@ -223,13 +225,13 @@ class Bundles:
     # ── memory ──
 
     async def missing_bytes(self, unit: str) -> int:
-        """Return the memory that must become free before the unit can be loaded or woken."""
+        """Return how much memory must be freed before the model can be loaded or woken."""
         settings = self._manager.settings_of(unit)
         return 0 if settings is None else (await self._manager.shortage_of(unit, settings)).bytes
 
     async def measure(self, bundles: list[Bundle], wanted: str) -> list[Bundle]:
-        """Predict how much memory the units on the CPU need. Return the bundles, each with the memory that
-        becomes free for the unit `wanted` if the bundle is unloaded."""
+        """Predict how much memory the models on the CPU need. Return the bundles, each with the amount of
+        memory that becomes available for the model `wanted` if the bundle is unloaded."""
         settings = {
             unit: one
             for bundle in bundles
@@ -244,10 +246,14 @@ class Bundles:
         ]
 
     def _memory_bytes(self, unit: str, wanted: str) -> int:
-        """Return the memory, in bytes, that becomes free for the unit `wanted` if this unit is unloaded. If
-        `wanted` sleeps, only the memory of its GPUs counts, because it wakes on them. If this unit sleeps,
-        its host memory becomes free if `wanted` runs on the CPU, or the GPU memory that its processes still
-        hold if `wanted` runs on GPUs."""
+        """Return the memory, in bytes, that becomes available for the model `wanted` if the model `unit` is
+        unloaded.
+
+        If `wanted` is asleep, only memory of its own GPUs counts, because `wanted` wakes on these GPUs. If
+        `unit` is asleep and `wanted` runs on the CPU, the host memory of `unit` becomes available. If `unit`
+        is asleep and `wanted` runs on GPUs, the GPU memory that the processes of `unit` still hold becomes
+        available.
+        """
         asleep = self._manager.is_parked_asleep(wanted)
         gpus = {gpu for one in self._manager.of(wanted) for gpu in one.resources.gpus} if asleep else set()
         replicas = [one for one in self._manager.of(unit) if not gpus or gpus & set(one.resources.gpus)]

@@ -30,7 +30,7 @@ LIMITS_REMEDY = (
 
 
 class ReplicaLimits(NamedTuple):
-    """The limits of one replica, over all of its ranks."""
+    """The limits of one replica. Each limit applies to all ranks of the replica together."""
 
     cpus: float | None = None
     """CPU time that the replica may use per second, as a number of CPUs."""
@@ -57,10 +57,10 @@ class ReplicaCgroups:
         self._root = root
         self._own = own
         self._base: Path | None = None
-        """The service's own cgroup, once its controllers have been enabled for its children."""
+        """The service's own cgroup, or None until its controllers have been enabled for its children."""
 
     def limit(self, replica: str, pids: Iterable[int], limits: ReplicaLimits) -> str:
-        """Apply limits to a replica's processes. If that is not possible, return the reason; the processes
+        """Apply limits to a replica's processes. If this is not possible, return the reason; the processes
         then run without limits."""
         if limits == ReplicaLimits():
             return ""
@@ -73,7 +73,8 @@ class ReplicaCgroups:
             (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
             memory = "max" if limits.memory_bytes is None else str(limits.memory_bytes)
             (group / "memory.max").write_text(memory)
-            # If memory runs out, the kernel kills all ranks at once instead of leaving some of them waiting.
+            # If memory runs out, the kernel then kills all ranks at once. Otherwise, the surviving ranks
+            # would wait for the killed ones.
             (group / "memory.oom.group").write_text("1")
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -95,13 +96,13 @@ class ReplicaCgroups:
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
     def remove(self, replica: str) -> None:
-        """Remove the group of a replica whose processes have exited."""
+        """Remove the control group of a replica whose processes have exited."""
         if self._base is not None:
             with contextlib.suppress(OSError):
                 (self._base / _name(replica)).rmdir()
 
     def _pass_on(self) -> Path:
-        """Pass the controllers of the service's own cgroup on to its children. Return the cgroup. Raises
+        """Enable the controllers of the service's own cgroup for its children, and return the cgroup. Raises
         OSError or _NotPossibleError."""
         base = self._find()
         controllers = (base / "cgroup.controllers").read_text().split()
@@ -127,7 +128,7 @@ class ReplicaCgroups:
 
 
 class _NotPossibleError(Exception):
-    """Raised if the service's cgroup cannot be divided."""
+    """Raised if no child cgroups with controllers can be created below the service's cgroup."""
 
 
 def _name(replica: str) -> str:

@@ -35,8 +35,8 @@ class FolderFault(Exception):
 
 
 def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
-    """Check the files of a model folder. Without `weights`, weight files may be missing. Raises FolderFault
-    for the first problem."""
+    """Check the files of a model folder. If `weights` is false, weight files may be missing. Raises
+    FolderFault for the first problem."""
     _check_kind(folder, reader)
     for path in _needed(folder, weights):
         if unreadable := why_unreadable(path, reader):
@@ -117,7 +117,8 @@ def _snapshots(repository: Path) -> list[Path]:
 
 
 def _needed(folder: Path, weights: bool) -> list[Path]:
-    """Return the files of the folder that the service reads, including files that may not exist."""
+    """Return the paths of the files that the service reads from the folder. Some of the files may not
+    exist."""
     found = [folder / name for name in SMALL_FILES]
     return found + sorted(folder.glob("*.safetensors")) if weights else found
 
@@ -161,8 +162,8 @@ def _check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the names of all files that the index lists. The list is empty if the index is not valid;
-    `read_entries` reports that problem."""
+    """Return the names of all weight files that the checkpoint's index lists. If the index is not valid, the
+    list is empty, and `read_entries` reports the problem."""
     try:
         names = json.loads(index.read_bytes())["weight_map"].values()
         return sorted({name for name in names if isinstance(name, str) and Path(name).name == name})

@@ -1,8 +1,5 @@
-"""Predicts how many replicas a model's load will need, from the load of the last few minutes and of the
-previous day.
-
-Demand is measured in replicas: 1.5 means that the load would fully use one and a half replicas.
-"""
+"""Predicts how many replicas a model will need, from its load in the last few minutes and on the previous
+day. Demand is measured in replicas: 1.5 means that the load would fully use one and a half replicas."""
 
 from __future__ import annotations
 
@@ -12,31 +9,33 @@ from typing import NamedTuple
 _RECENT_S, _TREND_S = 10.0, 300.0
 """Period over which the current demand is averaged, and period over which its trend is computed."""
 _MIN_TREND_S = 30.0
-"""A trend is used only if the demand has been known for at least this long."""
+"""A trend is used only if demands have been recorded for at least this long."""
 _MAX_GROWTH = 2.0
-"""A trend predicts at most this multiple of the current demand."""
+"""The trend predicts at most this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
-"""The prediction from the previous day's data is the highest demand on that day from the current time of day
-until this long after the time of day for which the demand is predicted."""
+"""The prediction also considers the same time on the previous day: the highest demand from the current time
+of day until this long after the predicted time of day."""
 
 
 class Demand(NamedTuple):
-    """A demand, in replicas."""
+    """A demand for replicas."""
 
     replicas: float
     reason: str
-    """Explanation of the number, for operators."""
+    """Explanation of the demand, for operators."""
 
 
 class DemandForecast:
-    """A model's demand so far, and its prediction. All times are in seconds of one monotonic clock."""
+    """Records a model's demand and predicts the future demand. All times are in seconds on one monotonic
+    clock."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
         """Times and demands of the last `_TREND_S` seconds."""
         self._minutes: dict[int, float] = {}
-        """Highest mean demand in each minute of the last day, keyed by the number of the minute."""
+        """Highest mean demand in each minute of the last day, keyed by the minute's number on the monotonic
+        clock."""
 
     def add(self, now: float, demand: float) -> None:
         """Add the current demand. Call this at regular intervals of about a second."""
@@ -50,7 +49,7 @@ class DemandForecast:
         self._minutes[minute] = max(self._minutes.get(minute, 0.0), self.present(now))
 
     def present(self, now: float) -> float:
-        """Return the mean demand over the last few seconds, or 0 if it is unknown."""
+        """Return the mean demand over the last few seconds, or 0 if no demand has been recorded."""
         total, count = 0.0, 0
         for at, demand in reversed(self._recent):
             if at < now - _RECENT_S:
@@ -59,8 +58,9 @@ class DemandForecast:
         return total / count if count else 0.0
 
     def expected(self, now: float, ahead_s: float) -> Demand:
-        """Return the highest demand expected within `ahead_s`: the maximum of the current demand, the demand
-        predicted by the trend of the last few minutes, and the demand around the same time a day ago."""
+        """Return the highest demand expected in the next `ahead_s` seconds: the maximum of the current
+        demand, the demand predicted by the trend of the last few minutes, and the demand around the same time
+        a day ago."""
         present = self.present(now)
         best = Demand(present, f"the load needs {present:.1f} replicas")
         slope = self._slope()
@@ -80,8 +80,8 @@ class DemandForecast:
         return best
 
     def _slope(self) -> float:
-        """Return the growth of the demand per second, computed by linear regression, or 0 if too little is
-        known."""
+        """Return the growth of the demand per second, computed by linear regression, or 0 if too few demands
+        have been recorded."""
         if len(self._recent) < 2 or self._recent[-1][0] - self._recent[0][0] < _MIN_TREND_S:
             return 0.0
         count = len(self._recent)

@@ -1,4 +1,5 @@
-"""Predicts whether a replica of a model fits into memory, without loading the model. Uses `engine.sizing`."""
+"""Predicts whether a replica of a model fits into memory, without loading the model. The prediction uses
+`engine.sizing`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from engine import sizing
 from engine.messages import BLOCK_TOKENS
 
 _LENGTHS = (1024, 4096, 16_384, 65_536)
-"""Lengths in tokens at which `MemoryFit.sequences` is shown, in addition to the maximum length."""
+"""Sequence lengths in tokens for which the number of concurrent sequences is shown, in addition to the
+maximum length."""
 
 
 class UnfitError(Exception):
@@ -31,12 +33,13 @@ class MachineMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     gpus: list[DetectedGpu]
     available_bytes: int
-    """Host memory that new processes can use, limited by the machine and by this process's cgroups."""
+    """Host memory that is available to new processes, limited by the machine and by the cgroups of this
+    process."""
     total_bytes: int
-    """Host memory of the machine."""
+    """Total host memory of the machine."""
 
     def idle(self) -> MachineMemory:
-        """Return the memory as it would be if no other process used it."""
+        """Return a copy in which other processes use no memory."""
         return MachineMemory(
             gpus=[gpu._replace(used_bytes=0) for gpu in self.gpus],
             available_bytes=self.total_bytes,
@@ -50,7 +53,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     parameters: int
     gpus: list[DetectedGpu]
-    """GPUs used in the prediction. Empty if the model runs on the CPU."""
+    """The GPUs for which the prediction was made. Empty if the model runs on the CPU."""
     ranks: int
     dtype: str
     weights: str
@@ -61,7 +64,8 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     """The configured number of KV blocks, or as many blocks as fit."""
     total_bytes: int
-    """Memory of the device. On a CPU, it is the available memory divided by the number of ranks."""
+    """Memory of the device of each rank. On a CPU, this is the available memory divided by the number of
+    ranks."""
     used_bytes: int
     """GPU memory used by other processes. Always 0 on a CPU."""
     usable_bytes: int
@@ -88,7 +92,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_num_seqs, self.kv_blocks // -(-tokens // BLOCK_TOKENS))
 
     def lengths(self) -> list[int]:
-        """Return the sequence lengths for which `sequences` is worth showing, in ascending order."""
+        """Return the sequence lengths for which it is useful to show `sequences`, in ascending order."""
         longest = min(self.max_model_len, self.kv_tokens)
         return [*(length for length in _LENGTHS if length < longest), longest] if longest else []
 
@@ -108,8 +112,8 @@ def read_memory() -> MachineMemory:
 def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ()) -> MemoryFit:
     """Predict a replica's memory.
 
-    `chosen` contains the numbers of the GPUs that the replica would use. By default, these are the GPUs with
-    the most free memory. Raises UnfitError for a checkpoint or settings that cannot run at all.
+    `chosen` contains the numbers of the GPUs that the replica would use; by default, the GPUs with the most
+    free memory. Raises UnfitError for a checkpoint or settings that cannot run at all.
     """
     ranks = model.tensor_parallel_size
     on_gpu = model.device == "cuda" or (model.device == "auto" and bool(memory.gpus))
@@ -178,7 +182,7 @@ class MemoryShortage(NamedTuple):
     bytes: int = 0
     """Missing memory in bytes, summed over all ranks; 0 if the model fits."""
     why: str = ""
-    """Reason why the model does not fit, with the values; empty if it fits."""
+    """Reason why the model does not fit into memory, with the values; empty if the model fits."""
 
 
 def shortage_beside(
@@ -189,12 +193,12 @@ def shortage_beside(
     others: Sequence[ModelSettings] = (),
     limit_bytes: int | None = None,
 ) -> MemoryShortage:
-    """Return how much more memory `count` replicas with these settings need alongside the running replicas.
-    On GPUs, only one replica is checked, because additional replicas get other GPUs.
+    """Return how much memory is missing to run `count` more replicas with these settings alongside the
+    running replicas. On GPUs, only one replica is checked, because additional replicas get other GPUs.
 
     - `chosen`: the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
-    - `others`: the settings of each running replica. With `limit_bytes`, all replicas that run on the CPU may
-      together have at most this much memory.
+    - `others`: the settings of each running replica.⏎- `limit_bytes`: the maximum memory of all replicas on
+      the CPU together, if there is a limit.
 
     On a GPU, the replica must have as much memory as it would have if no other replica used the GPU.
     Otherwise its KV cache would be smaller for its entire lifetime. This function calls NVML and reads from
@@ -208,7 +212,8 @@ def shortage_beside(
     try:
         wanted = fit(model, alone, chosen)
     except UnfitError:
-        # The replica's load fails immediately and reports the reason, while the running replicas continue.
+        # Report no shortage: the replica's load will fail immediately with the reason, and the running
+        # replicas continue.
         return MemoryShortage()
     on_gpu = bool(wanted.gpus)
     free = min(_free(memory.gpus[gpu.number]) for gpu in wanted.gpus) if on_gpu else wanted.usable_bytes
@@ -233,8 +238,8 @@ def shortage_beside(
 
 
 def shortage_to_wake(needs: Iterable[tuple[Sequence[int], int]]) -> MemoryShortage:
-    """Return how much more GPU memory sleeping replicas need to wake. `needs` contains the numbers of the
-    GPUs of each replica, and the memory that the replica has released, summed over its ranks. This function
+    """Return how much GPU memory is missing to wake sleeping replicas. `needs` contains, for each replica,
+    the numbers of its GPUs and the memory that the replica has released, summed over its ranks. This function
     calls NVML, so it must not run on the event loop."""
     needed: Counter[int] = Counter()
     for numbers, freed_bytes in needs:
@@ -254,8 +259,8 @@ def shortage_to_wake(needs: Iterable[tuple[Sequence[int], int]]) -> MemoryShorta
 
 
 def host_bytes(model: ModelSettings, memory: MachineMemory) -> int:
-    """Return the predicted host memory of one replica of a model. 0 if the model runs on a GPU or cannot run.
-    Without `kv_blocks`, the result includes the largest KV cache that this machine allows."""
+    """Return the predicted host memory of one replica of a model, or 0 if the model runs on a GPU or cannot
+    run. If `kv_blocks` is not set, the result includes the largest KV cache that this machine allows."""
     try:
         found = fit(model, memory.idle())
     except UnfitError:

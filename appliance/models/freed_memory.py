@@ -1,5 +1,5 @@
-"""Verifies that the memory of a replica was returned when the replica ended: its processes no longer exist,
-and no GPU memory is assigned to them."""
+"""Verifies that a replica that has ended has returned its memory: its processes no longer exist, and the
+driver assigns no GPU memory to them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from appliance.models.gpus import gpu_processes
 log = logging.getLogger(__name__)
 
 _RETURNED_WITHIN_S = 10.0
-"""Time limit for the memory to be returned after the processes have exited or were killed."""
+"""Time limit for the return of the memory after the processes have exited or were killed."""
 _CHECKED_WITHIN_S = 15.0
 """Time limit for the check itself, which is longer because an NVML call may hang."""
 _POLL_S = 0.1
 
 GpuProcesses = Callable[[], Mapping[int, Collection[int]]]
-"""Returns the ids of the processes that use memory on each GPU, by the GPU's number."""
+"""A function that returns the ids of the processes that use memory on each GPU, by the GPU's number."""
 
 
 async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu_processes) -> str:
-    """Do the same as `why_held`, in a thread. If the check itself fails or hangs, the result says so."""
+    """Call `why_held` in a thread, and return its result. If the check itself fails or hangs, return a
+    message about this."""
     try:
         return await in_own_thread(
             lambda: why_held(pids, processes_on_gpus=processes_on_gpus), _CHECKED_WITHIN_S
@@ -44,13 +45,14 @@ def why_held(
     within_s: float = _RETURNED_WITHIN_S,
     processes_on_gpus: GpuProcesses = gpu_processes,
 ) -> str:
-    """Wait, for at most `within_s`, until the memory of a replica that has ended is returned. Return what is
-    still held, with a remedy, or an empty string if everything was returned. This function reads from the
-    kernel and calls NVML, so it must not run on the event loop.
+    """Wait until the memory of a replica that has ended is returned, but at most `within_s` seconds. Return a
+    description of the memory that is still held, with a remedy, or an empty string if all memory was
+    returned. This function reads from the kernel and calls NVML, so it must not run on the event loop.
 
-    `pids` contains the replica's ranks. Each rank leads a session, which also contains the processes that it
-    starts. In a container, NVML may list no processes or use the machine's process ids. Then only the
-    processes are checked. The kernel returns the GPU memory of a process when the process ends.
+    `pids` contains the process ids of the replica's ranks. Each rank leads a session, which also contains the
+    processes that the rank starts. In a container, NVML may list no processes or use the machine's process
+    ids. In this case, only the processes are checked: the kernel returns the GPU memory of a process when the
+    process ends.
     """
     deadline = time.monotonic() + within_s
     while problem := _held(pids, processes_on_gpus):
@@ -79,8 +81,8 @@ def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
 
 
 def _members(sessions: Collection[int]) -> dict[int, str]:
-    """Return the state of each process in these sessions, by process id. Zombies are not included, because
-    they hold no memory, unless some of their threads are still running."""
+    """Return the state of each process in these sessions, by process id. A zombie is included only if some of
+    its threads are still running; otherwise it holds no memory."""
     found = {}
     for entry in Path("/proc").iterdir() if sessions else ():
         if not entry.name.isdecimal():

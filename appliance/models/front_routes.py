@@ -1,4 +1,4 @@
-"""The front pool's methods that are needed to change the served models."""
+"""The methods of the front pool that are called when the served models change."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class DetectedGpu(NamedTuple):
-    """A GPU or a MIG instance as currently reported by NVML."""
+    """A GPU or a MIG instance, as currently reported by NVML."""
 
     number: int
     name: str
@@ -81,7 +81,8 @@ class NvmlDevice(NamedTuple):
 
     handle: Any
     gpu: Any
-    """The GPU itself. It is the same as `handle` unless the device is a MIG instance."""
+    """The handle of the GPU that contains the device. It equals `handle` unless the device is a MIG
+    instance."""
     is_instance: bool
 
 

@@ -6,21 +6,21 @@ import asyncio
 
 
 class LoadError(Exception):
-    """Raised if a version cannot be loaded, unloaded or swapped. The message gives the reason and the
+    """Raised if a model version cannot be loaded, unloaded or swapped. The message gives the reason and the
     remedy."""
 
 
 class NoRoomError(LoadError):
-    """Raised if a version does not fit into memory together with the models that are loaded."""
+    """Raised if a model version does not fit into memory alongside the models that are loaded."""
 
 
 def not_loaded(unit: str) -> LoadError:
-    """Return the error of an operation that needs a loaded unit."""
+    """Return the error for an operation on a model that would have to be loaded but is not."""
     return LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
 
 
 async def outcome(task: asyncio.Task[None], unit: str) -> None:
-    """Wait for a task. Raise its exception, or LoadError if it is cancelled."""
+    """Wait for a task to end. Raise the task's exception, or LoadError if the task is cancelled."""
     await asyncio.wait([task])
     if task.cancelled():
         raise LoadError(f"the operation on {unit} was cancelled")

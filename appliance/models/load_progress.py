@@ -8,19 +8,19 @@ from engine.messages import Progress
 
 _LOG_EVERY_S = 10.0
 _MIN_RATE_S = 0.5
-"""How long a stage must have run before its rate is reported."""
+"""Time for which a stage of loading must have run before its rate is reported."""
 
 
 class LoadProgress:
-    """A replica's progress during one start. Times are in seconds of a monotonic clock."""
+    """The progress of one start of a replica. Times are in seconds of a monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._latest = Progress("start")
         self._stage_began = self._logged_at = now
 
     def report(self, progress: Progress, now: float) -> str:
-        """Process a progress report. Return a line for the log if a new stage has begun, otherwise an empty
-        string."""
+        """Process a replica's progress report. Return a line for the log if the replica has begun a new
+        stage, otherwise an empty string."""
         former, self._latest = self._latest, progress
         if progress.stage == former.stage:
             return ""
@@ -30,14 +30,14 @@ class LoadProgress:
         return f"{self._begun()}; {former.stage}{amount} took {seconds:.1f} s"
 
     def due(self, now: float) -> str:
-        """Return a line for the log if none has been written for 10 seconds, otherwise an empty string."""
+        """Return a line for the log if no line has been logged for 10 seconds, otherwise an empty string."""
         if now - self._logged_at < _LOG_EVERY_S:
             return ""
         self._logged_at = now
         return load_text(self.status(now))
 
     def status(self, now: float) -> LoadStatus:
-        """Return the progress for operators."""
+        """Return the replica's progress for operators."""
         latest, elapsed = self._latest, now - self._stage_began
         rate = latest.done / elapsed if elapsed >= _MIN_RATE_S else 0.0
         return LoadStatus(

@@ -1,5 +1,5 @@
-"""The model manager: manages the served models and their replicas, and changes both while the service is
-running.
+"""The model manager, which manages the served models and their replicas, and changes both while the service
+is running.
 
               Controller (start, check, stop), Reloader (change), RequestCanceller (cancel)
                   │
@@ -13,8 +13,9 @@ running.
                   ▼                     ▼
     RequestManager (models and replicas to which requests may go), FrontChannels (FrontPool), publish()
 
-The settings define how many replicas a model has and how they run. The model manager knows which units should
-be loaded with which settings. `appliance.models.unit_changes` starts and stops replicas accordingly, and
+The settings define how many replicas a model has and how they run. A unit is what is loaded as a whole: a
+model in the settings or one version of a registered model. The model manager knows which units should be
+loaded with which settings. `appliance.models.unit_changes` starts and stops replicas accordingly, and
 `appliance.models.retirement` ends replicas that are no longer needed.
 """
 
@@ -49,8 +50,8 @@ from appliance.traffic.request_manager import RequestManager
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_LOADS = 2
-"""Number of failed starts after which a registered version is considered impossible to load. A second start
-is attempted, because the first one also fails if another process has not freed its memory yet."""
+"""Number of failed starts after which a registered version is considered impossible to load. The second start
+is worthwhile because the first one also fails if another process has not freed its memory yet."""
 
 
 class ModelManager:
@@ -72,7 +73,7 @@ class ModelManager:
     ) -> None:
         """Create the manager without starting any replicas.
 
-        - `settings` returns the settings in effect.
+        - `settings` is a function that returns the settings in effect.
         - `publish` is called when the list of served models or the readiness of a model may have changed.
         - `note` reports a problem (its location and description) to the operator.
         - `preflight` checks a model's files.
@@ -80,26 +81,27 @@ class ModelManager:
         - `broken` maps each model whose files have a problem to that problem.
         """
         self.models = {model.name: model for model in served}
-        """The models that are loaded or being loaded, as the fronts know them. The keys are units of loading:
-        the names of models in the settings, and NAME@VERSION for versions in the registry."""
+        """The models that are loaded or being loaded, as the fronts know them. The key is the name of a model
+        in the settings, or NAME@VERSION for a version in the registry."""
         self.replicas: list[Replica] = []
         self._settings = settings
         self._declared = dict(settings().models)
         """The models in the settings."""
         self._wanted = dict(self._declared)
-        """The settings of every unit that should be loaded."""
+        """The settings of every model and version that should be loaded."""
         self._requests = requests
         self._publish = publish
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
         self._grace_s: dict[str, float] = {}
-        """Grace period for the requests of a unit that is being unloaded, if it differs from the settings."""
+        """Time in seconds that the requests of a model have to finish while the model is being unloaded.
+        Contains only models for which this time differs from the settings."""
         self._parked: dict[str, Parked] = {}
         self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
         checks = StartChecks(preflight, files_check)
         self._factory = ReplicaFactory(settings, self.connections, self._placement, checks, launch)
         self.sleeping = UnitSleep(self.of, self.connections.update, publish)
-        """Puts the replicas of a unit to sleep, and wakes them."""
+        """Puts all replicas of a model to sleep, and wakes them."""
         self.retirements = ReplicaRetirements(
             self.replicas,
             self._parked,
@@ -128,7 +130,7 @@ class ModelManager:
             requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
             if not wanted.required and name not in broken:
-                self._parked[name] = Parked()  # `OnDemand` loads the model if it fits.
+                self._parked[name] = Parked()  # `OnDemand` loads the model later if it fits into memory.
                 continue
             for _ in range(self._scaling.count(name, wanted)):
                 self._new(name, wanted)
@@ -148,8 +150,8 @@ class ModelManager:
         await asyncio.gather(*(replica.stop(STOP_S) for replica in self.replicas))
 
     def check(self) -> None:
-        """Kill replicas that hang, and add and remove replicas as the load requires. Must be called a few
-        times per second."""
+        """Kill hanging replicas, and add and remove replicas as the load requires. Must be called a few times
+        per second."""
         for replica in self.replicas:
             replica.check()
         self._scaling.check()
@@ -160,7 +162,8 @@ class ModelManager:
 
     def unusable(self, model: str) -> str:
         """Return the reason why no replica of the model can start until an operator corrects the model's
-        files or settings. Return an empty string if a replica can start, or if one has ever been ready."""
+        files or settings. Return an empty string if a replica can start, or if the model has ever had a ready
+        replica."""
         replicas = self.of(model)
         if model in self.connections.was_ready or not replicas:
             return ""
@@ -175,25 +178,26 @@ class ModelManager:
         return name in self._declared
 
     def fallback(self, unit: str) -> str:
-        """Return the name of the model that answers requests if the unit cannot; empty if there is none."""
+        """Return the name of the model that answers requests if this model cannot, or an empty string if
+        there is none."""
         wanted = self._wanted.get(unit)
         return "" if wanted is None else wanted.fallback or ""
 
     def failure(self, unit: str) -> str:
-        """Return the reason why no replica of the unit can start, or an empty string."""
+        """Return the reason why no replica of the model can start, or an empty string."""
         replicas = self.of(unit)
         return replicas[0].failure if replicas and all(replica.failure for replica in replicas) else ""
 
     def remedy(self, unit: str) -> str:
-        """Return the operator's remedy for the unit's `failure`, or an empty string."""
+        """Return what an operator can do about the model's `failure`, or an empty string."""
         return next(filter(None, map(replica_remedy, self.of(unit))), "")
 
     def retry(self, unit: str) -> list[str]:
-        """Start those replicas of the unit that are waiting for their next start, and return their names."""
+        """Start those replicas of the model that are waiting for their next start, and return their names."""
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
-        """Apply the time limits in the settings after which a replica is killed."""
+        """Apply the time limits after which a replica is killed, as set in the settings."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -208,11 +212,10 @@ class ModelManager:
     # ── changing the served models ──
 
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
-        """Serve these models with these settings from now on. Returns a description of each change. `served`
-        must contain descriptions of all new models.
+        """Serve these models with these settings from now on. Return a description of each change.
 
-        Models whose settings have not changed are left as they are, but settings that could not be loaded
-        before are tried again.
+        `served` must contain descriptions of all new models. Models whose settings have not changed are left
+        as they are, except that settings that could not be loaded before are tried again.
         """
         described = {model.name: model for model in served}
         former, self._declared = self._declared, dict(wanted)
@@ -236,7 +239,7 @@ class ModelManager:
         return changes
 
     def _redescribe(self, name: str, wanted: ModelSettings, described: ServedModel | None) -> None:
-        """Apply those settings of a model that do not require new replicas. `described` is the model's
+        """Apply the settings of a model that do not require new replicas. `described` is the model's
         description under these settings if a text setting has changed, otherwise None."""
         known = msgspec.structs.replace(self.models[name], required=wanted.required)
         if described is not None and described.folder == known.folder:
@@ -268,30 +271,33 @@ class ModelManager:
         self._parked[unit.name] = Parked()
 
     def park(self, unit: str, *, asleep: bool = False) -> None:
-        """Release the memory of a unit, but keep accepting requests for it. Running requests have `DRAIN_S`
-        to finish; those that take longer continue when the unit is loaded again. The replicas are stopped.
-        With `asleep`, they are put to sleep, unless a request takes longer or a replica cannot sleep."""
+        """Release the memory of a model, but keep accepting requests for it.
+
+        Running requests have `DRAIN_S` to finish. Requests that take longer continue when the model is loaded
+        again. By default, the model's replicas are stopped. If `asleep` is set, the replicas are put to sleep
+        instead, but they are still stopped if a request takes longer or a replica cannot sleep.
+        """
         self._parked[unit] = Parked(asyncio.get_running_loop().time() + DRAIN_S, asleep)
         self._changes.begin(unit)
 
     def unpark(self, unit: str) -> None:
-        """Load or wake a unit that was introduced or parked. `loaded` and `load_failure` report the
-        result."""
+        """Load or wake a model that accepts requests without being loaded. `loaded` and `load_failure` report
+        the result."""
         self._parked.pop(unit, None)
         self._changes.begin(unit)
 
     async def end_sleep(self, unit: str) -> None:
-        """If the unit is parked asleep, stop its replicas, and return when they have stopped. The unit stays
-        parked, and can then be loaded on other GPUs."""
+        """If the model is asleep because it is parked, stop its replicas, and return when they have stopped.
+        The model stays parked, and can then be loaded on other GPUs."""
         if self.is_parked_asleep(unit):
             log.info("unloading %s: its GPUs do not have enough memory to wake it", unit)
             self.park(unit)
             await self._changes.ended(unit)
 
     async def stay_asleep(self, unit: str) -> bool:
-        """If the unit is parked asleep, or is going to sleep because it is parked, end the parking without
-        waking it: only `sleeping.wake` then wakes it. The unit must have no requests. Return whether it
-        sleeps."""
+        """If the model is asleep or going to sleep because it is parked, end the parking but leave the model
+        asleep: from now on, only `sleeping.wake` wakes it. The model must have no requests. Return whether
+        the model is asleep."""
         while self._is_to_sleep(unit) and self._changes.in_progress(unit):
             await self._changes.ended(unit)
         if not self.is_parked_asleep(unit):
@@ -301,13 +307,13 @@ class ModelManager:
         return True
 
     def is_parked_asleep(self, unit: str) -> bool:
-        """Return whether the unit is parked and all its replicas sleep."""
+        """Return whether the model is parked and all its replicas are asleep."""
         replicas = self.of(unit) if self._is_to_sleep(unit) else []
         return bool(replicas) and all(replica.sleeping.asleep for replica in replicas)
 
     def parked_host_bytes(self) -> dict[str, int]:
-        """Return the amount of host memory that holds the weights of each unit that sleeps, or is going to
-        sleep, because it is parked."""
+        """Return, for each parked model that is asleep or going to sleep, how much host memory its weights
+        occupy."""
         return {
             unit: sum(replica.weight_bytes for replica in self.of(unit))
             for unit, parked in self._parked.items()
@@ -315,27 +321,27 @@ class ModelManager:
         }
 
     def _is_to_sleep(self, unit: str) -> bool:
-        """Return whether the unit is parked and its replicas sleep, or are going to sleep."""
+        """Return whether the model is parked and its replicas are asleep or going to sleep."""
         parked = self._parked.get(unit)
         return parked is not None and parked.asleep
 
     def is_parked(self, unit: str) -> bool:
-        """Return whether the unit accepts requests although it has no replicas that are awake, or soon will
-        have none."""
+        """Return whether the model accepts requests although it has no awake replicas, or soon will have
+        none."""
         return unit in self._parked
 
     def settings_of(self, unit: str) -> ModelSettings | None:
-        """Return the settings of a unit that is loaded, parked or being loaded, or None for other units."""
+        """Return the settings of a model that is loaded, parked or being loaded, or None for other models."""
         return self._wanted.get(unit)
 
     def loaded(self, unit: str) -> bool:
-        """Return whether all replicas of the unit are ready."""
+        """Return whether all replicas of the model are ready."""
         wanted = self._wanted.get(unit)
         ready = [replica for replica in self.of(unit) if replica.answers]
         return wanted is not None and len(ready) >= self._scaling.count(unit, wanted)
 
     def load_failure(self, unit: str) -> str:
-        """Return the reason why the unit cannot be loaded, or an empty string if it may still become
+        """Return the reason why the model cannot be loaded, or an empty string if the model may still become
         ready."""
         for replica in self.of(unit):
             if replica.sleeping.asleep:
@@ -345,8 +351,8 @@ class ModelManager:
         return ""
 
     async def unload(self, unit: str, grace_s: float) -> None:
-        """Stop accepting requests for the unit, let its requests finish within `grace_s`, and stop its
-        replicas. Replicas that do not stop in time are killed."""
+        """Stop accepting requests for the model, let its requests finish within `grace_s` seconds, and stop
+        its replicas. Replicas that do not stop in time are killed."""
         if unit not in self._wanted:
             return
         del self._wanted[unit]
@@ -356,19 +362,19 @@ class ModelManager:
 
     @property
     def load_timeout_s(self) -> float:
-        """Time limit in seconds for the check of a model's files, and for a load without progress."""
+        """Time limit in seconds for the check of a model's files, and for a load that makes no progress."""
         return self._settings().load_timeout_s
 
     def finished(self, unit: str) -> bool:
-        """Return whether all requests for the unit have finished."""
+        """Return whether all requests for the model have finished."""
         return self._requests.state.finished(unit)
 
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
-        """Return how much more memory `count` replicas with these settings need alongside the running
-        replicas. By default, `count` is the number of replicas with which the model is loaded."""
+        """Return how much memory is missing to run `count` more replicas with these settings alongside the
+        running replicas. By default, `count` is the number of replicas that a load of the model starts."""
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
-            return MemoryShortage()  # the replica itself reports why it cannot load
+            return MemoryShortage()  # the replica itself reports why it cannot load the model
         others = [replica.settings for replica in self.replicas if not replica.sleeping.asleep]
         return await asyncio.to_thread(
             lambda: shortage_beside(
@@ -381,7 +387,8 @@ class ModelManager:
         )
 
     async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
-        """Return how much more memory is needed to load the unit or, if it is parked asleep, to wake it."""
+        """Return how much memory is missing to load the model or, if it is parked and asleep, to wake the
+        model."""
         replicas = self.of(unit)
         if not self.is_parked_asleep(unit) or any(replica.group is None for replica in replicas):
             return await self.shortage(settings)
@@ -399,7 +406,8 @@ class ModelManager:
     # ── replicas by load (ScaledModels) ──
 
     def scalable(self) -> dict[str, ModelSettings]:
-        """Return the settings of every unit, except units that are asleep or whose replicas are changing."""
+        """Return the settings of every model, except models that are asleep or whose replicas are
+        changing."""
         asleep = {replica.model for replica in self.replicas if replica.sleeping.begun}
         units = self.models.keys() - asleep - self._parked.keys()
         return {
@@ -409,12 +417,12 @@ class ModelManager:
         }
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the unit has its target number of replicas."""
+        """Start and stop replicas until the model has its target number of replicas."""
         if unit in self._wanted:
             self._changes.begin(unit)
 
     def scaling(self, unit: str) -> ScalingStatus | None:
-        """Return a unit's scaling status, or None if its number of replicas is fixed."""
+        """Return a model's scaling status, or None if its number of replicas is fixed."""
         wanted = self._wanted.get(unit)
         return None if wanted is None else self._scaling.status(unit, wanted)
 

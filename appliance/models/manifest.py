@@ -4,9 +4,9 @@ whose modification time has changed. Neither may be done on the event loop.
 
 For a large file, only samples of the contents are compared. The samples reveal that a file was replaced by
 another file of the same size, because training changes every part of the weights. They do not reveal a change
-of a few bytes outside the samples, but such a change also alters the modification time. If only the
-modification time has changed, the whole file is therefore read, because a copy or `touch` also changes that
-time but leaves the contents as they were.
+of a few bytes outside the samples, but this also changes the modification time. A copy or `touch` changes the
+modification time, too, but not the contents. If only the modification time has changed, the whole file is
+therefore read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _WHOLE_BYTES = 32 << 20
 """Maximum size of a file whose contents are compared completely with the manifest before each start of a
 replica. For larger files, the size and the samples are compared."""
 _SAMPLES, _SAMPLE_BYTES = 32, 64 << 10
-"""Number and size of the samples of a large file: 2 MiB in total, however large the file is. The first sample
-is the beginning of the file, the last one is its end, and the others lie evenly between them."""
+"""Number and size of the samples of a large file: 2 MiB in total, regardless of the file's size. The first
+sample is at the beginning of the file, the last one at its end, and the others at equal distances between
+these two."""
 
 
 class ManifestError(Exception):
@@ -36,7 +37,7 @@ class ManifestError(Exception):
 
 
 def read_manifest(folder: str) -> tuple[ModelFile, ...]:
-    """Return the manifest of the files in a folder, without hidden files and subfolders. Raises
+    """Return the manifest of the files in a folder. Hidden files and subfolders are left out. Raises
     ManifestError."""
     try:
         paths = _files(Path(folder))
@@ -48,8 +49,9 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
     """Check that the files in a folder still match the manifest. For a large file, the size and the samples
-    are compared, and also the SHA-256 if the modification time differs. If the manifest was created before
-    samples or modification times were stored, they are not compared. Raises ManifestError."""
+    are compared, and also the SHA-256 if the modification time differs. Samples and modification times are
+    not compared if the manifest was created by an older release, which did not store them. Raises
+    ManifestError."""
     known = {file.name: file for file in files}
     try:
         paths = {_name(path): path for path in _files(Path(folder))}
@@ -84,8 +86,8 @@ def difference(folder: str, files: tuple[ModelFile, ...]) -> str:
 
 
 async def find_problem(check: Callable[[], str], folder: str, timeout_s: float) -> str:
-    """Check a model's files in a thread, for at most `timeout_s`, because a disk may not respond. `check`
-    returns the problem, or an empty string if there is none."""
+    """Check a model's files in a thread, and wait at most `timeout_s`, because a disk may not respond.
+    `check` returns the problem, or an empty string if there is none."""
     try:
         return await in_own_thread(check, timeout_s)
     except TimeoutError:
@@ -93,7 +95,7 @@ async def find_problem(check: Callable[[], str], folder: str, timeout_s: float) 
 
 
 def not_checked(folder: str, timeout_s: float) -> str:
-    """Return the message for files whose check did not end in time."""
+    """Return the error message for files whose check did not end in time."""
     return (
         f"the files in {folder} could not be read within {timeout_s:g} s: check that their disk responds; if "
         "it is only slow, raise load_timeout_s"
@@ -105,13 +107,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _name(path: Path) -> str:
-    """Return a file's name as the manifest contains it: text that can be stored, even if the name is not
-    UTF-8."""
+    """Return a file's name as it appears in the manifest. The result can be stored as text even if the name
+    is not valid UTF-8."""
     return os.fsencode(path.name).decode(errors="backslashreplace")
 
 
 def _describe(path: Path) -> ModelFile:
-    # Get the modification time first, so that a later check detects a change made while the file is read.
+    # Read the modification time first, so that a later check detects a change made while the file is being
+    # read.
     status = path.stat()
     samples = _samples(path, status.st_size) if status.st_size > _WHOLE_BYTES else ""
     return ModelFile(_name(path), status.st_size, _sha256(path), samples, status.st_mtime_ns)
@@ -126,7 +129,7 @@ def _samples(path: Path, size: int) -> str:
     """Return the SHA-256 (hex) of the samples of a large file."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        # Without this advice, the kernel would read ahead at each sample.
+        # Tell the kernel about random access. Otherwise, it would read ahead at each sample.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         for number in range(_SAMPLES):
             file.seek(number * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))

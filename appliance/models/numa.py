@@ -20,8 +20,8 @@ def node_of_bus(bus: str, root: Path = _PCI) -> int:
 
 
 def cpus_near(nodes: set[int], root: Path = _NODES) -> tuple[int, ...]:
-    """Return the usable CPUs of these NUMA nodes. Empty if a node is unknown, if the machine has only one
-    node, or if this process may use none of these CPUs."""
+    """Return the CPUs of these NUMA nodes that this process may use. Return an empty set if a node is
+    unknown, if the machine has only one node, or if this process may use none of the nodes' CPUs."""
     if -1 in nodes or len(list(root.glob("node[0-9]*"))) < 2:
         return ()
     near: set[int] = set()

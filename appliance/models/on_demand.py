@@ -1,12 +1,12 @@
 """Loads models at their first request, unloads models that have not been used for a while or puts them to
 sleep, and swaps models that do not fit into memory together. `appliance.models.residency` makes the
-decisions, based on the descriptions of units in `appliance.models.bundles`, and this module carries them out.
+decisions, based on the descriptions in `appliance.models.bundles`, and this module carries them out.
 
-A unit of loading that requests can use is in one of three states:
+A model or version that accepts requests is in one of three states:
 
 - unknown to the fronts, which is possible only for a registered version. At its first request, the fronts
   read its tokenizer (`ModelOperations.introduce`), and the request is queued.
-- parked: its requests wait in the queue until the unit is loaded or, if its replicas sleep, woken.
+- parked: requests wait in the queue until the model is loaded or, if its replicas are asleep, woken.
 - in memory.
 
 Only one load or swap is in progress at a time.
@@ -52,15 +52,15 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _RETRY_S = 30.0
-"""How long a model's requests are refused after an on-demand load of the model has failed. The next request
-after that repeats the load."""
+"""After an on-demand load of a model has failed, requests for the model are refused for this long. The next
+request after that repeats the load."""
 _FORGET_S = 600.0
-"""If a registered version was loaded on demand, has been unloaded, and has had no requests for this long, it
-is removed from the fronts so that its tokenizer does not occupy memory."""
+"""Time after which a version that was loaded on demand and then unloaded is removed from the fronts, so that
+its tokenizer does not occupy memory. The time is counted from the version's last request."""
 
 
 class OnDemand:
-    """Decides which units are in memory. All methods must be called on the event loop's thread."""
+    """Decides which models are in memory. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class OnDemand:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loads: Counter[str] = Counter()
-        """Number of on-demand loads since the service started, by unit."""
+        """Number of on-demand loads since the service started, by model or version."""
         self.evictions: Counter[tuple[str, str]] = Counter()
-        """Number of times that units were unloaded or put to sleep without a command, by unit and reason
-        (`REASONS`)."""
+        """Number of times that a model was unloaded or put to sleep without a command, by model or version
+        and reason (`REASONS`)."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -89,11 +89,12 @@ class OnDemand:
         self._sleep_limit = SleepLimit(settings, manager, self._bundles)
         self._introducing: set[str] = set()
         self._at_start = [name for name in manager.models if manager.is_parked(name)]
-        """Models in the settings that are loaded after the required models, if they fit."""
+        """Models in the settings that are loaded after the required models, as far as they fit into
+        memory."""
         self._loads: dict[str, asyncio.Task[None]] = {}
-        """Loads that were started by commands."""
+        """Loads that operators' commands have started."""
         self._changing = asyncio.Lock()
-        """Held while a unit is being loaded or unloaded."""
+        """Held while a model is being loaded or unloaded."""
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
         operations.on_repair = self._repaired
@@ -111,14 +112,15 @@ class OnDemand:
     # ── for operators ──
 
     async def load(self, record: VersionRecord) -> None:
-        """Load a version as `ModelOperations.load` does. If it does not fit, idle models that may be unloaded
-        are unloaded first. If the version is already being loaded, wait for that load. Raises LoadError."""
+        """Load a version as `ModelOperations.load` does. If the version does not fit into memory, first
+        unload idle models that may be unloaded. If the version is already being loaded, wait for that load.
+        Raises LoadError."""
         await self._shared_load(unit_name(record.model, record.version), record)
 
     async def load_declared(self, unit: str) -> None:
-        """Load a model that is in the settings but not required. If it does not fit, idle models that may be
-        unloaded are unloaded first. If the model is already being loaded, wait for that load. Raises
-        LoadError."""
+        """Load a model that is in the settings but not required. If the model does not fit into memory, first
+        unload idle models that may be unloaded. If the model is already being loaded, wait for that load.
+        Raises LoadError."""
         await self._shared_load(unit, None)
 
     async def _shared_load(self, unit: str, record: VersionRecord | None) -> None:
@@ -128,13 +130,13 @@ class OnDemand:
         await outcome(task, unit)
 
     def is_loading(self, unit: str) -> bool:
-        """Return whether a command is loading the unit. The load may still be waiting for another unit's
-        load."""
+        """Return whether an operator's command is loading the model. The load may still be waiting for the
+        load of another model."""
         return unit in self._loads
 
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
-        """Unload a version as `ModelOperations.unload` does. If the version is being loaded, that load is
-        cancelled, even if it is still waiting for another version's load."""
+        """Unload a version as `ModelOperations.unload` does. If the version is being loaded, cancel the load,
+        even if it is still waiting for the load of another version."""
         if (task := self._loads.get(unit_name(record.model, record.version))) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -154,21 +156,21 @@ class OnDemand:
             self._bundles.incomplete.add(self._bundles.loaded_with(unit))
 
     def _settings_of(self, unit: str, record: VersionRecord | None) -> ModelSettings:
-        """Return the settings of a unit, which may be unknown to the manager if it is a version."""
+        """Return the settings of a model or version. A version may be unknown to the model manager."""
         if record is None:
             return self._settings().models[unit]
         return self._operations.settings_of(record.folder, record.settings)
 
     def expires_at(self, unit: str) -> float | None:
-        """Return the unix time at which the unit is unloaded if no more requests arrive, or None if it stays
-        loaded."""
+        """Return the unix time at which the model is unloaded if no more requests arrive, or None if the
+        model stays loaded."""
         leaves_at = self._bundles.leaves_at(unit)
         if leaves_at == math.inf or self._bundles.kept(unit) or not self._bundles.occupies_memory(unit):
             return None
         return time.time() + max(0.0, leaves_at - self._clock())
 
     def stats(self, unit: str) -> Residency:
-        """Return whether the unit is in memory, how often it was loaded or woken on demand, and how often it
+        """Return whether the model is in memory, how often it was loaded or woken on demand, and how often it
         was evicted."""
         return Residency(
             in_memory=self._bundles.occupies_memory(unit) and unit not in self._operations.asleep,
@@ -179,9 +181,9 @@ class OnDemand:
     # ── requests ──
 
     def wanted(self, name: str) -> None:
-        """Handle requests that are waiting in a front for a name whose version is asleep or not loaded.
-        Fronts call this repeatedly while the requests wait, so a call may be ignored if an operation is in
-        progress."""
+        """Handle requests that wait in a front because the version that would answer them is asleep or not
+        loaded. Fronts call this repeatedly while the requests wait, so a call may be ignored while an
+        operation is in progress."""
         target = self._routing.target_of(name)
         if target is None:
             return
@@ -203,7 +205,7 @@ class OnDemand:
 
     async def _wake(self, unit: str, record: VersionRecord) -> None:
         """Wake a sleeping version for which requests are waiting in the fronts. If there is not enough memory
-        to wake it, unload it instead; it is then loaded when its turn comes. Raises LoadError."""
+        to wake the version, unload it; it is then loaded when its turn comes. Raises LoadError."""
         await self._operations.finish_sleep(unit)
         if unit not in self._operations.asleep:
             return
@@ -227,11 +229,12 @@ class OnDemand:
             await asyncio.sleep(_POLL_S)
 
     def _observe(self) -> None:
-        """Record which units are in use, and remove units from the fronts that are no longer needed there."""
+        """Record which models are in use, and remove versions from the fronts that are no longer needed
+        there."""
         self._bundles.observe()
         versions = self._operations.registry.current.versions
         for unit in [unit for unit in self._routing.usable if version_key(unit) not in versions]:
-            # A request introduced the version while a command was removing it.
+            # A request introduced the version to the fronts while a command was deleting the version.
             self._routing.usable.discard(unit)
             self._background.run(self._manager.unload(unit, 0.0))
         for unit in [unit for unit in self._bundles.units() if self._is_forgettable(unit)]:
@@ -251,7 +254,7 @@ class OnDemand:
         )
 
     async def _turn(self) -> None:
-        """Take at most one step."""
+        """Take at most one step towards loading or unloading a model."""
         if self._changing.locked() or self._operations.loading:
             return
         async with self._changing:
@@ -276,7 +279,7 @@ class OnDemand:
             await self._introduce_member(wanted, unknown[0])
             return
         if not unit:
-            return  # The units that are not loaded are still being removed from memory.
+            return  # The models that are not loaded are still being removed from memory.
         step = next_step(
             self._clock(),
             wanted,
@@ -296,7 +299,7 @@ class OnDemand:
         elif isinstance(step, Refuse):
             asleep = [unit for unit in wanted.units if self._manager.is_parked_asleep(unit)]
             if asleep and not step.excluded:
-                # Other GPUs may have enough memory for a load.
+                # GPUs other than those on which the model is asleep may have enough memory to load it.
                 for unit in asleep:
                     await self._manager.end_sleep(unit)
                 return
@@ -305,7 +308,7 @@ class OnDemand:
                 self._fail(unit, step.why)
 
     async def _introduce_member(self, wanted: Bundle, unit: str) -> None:
-        """Introduce a version that must be loaded together with another version."""
+        """Let the fronts accept requests for a version that must be loaded together with another version."""
         try:
             await self._operations.introduce(self._operations.registry.current.versions[version_key(unit)])
         except LoadError as error:
@@ -333,15 +336,15 @@ class OnDemand:
     async def _evict(
         self, units: tuple[str, ...], reason: str, why: str, wanted: tuple[str, ...] = ()
     ) -> None:
-        """Unload units or put them to sleep, and wait until their memory is free. This takes at most
+        """Unload models or put them to sleep, and wait until their memory is free. The wait lasts at most
         `DRAIN_S` plus the time limit for replicas to go to sleep plus the time to stop them. `wanted`
-        contains the units that need the memory."""
+        contains the models that need the memory."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._bundles.incomplete.discard(units)
         for unit in leaving:
             asleep = await self._sleep_limit.may_sleep(unit, wanted)
             if self._bundles.stays(unit):
-                continue  # A command or new settings have changed the unit in the meantime.
+                continue  # Meanwhile, a command or new settings have changed the model.
             log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", why)
             if self._bundles.occupies_memory(unit):
                 self.evictions[unit, reason] += 1
@@ -353,7 +356,7 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     async def _load_at_start(self, bundles: list[Bundle]) -> None:
-        """Load the next optional model in the settings, if it fits."""
+        """Load the next optional model in the settings, if it fits into memory."""
         if not self._at_start or any(one.state in ("starting", "loading") for one in self._manager.replicas):
             return
         unit = self._at_start.pop(0)
@@ -366,15 +369,16 @@ class OnDemand:
             log.info("%s is not loaded at startup, because it does not fit; its first request loads it", unit)
             return
         self._bundles.note_load(unit)
-        # If the load fails, the model is shown as failed, and its next request repeats the load.
+        # If this load fails, the model is shown as failed, and the next request for the model repeats the
+        # load.
         with contextlib.suppress(LoadError):
             await self._operations.bring_back(unit)
             self._bundles.incomplete.add(bundle.units)
         self._bundles.times(unit).ready_at = self._clock()
 
     async def _make_room(self, unit: str, settings: ModelSettings) -> None:
-        """Unload idle models until a unit fits or no more models can be unloaded. If the unit sleeps and
-        cannot wake on its GPUs, but can be loaded on others, unload it first."""
+        """Unload idle models until the model `unit` fits into memory or no more models can be unloaded. If
+        `unit` is asleep and cannot wake on its own GPUs, but can be loaded on other GPUs, unload it first."""
         wanted = Bundle((unit,), waiting_since=self._clock())
 
         async def next_towards(shortage: MemoryShortage, target: str) -> Step:
@@ -407,7 +411,7 @@ class OnDemand:
     # ── failures ──
 
     def _fail(self, unit: str, why: str) -> None:
-        """Refuse the unit's requests for a while."""
+        """Refuse requests for the model until the next attempt to load it is due."""
         log.warning("%s could not be loaded on demand: %s", unit, why)
         self._routing.failures[unit] = self._routing.problems[unit] = why
         record = self._operations.registry.current.versions.get(version_key(unit))
@@ -419,7 +423,7 @@ class OnDemand:
         asyncio.get_running_loop().call_later(_RETRY_S, self._forgive, unit)
 
     def _forgive(self, unit: str) -> None:
-        """Accept requests again after a failure."""
+        """Accept requests for the model again after a failed load."""
         if self._routing.problems.pop(unit, None) is None:
             return
         if unit in self._requests.state.models and not self._manager.failure(unit):
@@ -427,8 +431,8 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     def _repaired(self, unit: str) -> None:
-        """Handle a change to the files of a version whose latest load failed. If the version is loaded on
-        demand, accept its requests again; otherwise repeat the load."""
+        """Handle a change to the files of a version whose latest load failed. If requests for the version
+        load it on demand, accept its requests again. Otherwise, repeat the load."""
         record = self._operations.registry.current.versions.get(version_key(unit))
         if record is None:
             return
@@ -440,5 +444,5 @@ class OnDemand:
             self._background.run(self._load_again(record))
 
     async def _load_again(self, record: VersionRecord) -> None:
-        with contextlib.suppress(LoadError):  # recorded by `ModelOperations.note_failure`
+        with contextlib.suppress(LoadError):  # already recorded by `note_failure`
             await self.load(record)

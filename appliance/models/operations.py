@@ -1,8 +1,8 @@
 """Loads and unloads the versions of registered models, puts them to sleep and wakes them.
 
 A version is loaded in four steps: its files are compared with the manifest, its replicas are started, every
-front reads its tokenizer, and only then are names routed to it (`Routing.usable`). If a step fails,
-everything that was running before is left unchanged.
+front reads its tokenizer, and only then do model names resolve to the version (`Routing.usable`). If a step
+fails, the models that were running before are not affected.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class ModelOperations:
         note: Callable[[str, str], None],
         model_flags: Mapping[str, Any],
     ) -> None:
-        """`note` reports a problem to the operator. `model_flags` contains the command-line options for
-        models, which apply to versions that do not set them."""
+        """`note` reports a problem to the operator. `model_flags` contains the values of command-line options
+        for models. They apply to versions that do not have the corresponding setting."""
         self.registry = registry
         self.failures = routing.failures
-        """Units whose latest load failed, with the reason for each."""
+        """Models and versions whose latest load failed, with the reason for each failure."""
         self.draining: set[str] = set()
-        """Units that are finishing their requests before they are unloaded or put to sleep."""
+        """Versions that are finishing their requests before they are unloaded or put to sleep."""
         self.asleep: set[str] = set()
-        """Units that are loaded but have released their memory."""
+        """Versions that are loaded but asleep: they have released their memory."""
         self.on_repair: Callable[[str], None] = lambda unit: None
-        """Called with a unit whose latest load failed, when the unit's files have changed."""
+        """Called when the files of a version whose latest load failed have changed."""
         self._watches: dict[str, StartTimer] = {}
-        """Timers that watch the files of the units whose latest load failed."""
+        """Timers that watch the files of versions whose latest load failed."""
         self._manager = manager
         self._routing = routing
         self._fronts = fronts
@@ -70,9 +70,9 @@ class ModelOperations:
         self._sleeps: dict[str, asyncio.Task[None]] = {}
         self._wakes: dict[str, asyncio.Task[None]] = {}
         self._ending: set[str] = set()
-        """Units without requests whose replicas are being stopped."""
+        """Versions that have no more requests and whose replicas are being stopped."""
         self._one_at_a_time = asyncio.Lock()
-        """Held while a unit is being loaded, so that two loads do not both count on the same free memory."""
+        """Held while a version is being loaded, so that two loads do not rely on the same free memory."""
         self._background = Background()
         routing.sleeps = lambda unit: unit in self.asleep or unit in self._sleeps
 
@@ -85,7 +85,7 @@ class ModelOperations:
                 self._background.run(self._restore(record))
 
     def stop(self) -> None:
-        """Cancel the operations in progress."""
+        """Cancel the operations that are in progress."""
         for tasks in (self._loads, self._unloads, self._sleeps, self._wakes):
             for task in tasks.values():
                 task.cancel()
@@ -105,7 +105,7 @@ class ModelOperations:
     # ── failures ──
 
     def note_failure(self, unit: str, record: VersionRecord, why: str) -> None:
-        """Record that the unit could not be loaded, and call `on_repair` as soon as its files change."""
+        """Record that the version could not be loaded, and call `on_repair` as soon as its files change."""
         self.forget_failure(unit)
         self.failures[unit] = why
         self._watches[unit] = watch = StartTimer()
@@ -113,7 +113,7 @@ class ModelOperations:
         watch.start(math.inf, lambda: self.on_repair(unit), changed)
 
     def forget_failure(self, unit: str) -> None:
-        """Forget that the unit could not be loaded."""
+        """Discard the record that the version could not be loaded."""
         self.failures.pop(unit, None)
         if (watch := self._watches.pop(unit, None)) is not None:
             watch.stop()
@@ -122,18 +122,18 @@ class ModelOperations:
 
     @property
     def loading(self) -> bool:
-        """Whether a command is loading a unit."""
+        """Whether an operator's command is loading a version."""
         return bool(self._loads)
 
     def is_loading(self, unit: str) -> bool:
-        """Return whether the unit is being loaded."""
+        """Return whether the version is being loaded."""
         return unit in self._loads
 
     async def load(self, record: VersionRecord) -> None:
         """Load a version, and return when every front can send requests to it. If it is the default version
-        or an arm of a model, requests for that model wait during the load, unless another arm can answer. If
-        the version is already being loaded, wait for that load. A sleeping version is woken. Raises
-        LoadError."""
+        of a model or a target of the model's split, requests for the model wait during the load, unless
+        another target can answer them. If the version is already being loaded, wait for that load. A sleeping
+        version is woken. Raises LoadError."""
         unit = unit_name(record.model, record.version)
         if unit in self.asleep or unit in self._sleeps:
             await self.wake(record)
@@ -163,16 +163,16 @@ class ModelOperations:
         unit: str,
         begin: Callable[[], Coroutine[Any, Any, None]],
     ) -> asyncio.Task[None]:
-        """Return the unit's task in `tasks`. If there is none, create it from `begin()`."""
+        """Return the version's task in `tasks`. If there is none, create it from `begin()`."""
         if (task := tasks.get(unit)) is None:
             task = tasks[unit] = asyncio.get_running_loop().create_task(begin())
             task.add_done_callback(lambda _: tasks.pop(unit, None))
         return task
 
     async def _hold_until(self, task: asyncio.Task[None], record: VersionRecord) -> None:
-        """Wait for a task that makes a version usable. If it is the default version or an arm of a model,
-        requests for that model wait during the task. Raises the task's exception, or LoadError if it is
-        cancelled."""
+        """Wait for a task that makes a version usable. If it is the default version of a model or a target of
+        the model's split, requests for the model wait during the task. Raises the task's exception, or
+        LoadError if the task is cancelled."""
         registry, unit = self.registry.current, unit_name(record.model, record.version)
         split = registry.splits.get(record.model)
         answers = registry.models[record.model].default_version == record.version or (
@@ -190,7 +190,7 @@ class ModelOperations:
         await outcome(task, unit)
 
     async def _keep(self, unit: str, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
-        """Resume using a version that was about to be unloaded."""
+        """Keep a version that was about to be unloaded, and route requests to it again."""
         unloading.cancel()
         await asyncio.wait([unloading])
         self._routing.usable.add(unit)
@@ -215,7 +215,7 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def _start(self, unit: str, record: VersionRecord, settings: ModelSettings) -> None:
-        """Start the unit's replicas, and wait until they and the fronts are ready. Raises LoadError."""
+        """Start the version's replicas, and wait until they and the fronts are ready. Raises LoadError."""
         served = await self._described(unit, record, settings)
         await self._check_room(unit, settings)
         self._manager.load(served, settings)
@@ -223,7 +223,8 @@ class ModelOperations:
         await self._fronts_ready(unit)
 
     async def _described(self, unit: str, record: VersionRecord, settings: ModelSettings) -> ServedModel:
-        """Compare a version's files with its manifest, and describe it for the fronts. Raises LoadError."""
+        """Compare a version's files with the manifest, and return the version's description for the fronts.
+        Raises LoadError."""
         await self._check_files(record)
         limit_s = self._manager.load_timeout_s
         try:
@@ -234,7 +235,7 @@ class ModelOperations:
             raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
 
     async def _check_files(self, record: VersionRecord) -> None:
-        """Compare a version's files with its manifest. Raises LoadError."""
+        """Compare a version's files with the manifest stored when it was added. Raises LoadError."""
         problem = await find_problem(
             lambda: difference(record.folder, record.files), record.folder, self._manager.load_timeout_s
         )
@@ -242,8 +243,8 @@ class ModelOperations:
             raise LoadError(problem)
 
     async def _check_room(self, unit: str, settings: ModelSettings) -> None:
-        """Raise NoRoomError if the unit does not fit into memory. If it is parked asleep, and only
-        GPUs other than its own have enough memory for it, stop its replicas, so that it is loaded there."""
+        """Raise NoRoomError if the model does not fit into memory. If it is asleep, and only GPUs other than
+        its own have enough memory, stop its replicas, so that the model can be loaded on the other GPUs."""
         manager = self._manager
         why_not = (await manager.shortage_of(unit, settings)).why
         if why_not and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).why:
@@ -255,7 +256,7 @@ class ModelOperations:
             )
 
     async def _fronts_ready(self, unit: str) -> None:
-        """Wait until every front has read the unit's tokenizer. Raises LoadError."""
+        """Wait until every front has read the tokenizer of the version. Raises LoadError."""
         in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
         if why := self._fronts.problem_with(unit):
             raise LoadError(f"{unit} could not be loaded by {why}")
@@ -263,16 +264,16 @@ class ModelOperations:
             raise LoadError(f"the fronts did not read the tokenizer of {unit} within {_FRONTS_WITHIN_S:g} s")
 
     def settings_of(self, folder: str, settings: Mapping[str, Any]) -> ModelSettings:
-        """Return the complete settings of a version. Settings that the version does not specify are
-        taken from the command-line options."""
+        """Return the complete settings of a version. Values that the version does not specify are taken from
+        the command-line options."""
         values = {"required": False} | self._model_flags | dict(settings) | {"folder": folder}
         return msgspec.convert(values, ModelSettings)
 
     # ── load on demand ──
 
     async def introduce(self, record: VersionRecord) -> None:
-        """Accept requests for a version without loading it: the fronts read its tokenizer, and its requests
-        wait in the queue. Raises LoadError."""
+        """Accept requests for a version without loading it. The fronts read the version's tokenizer, and its
+        requests wait in the queue. Raises LoadError."""
         unit = unit_name(record.model, record.version)
         if (unloading := self._unloads.get(unit)) is not None:
             await asyncio.wait([unloading])
@@ -303,9 +304,9 @@ class ModelOperations:
         self._fronts.publish_configuration()
 
     async def bring_back(self, unit: str) -> None:
-        """Load or wake a unit that was introduced or parked. If that fails, raise LoadError and park the unit
-        again, without sleeping replicas. A unit whose replicas are waiting for corrected files is not parked
-        again."""
+        """Load or wake a model that accepts requests without being loaded. If this fails, raise LoadError and
+        return the model to its unloaded state, without sleeping replicas. However, if replicas of a model in
+        the settings are waiting for corrected files, they keep waiting."""
         record = self.registry.current.versions.get(version_key(unit))
         async with self._one_at_a_time:
             try:
@@ -322,8 +323,8 @@ class ModelOperations:
     # ── unload ──
 
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
-        """Stop routing requests to a version, let its requests finish within `grace_s`, and unload it. A load
-        or another operation in progress is cancelled."""
+        """Stop routing requests to a version, let its requests finish within `grace_s` seconds, and unload
+        it. A load or another operation in progress on the version is cancelled."""
         unit = unit_name(record.model, record.version)
         self.forget_failure(unit)
         for tasks in (self._loads, self._sleeps, self._wakes):
@@ -344,7 +345,7 @@ class ModelOperations:
         await self._store_loaded(record, False)
 
     def begin_unload(self, unit: str, record: VersionRecord, grace_s: float) -> asyncio.Task[None]:
-        """Stop routing requests to a version that is usable, and begin to unload it. Return the task."""
+        """Stop routing requests to a usable version, and return a task that unloads the version."""
         self._routing.usable.discard(unit)
         self.draining.add(unit)
         task = asyncio.get_running_loop().create_task(self._drain(unit, record, grace_s))
@@ -359,7 +360,7 @@ class ModelOperations:
         return task
 
     async def _drain(self, unit: str, record: VersionRecord, grace_s: float) -> None:
-        """Wait until no request uses the unit, and then unload it."""
+        """Wait until no request uses the version, and then unload it."""
         await self._fronts.routed()
         await self._store_loaded(record, False)
         await self._finish_requests(unit, grace_s)
@@ -368,7 +369,8 @@ class ModelOperations:
         log.info("%s is unloaded", unit)
 
     async def _finish_requests(self, unit: str, grace_s: float) -> bool:
-        """Wait up to `grace_s` until no request uses the unit. Return whether all requests have finished."""
+        """Wait up to `grace_s` seconds until no request uses the version. Return whether all requests have
+        finished."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         while self._fronts.prepares(unit) or not self._manager.finished(unit):
@@ -380,18 +382,18 @@ class ModelOperations:
     # ── sleep and wake ──
 
     def is_falling_asleep(self, unit: str) -> bool:
-        """Return whether the unit is finishing its requests before it goes to sleep."""
+        """Return whether the version is finishing its requests before it goes to sleep."""
         return unit in self._sleeps
 
     def is_waking(self, unit: str) -> bool:
-        """Return whether the unit is being woken."""
+        """Return whether the version is being woken."""
         return unit in self._wakes
 
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
-        """Stop routing requests to a loaded version, let its requests finish within `grace_s`, and release
-        its memory. A version that is being woken is put to sleep afterwards. A version that already sleeps,
-        or is going to sleep, without a command counts as put to sleep by this command. Raises LoadError if
-        the version is not loaded or stays awake."""
+        """Stop routing requests to a loaded version, let its requests finish within `grace_s` seconds, and
+        release its memory. A version that is being woken is put to sleep afterwards. A version that is
+        already asleep or going to sleep for another reason counts as put to sleep by this command from now
+        on. Raises LoadError if the version is not loaded or stays awake."""
         unit = unit_name(record.model, record.version)
         if (waking := self._wakes.get(unit)) is not None:
             await asyncio.wait([waking])
@@ -404,7 +406,7 @@ class ModelOperations:
         await outcome(task, unit)
 
     async def finish_sleep(self, unit: str) -> None:
-        """Wait until a unit that is going to sleep is asleep or has been kept awake."""
+        """If the version is going to sleep, wait until it is asleep or stays awake."""
         if (task := self._sleeps.get(unit)) is not None:
             await asyncio.wait([task])
 
@@ -433,8 +435,8 @@ class ModelOperations:
 
     async def wake(self, record: VersionRecord) -> None:
         """Restore the memory of a sleeping version, and return when every front can send requests to it. A
-        version that is going to sleep is kept awake. Raises LoadError, or its subclass NoRoomError if there
-        is not enough memory; the version then stays asleep."""
+        version that is going to sleep is kept awake. If there is not enough memory, raise NoRoomError; for
+        other problems, raise LoadError. In both cases, the version stays asleep."""
         unit = unit_name(record.model, record.version)
         if (sleeping := self._sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)
@@ -445,7 +447,7 @@ class ModelOperations:
         await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(unit, record)), record)
 
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
-        """Cancel the operation that puts a unit to sleep if the unit's requests are still finishing.
+        """If the version is going to sleep but its requests are still finishing, cancel the operation.
         Otherwise, wait for the operation to end."""
         if not self._manager.finished(unit):
             sleeping.cancel()
@@ -471,7 +473,7 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def _until_loaded(self, unit: str) -> None:
-        """Wait until all replicas of the unit are ready. Raises LoadError if they cannot become ready."""
+        """Wait until all replicas of the version are ready. Raises LoadError if they cannot become ready."""
         while not self._manager.loaded(unit):
             if why := self._manager.load_failure(unit):
                 raise LoadError(f"{unit} could not be loaded: {why}")
@@ -490,7 +492,7 @@ class ModelOperations:
 
 
 def changed_files(registry: Registry, unit: str) -> str:
-    """Return how the files of a unit differ from the manifest of its version. Return an empty string if they
-    match, or if the unit is not a registered version. Called in a thread."""
+    """Return how the files of a version differ from the version's manifest. Return an empty string if the
+    files match, or if `unit` is a model in the settings. Called in a thread."""
     record = registry.versions.get(version_key(unit))
     return "" if record is None else difference(record.folder, record.files)

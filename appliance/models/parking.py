@@ -1,4 +1,4 @@
-"""The state of a parked unit."""
+"""The state of a model that accepts requests although it has no awake replicas."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass
 class Parked:
-    """A unit without replicas, or with sleeping replicas, whose requests wait until the unit is loaded or
+    """A model without replicas, or with sleeping replicas. Its requests wait until the model is loaded or
     woken."""
 
     drain_ends_at: float = 0.0
-    """The event loop's time until which running requests may finish."""
+    """Time on the event loop's clock until which running requests may finish."""
     asleep: bool = False
-    """Whether the unit's replicas sleep instead of being stopped."""
+    """Whether the model's replicas are put to sleep instead of being stopped."""
 
     @property
     def drain_left_s(self) -> float:
-        """Time that the running requests have left to finish, in seconds."""
+        """Time in seconds that the running requests have left to finish."""
         return max(0.0, self.drain_ends_at - asyncio.get_running_loop().time())

@@ -1,7 +1,7 @@
 """Checks whether a model can be served, before anything is loaded or changed.
 
-`appliance config check`, `config reload`, `serve`, `doctor` and the commands that add models run the same
-checks. The checks read files but no weights.
+The commands `appliance config check`, `config reload`, `serve` and `doctor` and the commands that add models
+all run these checks. The checks read files but no weights.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from appliance.settings import ModelSettings
 
 _MIN_TOKENS = 1
 _MAX_COMPILE_S = 60.0
-"""Time limit for compiling the templates. It is generous, because a check may run on a machine under load."""
+"""Time limit for compiling the chat templates. The limit is generous, because a check may run on a machine
+under load."""
 
 
 class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check of a model. A problem prevents the model from being served."""
+    """The result of one check of a model. If the finding is a problem, the model cannot be served."""
 
     level: Literal["ok", "warning", "problem"]
     text: str
-    """The result of the check, with the values."""
+    """The result of the check, with the measured values."""
     remedy: str = ""
     """Remedy for the problem; empty if there is none."""
 
@@ -51,8 +52,8 @@ def check_model(
     - `memory`: the memory of this machine. A model that needs more memory than the machine has is a problem.
       A model that needs more than is currently free is a warning.
     - `reader`: the user that runs the service.
-    - `compile_text`: whether to load the tokenizer and compile the templates. This takes about a
-      second for a large vocabulary, and must not run on the event loop's thread.
+    - `compile_text`: whether to load the tokenizer and compile the templates. Loading takes about a second
+      for a large vocabulary, and must not run on the event loop's thread.
     """
     return list(_check(model, memory, reader, compile_text))
 
@@ -137,7 +138,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
 
 
 def _compile_text(folder: Path, sources: dict[str, str], special_tokens: dict[str, str]) -> None:
-    """Load the tokenizer and compile the templates as a front does. Raises TokenizerFilesError."""
+    """Load the tokenizer and compile the templates in the same way as a front. Raises TokenizerFilesError."""
     from appliance.text.template_process import TemplateProcess
     from appliance.text.tokenizer import Tokenizer
 
@@ -153,7 +154,8 @@ def _compile_text(folder: Path, sources: dict[str, str], special_tokens: dict[st
 
 
 def _check_memory(model: ModelSettings, machine: MemoryFit, now: MemoryFit) -> Iterator[ModelFinding]:
-    """Compare the predicted memory with the memory of the whole machine, and with the memory that is free."""
+    """Compare the predicted memory of the model with the total memory of the machine and with its free
+    memory."""
     if shortage := shortage_of(model, machine):
         yield shortage
     elif shortage := shortage_of(model, now):
@@ -167,7 +169,7 @@ def _check_memory(model: ModelSettings, machine: MemoryFit, now: MemoryFit) -> I
 
 
 def shortage_of(model: ModelSettings, found: MemoryFit) -> ModelFinding | None:
-    """Return a problem, with the calculation, if the model does not fit into memory."""
+    """Return a problem, with the memory calculation, if the model does not fit into memory."""
     if found.needed_bytes > found.usable_bytes:
         return _problem(
             f"the model does not fit into memory: {describe(found)}",
@@ -197,7 +199,7 @@ def limited_length(model: ModelSettings, found: MemoryFit) -> ModelFinding | Non
 
 
 def describe(found: MemoryFit) -> str:
-    """Return the model's type and its memory calculation, in one line."""
+    """Return the model's type and its memory calculation in one line."""
     used = f", of which other processes use {of_bytes(found.used_bytes)}" if found.used_bytes else ""
     return (
         f"{found.model_type}, {found.parameters / 1e6:,.1f} M parameters in "

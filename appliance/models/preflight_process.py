@@ -1,7 +1,7 @@
 """Runs the checks of `appliance.models.preflight` in a separate process.
 
-The core uses this process while it serves, because reading a large tokenizer would block its event loop for
-about a second, and because a damaged file must not be able to crash the core.
+The core uses this process while it serves requests. Otherwise, reading a large tokenizer would block the
+core's event loop for about a second, and a damaged file could crash the core.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TIMEOUT_S = 120.0
 """Time limit for the checks of all models."""
 
 Findings = dict[str, list[ModelFinding]]
-"""The findings about each model, by the model's name."""
+"""The findings about each model, keyed by the model's name."""
 
 
 Check = Callable[[Mapping[str, ModelSettings]], Findings]
@@ -37,8 +37,8 @@ def check_files_here(models: Mapping[str, ModelSettings]) -> Findings:
 
 
 def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
-    """Run all checks of the models in a separate process, and wait for the result. If the process does not
-    end in time, or ends without a result, this is reported as a problem with every model."""
+    """Run all checks of the models in a separate process, and wait for the result. A process that does not
+    end in time, or that ends without a result, is reported as a problem with every model."""
     if not models:
         return {}
     try:
@@ -61,7 +61,8 @@ class ModelChecks(NamedTuple):
     """All checks, which run before the settings of a running service change."""
 
     def problem(self, name: str, model: ModelSettings) -> str:
-        """Return the problem that the quick checks find, with its remedy; empty if there is none."""
+        """Return the problem that the quick checks find, with its remedy, or an empty string if there is no
+        problem."""
         found = problem_of(self.files({name: model})[name])
         return str(found) if found is not None else ""
 

@@ -23,11 +23,11 @@ class FileReader(NamedTuple):
     uid: int
     groups: frozenset[int]
     is_this_process: bool
-    """Whether this process runs as the user, so that the kernel can check the user's permissions."""
+    """Whether this process runs as the user. In this case, the kernel can check the user's permissions."""
 
 
 class Unreadable(NamedTuple):
-    """A file or directory that the user cannot read, and how to fix that."""
+    """A file or directory that the user cannot read, and a remedy."""
 
     description: str
     remedy: str
@@ -39,7 +39,7 @@ def this_process() -> FileReader:
 
 
 def service_user() -> FileReader:
-    """Return the user that runs the service. This is the user that this process runs as, unless root runs a
+    """Return the user that runs the service. The result is the user of this process, unless root runs a
     command on a machine where the service runs as another user."""
     if os.geteuid() == 0:
         named = os.environ.get(SERVICE_USER) or (_UNIT_USER if unit_is_installed() else "")
@@ -54,11 +54,9 @@ def service_user() -> FileReader:
 
 
 def why_unreadable(path: Path, reader: FileReader) -> Unreadable | None:
-    """Return the reason why the user cannot read an existing file or list an existing directory. None if the
-    user can, or if the path does not exist.
-
-    Symbolic links are followed, because a hub cache consists of links.
-    """
+    """Return the reason why the user cannot read an existing file or list an existing directory. Return None
+    if the user can, or if the path does not exist. Symbolic links are followed, because a hub cache consists
+    of links."""
     if _readable(path, reader):
         return None
     real = Path(os.path.realpath(path))
@@ -99,8 +97,9 @@ def _readable(path: Path, reader: FileReader) -> bool:
 
 
 def _allowed(path: Path, reader: FileReader, wanted: int) -> bool:
-    """Return whether the mode bits of a path give the user these rights (os.R_OK, os.X_OK). True if the path
-    does not exist. Access control lists are considered only for this process."""
+    """Return whether the mode bits of a path give the user these rights (os.R_OK, os.X_OK). Return true if
+    the path does not exist. Access control lists are considered only if the user is the user of this
+    process."""
     if reader.is_this_process:
         try:
             return os.access(path, wanted, effective_ids=True) or not os.path.lexists(path)

@@ -1,5 +1,5 @@
-"""Finds the names of unknown models in the settings and in the registry: fallbacks, targets of aliases and
-splits, and targets of shadows."""
+"""Finds references to unknown models in the settings and in the registry. References are fallbacks, and the
+targets of aliases, splits and shadows."""
 
 from __future__ import annotations
 
@@ -45,9 +45,12 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
 
 
 def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield a description of each registry record that names an unknown model, for example a model that was
-    removed from the settings, together with the problem and its remedy. A model is unknown if it is neither
-    in the registry nor in `declared`, the models in the settings."""
+    """Yield a description of each registry record that refers to an unknown model, with the problem and its
+    remedy.
+
+    A model is unknown if it is neither in the registry nor in `declared`, the models in the settings: for
+    example, if the model was removed from the settings.
+    """
 
     def is_known(target: str) -> bool:
         model, version = split_target(target)

@@ -55,9 +55,11 @@ def _fault(loaded: Loaded, name: str, finding: ModelFinding) -> Fault:
 def describe_models(
     loaded: Loaded, former: Settings | None = None, broken: Collection[str] = ()
 ) -> list[ServedModel]:
-    """Describe the models that are not in `former`, or whose text settings differ from those in `former`. For
-    models in `broken`, whose folders may not be readable, the description contains only the name and the
-    folder. Raises SettingsError for other folders that cannot be read."""
+    """Describe the models that are not in `former`, or whose text settings differ from those in `former`.
+
+    The folders of models in `broken` may not be readable, so their descriptions contain only the name and the
+    folder. Raises SettingsError for any other folder that cannot be read.
+    """
     served, faults = [], []
     for name, model in loaded.settings.models.items():
         known = former.models.get(name) if former is not None else None
@@ -103,8 +105,8 @@ def describe_models(
 def describe(name: str, settings: ModelSettings) -> ServedModel:
     """Describe a model for fronts before any replica is ready.
 
-    Numbers that are not in the model's configuration are 0 until a replica is ready. Raises OSError if the
-    folder or the chat template cannot be read.
+    Numbers that the model's configuration does not contain are 0 until a replica is ready. Raises OSError if
+    the folder or the chat template cannot be read.
     """
     folder = Path(settings.folder)
     config = _config(folder / "config.json")
@@ -127,13 +129,8 @@ def describe(name: str, settings: ModelSettings) -> ServedModel:
 
 
 def fingerprint(folder: Path, chat_template: str | None = None) -> str:
-    """Return 12 hex digits that identify the contents of the folder's files, and of a chat template that
-    replaces the folder's. File dates are ignored.
-
-    Files of up to 32 MB are hashed completely. For larger files, the hash covers the name, the size, and one
-    megabyte each from the beginning, the middle and the end, because training changes every part of the
-    weights.
-    """
+    """Return 12 hex digits that identify the contents of the folder's files and, if the settings replace the
+    chat template, of the replacement."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name.startswith("."):
@@ -156,7 +153,7 @@ def fingerprint(folder: Path, chat_template: str | None = None) -> str:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    # The engine reports a broken file, with its name and the reason, when it loads the model.
+    # The engine reports the name of a broken file and the problem when it loads the model.
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, FileNotFoundError):

@@ -1,7 +1,7 @@
-"""One replica: starts it, loads it, supervises it, and restarts it after it has exited.
+"""Starts a replica, supervises it, and restarts it after it has exited.
 
-A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops its processes, one per
-rank. Events of a replica are passed to its `ReplicaEvents`.
+A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops the processes of a
+replica, one per rank. Events of a replica are passed to its `ReplicaEvents`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ log = logging.getLogger(__name__)
 
 _AFTER_FATAL_S = 5.0
 _KILLED_WITHIN_S = 30.0
-"""Time limit for processes to exit after SIGKILL. A process that waits for a device or a disk (state D) may
-take longer."""
+"""Time limit for processes to exit after SIGKILL. A process that waits for a device or a disk (process state
+D) may take longer."""
 _SLEEP_WITHIN_S = 120.0
-"""Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, the first sleep
-of a replica with 15 GiB of weights took 3.43 s (docs/performance.md), so the limit allows for several
+"""Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, the first sleep of
+a replica with 15 GiB of weights took 3.43 s (docs/performance.md), so the limit is sufficient for several
 hundred GiB. While a model goes to sleep to make room for another one, no other model can be loaded."""
 _CHECK_AGAIN_S = 10.0
-"""Delay after which the files of a model with a known problem are checked again."""
+"""Interval at which the files of a model with a known problem are checked again."""
 
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
@@ -63,8 +63,9 @@ Launch = Callable[
 class Replica:
     """Supervises one replica. All methods must be called on the event loop's thread.
 
-    A ready replica can sleep. Its processes and its account then continue to exist, but it must not get
-    requests. If its processes exit during that time, they are started again when the replica is woken.
+    A ready replica can sleep. The processes and the credit account of a sleeping replica continue to exist,
+    but the replica must not get requests. If the processes exit while the replica is asleep, they are started
+    again when the replica is woken.
 
     A replica's state is first "starting", then "loading", then "ready". When its processes exit, it is
     "restarting" and then "starting" again. A replica that was stopped permanently is "stopped". The state is
@@ -89,7 +90,7 @@ class Replica:
         self.model = model
         self.name = name
         self.settings = settings
-        """The model's settings when the replica was created."""
+        """The model's settings at the time when the replica was created."""
         self.spec = settings.spec(name)
         self.state: ReplicaState = "stopped"
         self.restarts = 0
@@ -97,8 +98,8 @@ class Replica:
         """Number of failed starts since the replica was last ready."""
         self.last_error = ""
         self.failure = ""
-        """Reason why requests are refused instead of waiting for this replica. It is set in the state
-        "failed". It is cleared when the replica becomes ready or exits for another reason."""
+        """Reason why requests are refused instead of waiting for this replica. The reason is set in the state
+        "failed", and cleared when the replica becomes ready or exits for another reason."""
         self.bad_checkpoint = False
         """Whether `failure` is a problem with the model's files or settings."""
         self.fallback = ""
@@ -115,11 +116,11 @@ class Replica:
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.latest_report: Report | None = None
-        """The latest report of the current incarnation."""
+        """The latest report from the processes of the latest start."""
         self.account: CreditAccount | None = None
-        """Credits of the current incarnation while it is ready."""
+        """Credits of the replica while it is ready; None otherwise. Each start gets a new account."""
         self.retiring = False
-        """Whether the replica is finishing its requests and will not be restarted afterwards."""
+        """Whether the replica is finishing its requests and will then be stopped permanently."""
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
         self._events = events
@@ -202,9 +203,11 @@ class Replica:
         log.info("%s is starting (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
 
     async def stop(self, grace_s: float) -> None:
-        """Stop the replica permanently. A replica that is not ready is killed, because it has no requests and
-        reads no messages while it loads. If its processes do not exit although they were killed, return after
-        `_KILLED_WITHIN_S`."""
+        """Stop the replica permanently.
+
+        A replica that is not ready is killed: it has no requests, and it reads no messages while it loads. If
+        its processes do not exit although they were killed, return after `_KILLED_WITHIN_S`.
+        """
         self._stopping = True
         self._next_start.stop()
         if self.group is not None:
@@ -223,19 +226,20 @@ class Replica:
         self.state = "stopped"
 
     async def sleep(self) -> str:
-        """Release the memory of the weights and the KV cache. The replica must have no requests. Return the
-        reason if it stays awake. A replica that does not sleep within `_SLEEP_WITHIN_S` is killed."""
+        """Release the memory of the weights and the KV cache. The replica must have no requests. If the
+        replica stays awake, return the reason. A replica that does not go to sleep within `_SLEEP_WITHIN_S`
+        is killed."""
         if self.account is None or self.group is None:
             return f"{self.name} is {self.operator_state}"
         return await self.sleeping.change(self.group, True, min(_SLEEP_WITHIN_S, self.load_timeout_s))
 
     def _awake_group(self) -> ReplicaGroup | None:
-        """Return the processes if the replica is ready and awake."""
+        """Return the replica's processes if the replica is ready and awake, otherwise None."""
         return self.group if self.account is not None and not self.sleeping.asleep else None
 
     async def wake(self) -> str:
-        """Restore the memory. If the processes have ended, load the model again, without waiting for it.
-        Return the reason if the replica stays asleep."""
+        """Restore the memory of a sleeping replica. If its processes have ended, start them again, and do not
+        wait until the model is loaded. If the replica stays asleep, return the reason."""
         if not self.sleeping.asleep:
             return ""
         if self.group is None:
@@ -247,8 +251,8 @@ class Replica:
         return await self.sleeping.change(self.group, False, self.load_timeout_s)
 
     def refuse(self, problem: str) -> None:
-        """Do not start the replica, because a check of its model's files has found a problem. The files are
-        checked again after a while, and the replica is started when they are correct."""
+        """Do not start the replica, because a check has found a problem with the files of its model. The
+        files are checked again regularly, and the replica is started when they are correct."""
         if self._stopping or self.retiring:
             return
         if problem != self.failure:
@@ -260,7 +264,8 @@ class Replica:
 
     def retry(self) -> bool:
         """Start the replica now if it is waiting for its next start, and close its circuit breaker. A replica
-        that runs on the CPU instead of a GPU is restarted on a GPU. Return whether anything was done."""
+        that runs on the CPU instead of a GPU is restarted on a GPU. Return whether the replica was started or
+        restarted."""
         if self.fallback and self.state == "ready" and not self.retiring:
             self.fallback = ""
             self.kill("it is being moved from the CPU to a GPU")
@@ -274,12 +279,13 @@ class Replica:
         return True
 
     def kill(self, reason: str) -> None:
-        """Kill the ranks. The replica is then restarted."""
+        """Kill the replica's processes. The replica is then restarted."""
         if self.group is not None:
             self.group.kill(reason)
 
     def check(self) -> None:
-        """Detect silence, and kill a replica that hangs. Must be called a few times per second."""
+        """Detect that the replica has stopped reporting, and kill a replica that hangs. Must be called a few
+        times per second."""
         silent_s = self.heartbeat.silent_s
         if self.state == "ready":
             if self.heartbeat.falls_silent():
@@ -318,7 +324,8 @@ class Replica:
         elif isinstance(message, MemoryChanged):
             self.sleeping.changed(message)
         elif isinstance(message, Fatal) and self._fatal is None:
-            # The first reported error is the cause. The errors of the other ranks are its consequences.
+            # The error that was reported first is the cause. The errors of the other ranks are its
+            # consequences.
             self._fatal = message
             group = self.group
             if group is not None:
@@ -398,7 +405,8 @@ class Replica:
         return self.settings.cpu_fallback and self.spec.device != "cpu" and not self.fallback
 
     def _restart(self) -> None:
-        """Start the replica, unless its files have changed since its version was added."""
+        """Start the replica, unless the files of its model version have changed since the version was
+        added."""
         self._background.run(self._start_unless(self._checks.find_change))
 
     def _check_files(self) -> None:
@@ -406,7 +414,7 @@ class Replica:
         self._background.run(self._start_unless(self._checks.find_problem))
 
     async def _start_unless(self, check: Callable[[str, ModelSettings, float], Awaitable[str]]) -> None:
-        """Start the replica unless `check`, a method of `StartChecks`, finds a problem."""
+        """Start the replica unless `check`, which is a method of `StartChecks`, finds a problem."""
         problem = await check(self.model, self.settings, self.load_timeout_s)
         if self._stopping or self.retiring or self.state not in ("restarting", "failed"):
             return
@@ -424,7 +432,7 @@ class Replica:
 
     @property
     def next_start_s(self) -> float:
-        """Time in seconds until the next start of a replica that is waiting for it."""
+        """Time in seconds until the replica's next start, if the replica is waiting for it."""
         return self._next_start.left_s
 
     @property
@@ -439,7 +447,7 @@ class Replica:
 
     @property
     def _serving_s(self) -> float:
-        """Time in seconds since the replica became ready; 0 if it is not ready."""
+        """Time in seconds since the replica became ready; 0 if the replica is not ready."""
         ready_at = self._ready_at if self.state == "ready" else None
         return 0.0 if ready_at is None else time.monotonic() - ready_at
 

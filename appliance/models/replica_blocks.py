@@ -1,4 +1,4 @@
-"""Reads the state of a replica's KV blocks, which the replica determines only on request."""
+"""Reads the state of a replica's KV blocks. The replica determines this state only on request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from engine.client import ReplicaGroup
 from engine.messages import BlockUse
 
 _EVERY_S = 1.0
-"""Minimum age of an answer before the replica is asked again."""
+"""The replica is asked again only if its latest answer is older than this."""
 _WAIT_S = 0.5
 """Maximum time to wait for an answer. If a step takes longer, the previous answer is used again."""
 
 
 class BlockUseReader:
-    """Asks one replica for the state of its KV blocks, at most once per second. All callers share the
-    answers. All methods must be called on the event loop's thread."""
+    """Asks one replica for the state of its KV blocks, at most once per second. The answer is given to all
+    callers that are waiting. All methods must be called on the event loop's thread."""
 
     def __init__(self, awake_group: Callable[[], ReplicaGroup | None]) -> None:
         """`awake_group` returns the replica's processes if the replica is ready and awake, and otherwise
@@ -28,7 +28,7 @@ class BlockUseReader:
         self._pending: asyncio.Future[BlockUse | None] | None = None
 
     async def read(self) -> BlockUse | None:
-        """Return the state of the blocks. Return None if the replica is not ready, sleeps, or has never
+        """Return the state of the blocks, or None if the replica is not ready, is asleep, or has never
         answered."""
         if (group := self._awake_group()) is None:
             return None
@@ -41,8 +41,9 @@ class BlockUseReader:
             return self._latest
 
     def recent(self, every_s: float) -> BlockUse | None:
-        """Return the latest answer without waiting. If it is older than `every_s`, ask the replica for the
-        next one. Return None if the replica is not ready, sleeps, or has never answered."""
+        """Return the latest answer without waiting, or None if the replica is not ready, is asleep, or has
+        never answered. If the answer is older than `every_s`, ask the replica for a new answer, which a later
+        call returns."""
         if (group := self._awake_group()) is None:
             return None
         if self._latest is None or time.monotonic() - self._at >= every_s:
@@ -60,7 +61,7 @@ class BlockUseReader:
         self._end(None)
 
     def _ask(self, group: ReplicaGroup) -> asyncio.Future[BlockUse | None]:
-        """Ask the replica, unless an earlier question is still unanswered."""
+        """Ask the replica for the state of its blocks, unless it has not answered an earlier question yet."""
         if self._pending is None:
             self._pending = asyncio.get_running_loop().create_future()
             group.ask_blocks()

@@ -25,14 +25,15 @@ class FrontChannels(Protocol):
     """Connects fronts with replicas."""
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Give every front a channel to a ready replica, including fronts that start later. `open_channel`
-        returns the descriptor of a channel for the front with the given name. Raises OSError."""
+        """Open a channel between a replica that is ready and every front, including fronts that start later.
+        `open_channel` returns the replica's end of a channel to the front with the given name, as a
+        descriptor. Raises OSError."""
 
     def disconnect_replica(self, name: str) -> None:
         """Stop opening channels to a replica that has exited."""
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle a front that has closed its channel to a replica that is still running."""
+        """Handle that a front has closed its channel to a running replica."""
 
 
 class ReplicaConnections:
@@ -48,8 +49,9 @@ class ReplicaConnections:
         publish: Callable[[], None],
         note: Callable[[str, str], None],
     ) -> None:
-        """`models` contains the descriptions of the models, which are updated here. `failure` returns the
-        reason why no replica of a model can start. `publish` and `note` are those of the model manager."""
+        """`models` contains the descriptions of the models, which this class updates. `failure` is a function
+        that returns the reason why no replica of a model can start. `publish` and `note` are the callbacks of
+        the model manager."""
         self.was_ready: set[str] = set()
         """Models that have had at least one ready replica since the service started."""
         self.stalls = StallLog()
@@ -62,7 +64,7 @@ class ReplicaConnections:
         self._background = Background()
 
     def replica_starting(self, replica: Replica) -> None:
-        # The folder's files may have changed since the last start.
+        # The files in the folder may have changed since the replica's last start.
         self._background.run(self._describe(replica, replica.incarnation))
 
     def replica_ready(self, replica: Replica) -> None:
@@ -77,13 +79,14 @@ class ReplicaConnections:
         except OSError as error:
             replica.kill(f"its channels to the fronts could not be created: {error}")
             return
-        # The channels are already open, because a front needs its channel before a request is dispatched to
+        # The channels are opened first, because a front needs its channel before a request is dispatched to
         # the replica.
         self.update(replica)
         self._publish()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        # Look up the tenant first, because processing the report may end the request that it names.
+        # Look up the tenant first, because processing the report may end the request that is named in the
+        # report.
         request_id = report.longest_step.request_id if report.longest_step is not None else ""
         request = self._requests.state.in_flight.get(request_id)
         self.stalls.add(replica.name, time.time(), report, request.tenant if request is not None else "")
@@ -113,11 +116,11 @@ class ReplicaConnections:
         self._note(replica.name, description)
 
     def update(self, replica: Replica) -> None:
-        """Dispatch requests to the replica if it may get new requests now, and otherwise dispatch no more.
-        Must be called when `Replica.answers` may have changed."""
+        """Dispatch requests to the replica if it may get new requests now; otherwise, stop dispatching to it.
+        Must be called when the result of `Replica.answers` may have changed."""
         if (account := replica.account) is None:
             return
-        self._requests.retire_replica(account)  # The replica must not be added twice.
+        self._requests.retire_replica(account)  # so that the replica is not added twice
         if replica.answers:
             self._requests.add_replica(account)
 
@@ -125,7 +128,7 @@ class ReplicaConnections:
         try:
             model = await asyncio.to_thread(describe, replica.model, replica.settings)
         except OSError:
-            return  # The engine reads the same folder and reports the error.
+            return  # The engine also reads the folder and reports the error.
         if replica.incarnation == incarnation:
             replica.described = model
             if replica.account is not None:
@@ -133,7 +136,8 @@ class ReplicaConnections:
                 self._publish()
 
     def learn(self, replica: Replica) -> None:
-        """Update the model from the reports of a ready replica and from its folder."""
+        """Update the description of the replica's model from the replica's reports and from the model's
+        folder."""
         known = self._models.get(replica.model)
         if known is None:
             return

@@ -14,23 +14,24 @@ class ReplicaEvents(Protocol):
     """Receives the events of a replica."""
 
     def replica_starting(self, replica: Replica) -> None:
-        """Called before the ranks read the model's folder."""
+        """Called before the replica's processes read the model's folder."""
 
     def replica_ready(self, replica: Replica) -> None:
-        """Handle a replica that has begun to accept submissions. `replica.account` is new."""
+        """Called when the replica has begun to accept submissions. `replica.account` is new."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        """Handle a replica's report: its heartbeat, its credits, and the finished submissions."""
+        """Called for each report of the replica, which contains its heartbeat, its credits, and the finished
+        submissions."""
 
     def replica_silence_changed(self, replica: Replica) -> None:
-        """Handle a ready replica that has not reported in time, or a silent one that has reported again."""
+        """Called when a ready replica has not reported in time, and when it reports again."""
 
     def replica_exited(self, replica: Replica) -> None:
-        """Handle a ready replica that has exited. `replica.account` is no longer valid."""
+        """Called when a ready replica has exited. `replica.account` is no longer valid."""
 
     def replica_changed(self, replica: Replica) -> None:
-        """Handle a replica that has exited and will be started again. If `replica.failure` is set, an
+        """Called when a replica has exited and will be started again. If `replica.failure` is set, an
         operator must fix its cause before a start can succeed."""
 
     def replica_problem(self, replica: Replica, description: str) -> None:
-        """Report a problem to the operator."""
+        """Called when there is a problem that should be reported to the operator."""

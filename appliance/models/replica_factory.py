@@ -17,7 +17,7 @@ from appliance.settings import ModelSettings, Settings
 
 
 class ReplicaFactory:
-    """Creates replicas, and numbers those of each model."""
+    """Creates replicas, and numbers the replicas of each model."""
 
     def __init__(
         self,
@@ -27,7 +27,8 @@ class ReplicaFactory:
         checks: StartChecks,
         launch: Launch,
     ) -> None:
-        """`settings` returns the settings in effect. `events` receives the events of all replicas."""
+        """`settings` is a function that returns the settings in effect. `events` receives the events of all
+        replicas."""
         self._settings = settings
         self._events = events
         self._placement = placement

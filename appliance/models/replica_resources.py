@@ -20,10 +20,10 @@ class ReplicaResources:
     def __init__(self, replica: str, placement: GpuPlacement, cgroups: ReplicaCgroups, run_dir: Path) -> None:
         """`replica` is the replica's name."""
         self.gpus: list[int] = []
-        """The numbers of the replica's GPUs, in rank order. Empty if it runs on the CPU, or if its GPUs were
-        not chosen by the service."""
+        """The numbers of the replica's GPUs, in rank order. Empty if the replica runs on the CPU, or if the
+        service did not choose its GPUs."""
         self.without_limits = ""
-        """Reason why the limits in the settings have no effect."""
+        """Reason why the CPU and memory limits in the settings have no effect."""
         self._replica = replica
         self._placement = placement
         self._cgroups = cgroups
@@ -36,8 +36,9 @@ class ReplicaResources:
         return self._placement.links(self.gpus)
 
     def assign(self, spec: ReplicaSpec) -> ReplicaSpec:
-        """Choose the replica's GPUs if it needs GPUs and has none yet. Return `spec` with the GPUs, their
-        CPUs and, if there is more than one rank, the path of a new rendezvous file. Raises OSError."""
+        """Choose GPUs for the replica if it needs them and has none yet. Return `spec` with the GPUs, the
+        CPUs near the GPUs and, if there is more than one rank, the path of a new rendezvous file. Raises
+        OSError."""
         self.gpus = self._placement.take(self._replica, spec.device, spec.tensor_parallel_size)
         spec = msgspec.structs.replace(
             spec, gpus=self._placement.uuids(self.gpus), cpus=self._placement.cpus(self.gpus)
@@ -47,23 +48,23 @@ class ReplicaResources:
         return spec
 
     def numbered(self, devices: Sequence[str]) -> list[str]:
-        """Return the device names of the ranks, with the machine's GPU numbers."""
+        """Return the device names of the replica's ranks, with the machine's GPU numbers."""
         return numbered(devices, self.gpus)
 
     def limit(self, pids: list[int], limits: ReplicaLimits) -> str:
-        """Apply limits to the replica's processes. If that is not possible, return the reason, unless it was
-        the same at the previous start."""
+        """Apply the limits to the replica's processes. If this is not possible, return the reason, unless it
+        is the same as at the previous start."""
         self._memory_kills = self._cgroups.memory_kills(self._replica)
         former, self.without_limits = self.without_limits, self._cgroups.limit(self._replica, pids, limits)
         return "" if self.without_limits == former else self.without_limits
 
     def reached_memory_limit(self) -> bool:
-        """Return whether the kernel has killed processes of the replica because of the memory limit since
-        `limit` was called."""
+        """Return whether the kernel has killed processes of the replica because of the memory limit since the
+        latest call of `limit`."""
         return self._cgroups.memory_kills(self._replica) > self._memory_kills
 
     def release_gpus(self) -> None:
-        """Release the GPUs, so that they can be used by other replicas."""
+        """Release the replica's GPUs, so that other replicas can use them."""
         self._placement.release(self._replica)
 
     def release(self) -> None:

@@ -1,4 +1,5 @@
-"""The sleep state of one replica: whether it is asleep, and the operation in progress."""
+"""The sleep state of one replica: whether the replica is asleep, and the change of this state that is in
+progress."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class ReplicaSleep:
         self.asleep = False
         """Whether the replica has released its memory. This stays true until the memory is restored."""
         self.sleeps = self.wakes = 0
-        """Number of times that the replica has gone to sleep, and number of times that it has woken up."""
+        """Number of times that the replica has gone to sleep, and number of times that it was woken."""
         self.wake_s = 0.0
         """Total time that the engine needed to wake, in seconds."""
         self._latest = MemoryChanged(False)
@@ -35,7 +36,7 @@ class ReplicaSleep:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that contains copies of the weights, in bytes."""
+        """Host memory that holds copies of the sleeping replica's weights, in bytes."""
         return self._latest.host_bytes if self.asleep else 0
 
     @property
@@ -48,7 +49,7 @@ class ReplicaSleep:
         return f"asleep for {minutes:.0f} min, {of_bytes(self.freed_bytes)} released{held}"
 
     async def change(self, group: ReplicaGroup, asleep: bool, timeout_s: float) -> str:
-        """Put the replica to sleep if `asleep` is true; otherwise, wake it. Return the reason if this fails,
+        """Put the replica to sleep if `asleep` is true; otherwise, wake it. If this fails, return the reason,
         otherwise an empty string. A replica that does not answer within `timeout_s` is killed."""
         self._pending = asyncio.get_running_loop().create_future()
         try:
@@ -72,7 +73,7 @@ class ReplicaSleep:
         }
 
     def changed(self, message: MemoryChanged) -> None:
-        """Handle the engine's answer."""
+        """Handle the engine's answer to a request to sleep or wake."""
         if message.asleep and not self.asleep:
             self.sleeps += 1
         elif self.asleep and not message.asleep:
@@ -84,8 +85,9 @@ class ReplicaSleep:
         self._answer(message)
 
     def ended(self, reason: str) -> bool:
-        """Handle the exit of the replica's processes. Return whether the replica stays asleep. If so, its
-        processes are started only when it is woken, because another model may now be using the memory."""
+        """Handle the exit of the replica's processes. Return whether the replica stays asleep. In this case,
+        its processes are started again only when the replica is woken, because another model may now be using
+        the memory."""
         waking = self._pending is not None
         self._latest = MemoryChanged(False)
         self.asleep = self.asleep and not waking

@@ -39,7 +39,7 @@ def replica_status(replica: Replica) -> ReplicaStatus:
 
 
 def replica_detail(replica: Replica) -> str:
-    """Return an explanation of the replica's state, or an empty string if none is needed."""
+    """Return an explanation of the replica's state, or an empty string if the state needs no explanation."""
     if replica.sleeping.asleep:
         return replica.sleeping.detail
     if (load := replica.load_status) is not None:
@@ -55,7 +55,7 @@ def replica_detail(replica: Replica) -> str:
 
 
 def replica_remedy(replica: Replica) -> str:
-    """Return what an operator can do about a persistent failure, or an empty string if no action is
+    """Return how an operator can fix a persistent failure of the replica, or an empty string if no action is
     needed."""
     if replica.breaker != "open":
         return ""
@@ -77,10 +77,11 @@ def _degradations(replica: Replica) -> list[Degradation]:
 
 
 def _reported_fields(replica: Replica) -> dict[str, Any]:
-    """Return the fields of `ReplicaStatus` that the replica's messages contain."""
+    """Return the fields of `ReplicaStatus` whose values come from the replica's messages."""
     report, credit = replica.latest_report, replica.account
     known = _fields(replica.info, ReplicaInfo) | _fields(report, ReplicaStats)
-    # A report contains total credits, but operators need the currently available credits.
+    # A report contains the total credits granted so far, but operators need the credits that are currently
+    # available.
     return known | {
         "prefix_cache_hit_rate": _hit_rate(report),
         "credit_seqs": credit.available_slots if credit else 0,
@@ -89,8 +90,8 @@ def _reported_fields(replica: Replica) -> dict[str, Any]:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values that `source` has for the fields that `kind` and `ReplicaStatus` have in common.
-    Empty if `source` is None."""
+    """Return the values in `source` of the fields that exist both in `kind` and in `ReplicaStatus`. The
+    result is empty if `source` is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)

@@ -2,19 +2,20 @@
 models' state and the time.
 
 Models that wait for memory are served in the order in which their oldest requests began to wait for a load.
-To make room for the first of them, other models are evicted: models without requests first, starting with the
-least recently used, then sleeping models, then models with requests. An evicted model is put to sleep or
-unloaded; a model that is already asleep is unloaded. A model stays in memory for at least `min_residence_s`
-after it began to load or wake up, unless the first waiting model has already waited `DRAIN_S` longer than
-that. It also stays for at least `MIN_SERVICE_S` after it became ready. A model with requests stays until the
-first waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to
-finish; any requests not finished by then continue when their model is loaded again.
+To make room for the first waiting model, other models are evicted: first models without requests, starting
+with the least recently used; then sleeping models; then models with requests. An evicted model is put to
+sleep or unloaded; a model that is already asleep is unloaded. A model stays in memory for at least
+`min_residence_s` after it began to load or wake up, unless the first waiting model has already waited
+`DRAIN_S` longer than that. In any case, it stays for at least `MIN_SERVICE_S` after it became ready. A model
+with requests stays until the first waiting model has waited for `min_residence_s`. During an eviction,
+running requests have `DRAIN_S` to finish; any requests not finished by then continue when their model is
+loaded again.
 
 If two models compete for memory and only one of them fits, they are swapped at most once every
 `min_residence_s`. A request waits for at most `min_residence_s` (or the load time plus `MIN_SERVICE_S`, if
 that is longer), plus one swap and 2 × `DRAIN_S`. The second drain is for a request that arrives while its own
 model is being drained. With N competing models, a request may have to wait for N - 2 more swaps, but not for
-another `min_residence_s`: each of the other models then leaves `MIN_SERVICE_S` after it became ready.
+another `min_residence_s`: by then, each of the other models is evicted `MIN_SERVICE_S` after it became ready.
 """
 
 from __future__ import annotations
@@ -23,43 +24,44 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 DRAIN_S = 5.0
-"""How long running requests may take to finish before their model is unloaded. Requests that take longer
+"""Time that running requests have to finish before their model is unloaded. Requests that take longer
 continue when the model is loaded again."""
 MIN_SERVICE_S = 1.0
-"""Minimum time for which a model answers requests after it has become ready, even if its load took longer
+"""Minimum time for which a model answers requests after it has become ready, even if loading it took longer
 than `min_residence_s`."""
 
 
 class Bundle(NamedTuple):
     """Models that are loaded and unloaded together. Most bundles contain only one model. All times are in
-    seconds of the monotonic clock."""
+    seconds on the monotonic clock."""
 
     units: tuple[str, ...]
-    """The units of loading."""
+    """Names of the models in the bundle."""
     loaded: bool = False
-    """Whether all units are ready."""
+    """Whether all models of the bundle are ready."""
     in_memory: bool = False
-    """Whether at least one unit occupies memory."""
+    """Whether at least one model of the bundle occupies memory."""
     asleep: bool = False
-    """Whether all units in memory are asleep. Sleeping units still occupy some GPU memory."""
+    """Whether all models of the bundle that are in memory are asleep. A sleeping model still occupies some
+    GPU memory."""
     busy: bool = False
-    """Whether requests are running or waiting."""
+    """Whether requests for the bundle's models are running or waiting."""
     waiting_since: float | None = None
     """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later;
-    None if no request is waiting. If only the request's waiting time counted, a model with a long
-    queue would get its memory back immediately."""
+    None if no request is waiting. If only the request's waiting time counted, a model with a long queue would
+    be loaded again immediately after its eviction."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
-    """When the latest request arrived or ended."""
+    """When the latest request for the bundle's models arrived or ended."""
     memory_bytes: int = 0
-    """Memory that the loaded units occupy, in bytes."""
+    """Memory that the bundle's loaded models occupy, in bytes."""
     kept: str = ""
     """Reason why the bundle always stays loaded, such as "'chat' is pinned"; empty if it may be unloaded."""
 
     def evictable_at(self, waiting_since: float, min_residence_s: float) -> float:
-        """Return the earliest time at which this bundle may be unloaded in favour of a bundle whose oldest
-        request has waited since `waiting_since`."""
+        """Return the earliest time at which this bundle may be unloaded to make room for another bundle,
+        whose oldest request has waited since `waiting_since`."""
         if self.asleep:
             return 0.0
         residence_ends_at = self.load_began_at + min_residence_s
@@ -71,55 +73,55 @@ class Bundle(NamedTuple):
 
 
 class LoadUnits(NamedTuple):
-    """Load the units now."""
+    """Step: load these models now."""
 
     units: tuple[str, ...]
 
 
 class Evict(NamedTuple):
-    """Unload these units now, or put them to sleep, to make room for others."""
+    """Step: unload these models now, or put them to sleep, to make room for other models."""
 
     units: tuple[str, ...]
 
 
 class Refuse(NamedTuple):
-    """Refuse the requests for the units, because the units cannot be loaded."""
+    """Step: refuse requests for these models, because the models cannot be loaded."""
 
     units: tuple[str, ...]
     why: str
     excluded: bool = False
-    """Whether the reason is that a group forbids loading the units together with a model that stays
+    """Whether the reason is that a group forbids loading these models together with a model that stays
     loaded."""
 
 
 class Wait(NamedTuple):
-    """Do nothing until this time, unless something changes."""
+    """Step: do nothing until this time, unless the state of the models changes."""
 
     until: float
 
 
 class Residency(NamedTuple):
-    """Whether a unit is in memory and awake. Also counts, since the service started, how often the unit was
-    loaded or woken on demand, and how often it was unloaded or put to sleep automatically."""
+    """Whether a model is in memory and awake, how often the model was loaded or woken on demand, and how
+    often it was unloaded or put to sleep automatically. The numbers are counted since the service started."""
 
     in_memory: bool
     loads: int
-    """Number of loads on demand."""
+    """Number of times that the model was loaded or woken on demand."""
     evictions: Mapping[str, int]
-    """Number of times that the unit was unloaded or put to sleep automatically, by reason. Unloading a unit
+    """Number of times that the model was unloaded or put to sleep automatically, by reason. Unloading a model
     that is already asleep is not counted again."""
 
 
 REASONS = ("memory", "group", "idle")
-"""Why a unit leaves the memory: another model needs the memory, a group forbids loading the unit together
-with another model, or the unit has been idle for its time to live."""
+"""Reasons for evicting a model: another model needs the memory, a group forbids loading the model together
+with another model, or the model has been idle for its time to live."""
 
 
 Step = LoadUnits | Evict | Refuse | Wait
 
 
 def first_waiting(bundles: Iterable[Bundle]) -> Bundle | None:
-    """Return the bundle to load next: of the bundles that are not loaded, the one with the oldest waiting
+    """Return the bundle to load next: among the bundles that are not loaded, the one with the oldest waiting
     request."""
     waiting = [one for one in bundles if one.waiting_since is not None and not one.loaded]
     return min(waiting, key=lambda one: (one.waiting_since, one.units), default=None)
@@ -134,12 +136,8 @@ def next_step(
     min_residence_s: float,
     excludes: Callable[[Bundle], bool],
 ) -> Step:
-    """Return the next step for loading a bundle with waiting requests. No load or unload may be in progress.
-
-    - `missing_bytes` is the memory that must become free before `wanted` can be loaded. It is 0 or less if
-      the bundle fits.
-    - `excludes(bundle)` returns whether `bundle` must not be loaded together with `wanted`.
-    """
+    """Return the next step towards loading the bundle `wanted`, which has waiting requests. No load or unload
+    may be in progress."""
     others = [one for one in bundles if one.in_memory and one is not wanted]
     victims = [one for one in others if excludes(one) and not one.asleep]
     if kept := next((one.kept for one in victims if one.kept), ""):
@@ -165,7 +163,8 @@ def next_step(
             + (f" ({kept})" if kept else ""),
         )
     for one in reversed(list(chosen)):
-        # A model chosen earlier need not be evicted if one chosen later frees enough memory on its own.
+        # A model that was chosen earlier need not be evicted if a model that was chosen later frees enough
+        # memory on its own.
         if freed - one.memory_bytes >= missing_bytes:
             chosen.remove(one)
             freed -= one.memory_bytes

@@ -1,8 +1,9 @@
 """Decides whether and when a replica is started again after its processes have exited.
 
 After most exits, the replica is restarted after a short delay, which grows with repeated exits. There are two
-exceptions. A load that failed for a reason that only an operator can correct, such as a damaged file, is
-retried after longer delays. A circuit breaker stops the restarts of a replica that exits repeatedly."""
+exceptions. If a load failed for a reason that only an operator can correct, such as a damaged file, the
+delays are longer. A circuit breaker stops the restarts of a replica that exits repeatedly.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _RETRY_MAX_S = 300.0
 reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
 replaced or the mount is available again."""
 WATCH_S = 5.0
-"""Interval at which a model's files are checked for changes while its replica waits for its next start."""
+"""Interval at which a model's files are checked for changes while its replica is waiting for the next
+start."""
 
 
 class Exit(NamedTuple):
@@ -30,9 +32,10 @@ class Exit(NamedTuple):
 
     reason: str
     kind: str
-    """`engine.messages.Fatal.kind` if the replica reported why it could not continue, otherwise empty."""
+    """`engine.messages.Fatal.kind` if the replica reported why it could not continue; empty otherwise."""
     served_s: float | None
-    """Time in seconds since the replica became ready, or None if it did not become ready."""
+    """Time in seconds between the replica becoming ready and its exit, or None if the replica did not become
+    ready."""
 
 
 class Restart(NamedTuple):
@@ -40,7 +43,8 @@ class Restart(NamedTuple):
 
     delay_s: float
     failure: str = ""
-    """Reason why requests are refused until the next start. If it is empty, requests wait for the start."""
+    """Reason why requests are refused until the next start. If the reason is empty, requests wait for the
+    next start."""
     bad_checkpoint: bool = False
     """Whether `failure` is a problem with the model's files or settings."""
 
@@ -48,27 +52,30 @@ class Restart(NamedTuple):
 class Restarts:
     """The restarts of one replica, with its circuit breaker.
 
-    The breaker is closed at first. It opens when the replica has exited `max_deaths` times within `window_s`
-    of service. The replica is then started once more after `retry_s`, and the breaker is half-open: it closes
-    when the replica has served for `window_s`, and opens again if the replica exits earlier."""
+    The breaker is closed at first. The breaker opens when the replica has exited `max_deaths` times within
+    `window_s` of service. After `retry_s`, the replica is started once more, and the breaker is half-open.
+    The breaker closes when the replica has served for `window_s`, and opens again if the replica exits
+    earlier.
+    """
 
     def __init__(
         self, rules: Callable[[], RestartSettings], draw: Callable[[], float] = random.random
     ) -> None:
-        """`rules` returns the settings in effect. `draw` returns a random number between 0 and 1."""
+        """`rules` is a function that returns the settings in effect. `draw` returns a random number between 0
+        and 1."""
         self._rules = rules
         self._backoff = Backoff(draw=draw)
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S, draw)
         self._expected_failures = 0
         """Number of consecutive loads that failed for an expected reason."""
         self._served_s = 0.0
-        """Total time in service of all incarnations that have exited."""
+        """Total time in seconds that all earlier incarnations of the replica served requests."""
         self._deaths: list[float] = []
-        """The unexpected exits. Each is recorded as the value of `_served_s` at the time of the exit."""
+        """The unexpected exits. For each exit, the value of `_served_s` at that time is stored."""
         self._open = False
 
     def reset(self) -> None:
-        """Forget all exits. Call this when an operator has requested a start or the model's files have
+        """Forget all exits. Call this when an operator has requested a start, or when the model's files have
         changed."""
         self._deaths.clear()
         self._open, self._expected_failures = False, 0
@@ -81,7 +88,8 @@ class Restarts:
         self._retry.reset()
 
     def exited(self, exit: Exit) -> Restart:
-        """Record an exit, and return the time and the conditions of the replica's next start."""
+        """Record an exit of the replica. Return when the replica is started again, and whether requests are
+        refused until then."""
         served_s = exit.served_s or 0.0
         self._served_s += served_s
         if exit.kind not in ("", "internal") and exit.served_s is None:
@@ -102,7 +110,7 @@ class Restarts:
         )
 
     def _after_expected(self, exit: Exit) -> Restart:
-        # Do not start again immediately. The previous incarnation may still hold memory and devices, and a
+        # Wait before the next start. The processes that exited may still hold memory and devices, and a
         # damaged file is unlikely to have been replaced so quickly.
         self._expected_failures += 1
         if exit.kind == "checkpoint" or self._expected_failures > 1:
@@ -136,8 +144,8 @@ class StartTimer:
         return max(0.0, self._due_at - asyncio.get_running_loop().time())
 
     def start(self, delay_s: float, begin: Callable[[], None], watch: Watch | None = None) -> None:
-        """Call `begin` after the delay. This replaces any earlier pending start. If the files of `watch`
-        change first, `watch.changed` and `begin` are called immediately."""
+        """Call `begin` after the delay. A pending start is cancelled first. If the files of `watch` change
+        before the delay ends, `watch.changed` and `begin` are called immediately."""
         self.stop()
         loop = asyncio.get_running_loop()
         self._due_at = loop.time() + delay_s
@@ -169,7 +177,8 @@ class Watch(NamedTuple):
 
 
 def _files(folder: str) -> frozenset[tuple[str, int, int]]:
-    """Return the name, size and date of each file in a folder. Empty if the folder cannot be read."""
+    """Return the name, size and date of each file in a folder. The result is empty if the folder cannot be
+    read."""
     try:
         with os.scandir(folder) as entries:
             stats = [(entry.name, entry.stat()) for entry in entries]

@@ -1,5 +1,5 @@
-"""Retires replicas: lets them finish their requests, stops them, and verifies that their memory was
-returned."""
+"""Retires replicas: lets them finish their requests, stops them, and verifies that they have returned their
+memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 STOP_S = 2.0
 """How long a replica may take to stop before it is killed."""
 _RETURNED_AGAIN_S = 30.0
-"""Interval between checks of whether memory that an unload did not return has since been returned."""
+"""Interval of the checks whether a stopped replica that still held memory has returned the memory."""
 
 
 class ReplicaRetirements:
@@ -35,11 +35,13 @@ class ReplicaRetirements:
         publish: Callable[[], None],
         note: Callable[[str, str], None],
     ) -> None:
-        """`replicas` contains all replicas; a replica that has been stopped is removed from it. `parked`
-        contains the parked units. `drain_grace_s` returns the setting of that name. `update` is called when
-        `Replica.answers` has changed. `publish` and `note` are those of the model manager."""
+        """`replicas` contains all replicas; this class removes replicas that have been stopped. `parked`
+        contains the parked models. `drain_grace_s` returns the setting with this name. `update` is called
+        when the result of `Replica.answers` has changed. `publish` and `note` are the callbacks of the model
+        manager."""
         self.unreturned: dict[str, str] = {}
-        """Description of the memory that is still held after a unit was unloaded, by unit."""
+        """For each model, a description of the memory that is still held after the model's replica was
+        stopped."""
         self._replicas = replicas
         self._parked = parked
         self._drain_grace_s = drain_grace_s
@@ -51,7 +53,7 @@ class ReplicaRetirements:
         self._background = Background()
 
     def stop(self) -> None:
-        """Cancel the retirements in progress."""
+        """Cancel the retirements that are in progress."""
         for task in list(self._tasks.values()):
             task.cancel()
 
@@ -61,7 +63,8 @@ class ReplicaRetirements:
         await asyncio.shield(self.begin(replica))
 
     def begin(self, replica: Replica) -> asyncio.Task[None]:
-        """Start retiring a replica, unless its retirement has already begun. Return the task."""
+        """Start retiring a replica, unless its retirement has already begun. Return the task that retires the
+        replica."""
         if (task := self._tasks.get(replica)) is None:
             replica.retiring = True
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
@@ -92,19 +95,18 @@ class ReplicaRetirements:
         log.info("%s ended", replica.name)
 
     def _grace_s(self, replica: Replica) -> float | None:
-        """Return how long the replica's requests may take to finish, in seconds, or None if there is no
-        limit."""
+        """Return how many seconds the replica's requests have to finish, or None if there is no limit."""
         if (parked := self._parked.get(replica.model)) is not None:
             return parked.drain_left_s
-        # If no other replica serves the model, any requests not finished within the grace period continue on
-        # the successor.
+        # If no other replica serves the model, requests that have not finished within the grace period
+        # continue on the replica that replaces this one.
         alone = not any(
             other.account for other in self._replicas if other.model == replica.model and not other.retiring
         )
         return self._drain_grace_s() if alone else None
 
     async def _until_returned(self, unit: str, why: str, pids: list[int]) -> None:
-        """Wait until the unit's memory has been returned, then remove the unit from `unreturned`."""
+        """Wait until the memory of the model has been returned, then remove the model from `unreturned`."""
         while self.unreturned.get(unit) == why:
             await asyncio.sleep(_RETURNED_AGAIN_S)
             if not await find_held(pids):

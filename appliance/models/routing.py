@@ -18,12 +18,12 @@ from store.models import Registry, SplitRecord
 
 
 def unit_name(model: str, version: int) -> str:
-    """Return the name of the unit of loading for a registered version."""
+    """Return the name of a registered version as a unit of loading: NAME@VERSION."""
     return f"{model}@{version}"
 
 
 def split_target(target: str) -> tuple[str, int | None]:
-    """Split NAME@VERSION into its two parts. For a NAME without a version, the version is None."""
+    """Split NAME@VERSION into its two parts. If NAME has no version, the version is None."""
     name, at, version = target.rpartition("@")
     if at and name and version.isascii() and version.isdecimal() and len(version) < 10:
         return name, int(version)
@@ -31,28 +31,28 @@ def split_target(target: str) -> tuple[str, int | None]:
 
 
 def version_key(unit: str) -> tuple[str, int]:
-    """Return the key of a unit in `Registry.versions`, which contains no version 0: the key of a model in the
-    settings is never found."""
+    """Return the key of a unit of loading in `Registry.versions`. For a model in the settings, the key has
+    the version 0, which never exists in the registry."""
     model, version = split_target(unit)
     return model, version or 0
 
 
 class Routing:
-    """Derives the names from the settings and the registry. It must be used on the event loop's thread."""
+    """Derives the routes from the settings and the registry. Must be used on the event loop's thread."""
 
     def __init__(self, registry: Callable[[], Registry], models: ModelManager) -> None:
         self.usable: set[str] = set()
-        """Registered units that are loaded and that every front knows. Names may resolve to them."""
+        """Registered versions that are loaded and that every front knows. Names may resolve to them."""
         self.held: set[str] = set()
         """Names of registered models whose requests are waiting because a version is being loaded."""
         self.failures: dict[str, str] = {}
-        """Units whose latest load failed, with the reason for each. `GET /v1/models` does not list them, but
-        a request for one of them starts another load."""
+        """Models and versions whose latest load failed, with the reason for each failure. `GET /v1/models`
+        does not list them, but a request for one of them starts another load."""
         self.problems: dict[str, str] = {}
-        """Units whose latest load on demand failed, with the reason for each. Their requests are refused
-        until the next attempt is due."""
+        """Models and versions whose latest load on demand failed, with the reason for each failure. Their
+        requests are refused until the next attempt is due."""
         self.sleeps: Callable[[str], bool] = lambda unit: False
-        """Returns whether a unit is asleep or about to go to sleep."""
+        """Returns whether a version is asleep or going to sleep."""
         self._registry = registry
         self._models = models
 
@@ -81,12 +81,13 @@ class Routing:
         return {*filter(self._models.is_declared, self._models.models), *registry.models, *registry.aliases}
 
     def unit_of(self, name: str) -> str:
-        """Return the unit that answers requests for the name; empty if there is none."""
+        """Return the unit of loading that answers requests for the name, or an empty string if there is
+        none."""
         return next((route.unit for route in self.routes() if route.name == name), "")
 
     def target_of(self, name: str) -> tuple[str, int] | None:
-        """Return the registered model and version that a name resolves to, whether or not it is loaded, or
-        None for other names."""
+        """Return the registered model and version to which a name resolves, whether or not the version is
+        loaded. Return None for other names."""
         registry = self._registry()
         alias = registry.aliases.get(name)
         model, version = split_target(name if alias is None or name in registry.models else alias.target)
@@ -96,7 +97,7 @@ class Routing:
         return (model, version) if (model, version) in registry.versions else None
 
     def names_of(self, unit: str) -> list[str]:
-        """Return the names that resolve to the unit."""
+        """Return the names that resolve to this unit of loading."""
         return [
             route.name
             for route in self.routes()
@@ -104,8 +105,8 @@ class Routing:
         ]
 
     def target_unit(self, target: str) -> str:
-        """Return the unit that a model's name or NAME@VERSION resolves to, whether or not it is loaded, and
-        regardless of splits. Return an empty string if there is no such model or version."""
+        """Return the unit of loading to which a model's name or NAME@VERSION resolves, even if it is not
+        loaded. Splits are ignored. Return an empty string if there is no such model or version."""
         if target in self._models.models and self._models.is_declared(target):
             return target
         registry, (name, version) = self._registry(), split_target(target)
@@ -115,7 +116,8 @@ class Routing:
         return unit_name(name, version) if (name, version) in registry.versions else ""
 
     def answers(self, unit: str) -> bool:
-        """Return whether names can resolve to the unit, because it is loaded and has not failed."""
+        """Return whether names can resolve to this model or version, because it is loaded and has not
+        failed."""
         loaded = unit in self.usable or (unit in self._models.models and self._models.is_declared(unit))
         return loaded and not (self._models.failure(unit) or unit in self.failures)
 
@@ -125,8 +127,8 @@ class Routing:
         return self._of_version(registry, name, name, registry.models[name].default_version)
 
     def _of_version(self, registry: Registry, name: str, model: str, version: int) -> Route | None:
-        """Return the route from `name` to a version. If the name is held, its requests wait. Otherwise, the
-        first request loads or wakes the version if necessary."""
+        """Return the route from `name` to a version. While the name is held, requests for it wait. Otherwise,
+        the first request loads or wakes the version if necessary."""
         unit, held = unit_name(model, version), name in self.held
         if unit in self.usable and not held:
             return self._to_unit(name, unit)
@@ -141,8 +143,8 @@ class Routing:
         )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
-        """Return the route of a split name. Targets of the split that are not loaded or have failed are left
-        out, and the remaining targets share the requests."""
+        """Return the route of a name whose requests are split between several targets. Targets that are not
+        loaded or have failed are left out, and the remaining targets share the requests."""
         arms = [
             Arm(unit, weight, target)
             for target, weight in split.weights.items()

@@ -1,5 +1,4 @@
-"""Adds and removes replicas of models whose number of replicas follows the load.
-
+"""Adds and removes replicas of models whose number of replicas depends on the load.
 `appliance.models.autoscaler` makes the decisions. This module measures the load, checks that there is enough
 memory, and keeps a list of the changes for operators."""
 
@@ -23,20 +22,20 @@ log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _KEPT_CHANGES = 20
 _UNKNOWN_LOAD_S = 30.0
-"""Assumed time to load a replica, used until one has been loaded."""
+"""Assumed time to load a replica until the first replica has been loaded."""
 
 
 class ScaledModels(Protocol):
     """The models whose replicas can be added and removed."""
 
     def scalable(self) -> Mapping[str, ModelSettings]:
-        """Return the settings of every unit, except units whose replicas are currently being changed."""
+        """Return the settings of every model, except models whose replicas are currently being changed."""
 
     def of(self, model: str) -> list[Replica]:
-        """Return the replicas of a unit."""
+        """Return the replicas of a model."""
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the unit has its target number of replicas."""
+        """Start and stop replicas until the model has its target number of replicas."""
 
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` more replicas do not fit in memory, or an empty string if they
@@ -44,7 +43,7 @@ class ScaledModels(Protocol):
 
 
 class _Scaled:
-    """A unit whose number of replicas follows the load."""
+    """A model whose number of replicas depends on the load."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
@@ -56,7 +55,7 @@ class _Scaled:
 
 
 class ModelScaling:
-    """Scales the models. All methods must be called on the event loop's thread."""
+    """Scales all models. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class ModelScaling:
         note: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`traffic` returns the requests of each unit, and `rules` returns the settings in effect. `note`
+        """`traffic` returns the requests of each model, and `rules` returns the settings in effect. `note`
         reports a problem to the operator."""
         self._models = models
         self._traffic = traffic
@@ -78,7 +77,7 @@ class ModelScaling:
         self._background = Background()
 
     def check(self) -> None:
-        """Change the number of replicas of each unit that needs more or fewer replicas. Must be called at
+        """Change the number of replicas of each model that needs more or fewer replicas. Must be called at
         least once per second."""
         now = self._clock()
         if now - self._checked_at < _EVERY_S:
@@ -98,17 +97,17 @@ class ModelScaling:
                 self._background.run(self._change(unit, settings, scaled, decision))
 
     def forget(self, unit: str) -> None:
-        """Forget the load of a unit that is no longer served."""
+        """Forget the load of a model that is no longer served."""
         self._units.pop(unit, None)
 
     def count(self, unit: str, settings: ModelSettings) -> int:
-        """Return a unit's target number of replicas."""
+        """Return a model's target number of replicas."""
         least, most = settings.replica_range()
         scaled = self._units.get(unit)
         return min(max(scaled.replicas if scaled is not None else settings.replicas, least), most)
 
     def status(self, unit: str, settings: ModelSettings) -> ScalingStatus | None:
-        """Return a unit's scaling status for operators, or None if its number of replicas is fixed."""
+        """Return a model's scaling status for operators, or None if its number of replicas is fixed."""
         if settings.max_replicas is None:
             return None
         least, most = settings.replica_range()
@@ -163,10 +162,11 @@ class ModelScaling:
     async def _that_fit(
         self, unit: str, settings: ModelSettings, former: int, wanted: int
     ) -> tuple[int, str]:
-        """Return how many replicas fit in memory, up to `wanted`. If fewer than `wanted` fit, also return the
-        reason."""
+        """Return how many replicas fit into memory, up to `wanted`. If fewer than `wanted` fit, also return
+        the reason."""
         why_not = ""
-        # Replicas that are starting have not taken all of their memory yet.
+        # Only ready replicas are subtracted, because replicas that are starting have not allocated all of
+        # their memory yet.
         ready = sum(replica.answers for replica in self._models.of(unit))
         while wanted > former:
             if not (found := await self._models.why_not_beside(settings, wanted - min(ready, former))):

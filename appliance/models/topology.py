@@ -1,6 +1,7 @@
 """Reads the links between this machine's GPUs, and chooses GPUs for a replica.
 
-The links are read from NVML, which creates no CUDA context. The choice is a pure function of plain data.
+The links are read from NVML, which creates no CUDA context. The choice of GPUs is a pure function of plain
+data.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class GpuLink(NamedTuple):
 
     @property
     def _cost(self) -> int:
-        """Cost of the link: 0 for NVLink, and higher for slower links."""
+        """Cost of the link, used for comparisons: 0 for NVLink, and higher for slower links."""
         cost = 0 if self.nvlinks else 1 + self.path
         return cost if self.peer_access else cost + 1 + Path.SYSTEM
 
@@ -67,8 +68,8 @@ class Topology(NamedTuple):
     nodes: tuple[int, ...] = ()
     """NUMA node of each GPU, or -1 if it is unknown. Empty if no node is known."""
     instances: frozenset[int] = frozenset()
-    """Numbers of the MIG instances. A process can use only one instance, so they run replicas with one
-    rank."""
+    """Numbers of the MIG instances. A process can use only one MIG instance, so MIG instances run only
+    replicas with one rank."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
         """Return the links between these GPUs, one for each linked pair."""
@@ -77,8 +78,8 @@ class Topology(NamedTuple):
 
 NO_TOPOLOGY = Topology([], {})
 _SIMILAR_FREE = 0.9
-"""GPUs count as equal if the smaller free memory is at least this fraction of the larger one, because the
-free memory of idle GPUs varies."""
+"""The free memory of two GPUs counts as equal if the smaller amount is at least this fraction of the larger
+one, because the free memory of idle GPUs varies."""
 
 
 def choose_gpus(
@@ -86,11 +87,12 @@ def choose_gpus(
 ) -> list[int]:
     """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if there are fewer GPUs.
 
-    `replicas` holds the number of replicas that each GPU already has, and `free` its free memory in bytes
-    (empty if it is not known). GPUs are left out if they would offer less than 90% of the free memory that
-    other GPUs offer. Of the rest, GPUs with the fewest replicas are chosen. Ties are broken by these
-    criteria, in this order: the lowest cost of the slowest link, the lowest cost over all links, the most
-    NVLinks, and the lowest numbers."""
+    `replicas` contains the number of replicas on each GPU, and `free` the free memory of each GPU in bytes
+    (empty if unknown). GPUs are left out if they would offer less than 90% of the free memory that other GPUs
+    offer. Of the rest, GPUs with the fewest replicas are chosen. Ties are broken by these criteria, in this
+    order: the lowest cost of the slowest link, the lowest cost over all links, the most NVLinks, and the
+    lowest numbers.
+    """
     numbers = range(len(topology.uuids))
     usable = [gpu for gpu in numbers if count == 1 or gpu not in topology.instances]
     groups: list[tuple[int, ...]] = list(combinations(usable, count)) if count > 0 else []
@@ -112,8 +114,8 @@ def choose_gpus(
 
 
 def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
-    """Describe the links between these GPUs, with the number of GPU pairs per kind of link if the links
-    differ. Empty for a single GPU."""
+    """Describe the links between these GPUs. If the links differ, include the number of GPU pairs for each
+    kind of link. The result is empty for a single GPU."""
     texts = [link.text for link in sorted(topology.between(gpus), key=lambda link: link._cost)]
     kinds = list(dict.fromkeys(texts))
     if len(kinds) <= 1:

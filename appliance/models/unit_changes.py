@@ -1,8 +1,8 @@
-"""Changes the replicas of units step by step, until each unit has the replicas that it should have.
+"""Changes the replicas of models step by step, until each model has the replicas that it should have.
 
 Replicas are changed one by one. A replica that already runs with the wanted settings stays, and a missing
 replica is started. A replica with other settings serves until its successor is ready, if there is enough
-memory for both. Otherwise it is stopped first, and its requests continue on its successor.
+memory for both. Otherwise the old replica is stopped first, and its requests continue on its successor.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from appliance.traffic.request_manager import RequestManager
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
-"""If a successor fails to start this many times, the previous replica is kept."""
+"""After this many failed starts of a successor, the previous replica is kept."""
 
 
 class ChangedUnits(Protocol):
-    """The units whose replicas are changed."""
+    """The models whose replicas are changed."""
 
     @property
     def load_timeout_s(self) -> float:
         """Time limit in seconds for the check of a model's files."""
 
     def of(self, model: str) -> list[Replica]:
-        """Return the replicas of a unit."""
+        """Return the replicas of a model."""
 
     def settings_of(self, unit: str) -> ModelSettings | None:
-        """Return the settings that the unit's replicas should have, or None if the unit is to be removed."""
+        """Return the settings that the model's replicas should have, or None if the model is to be
+        removed."""
 
     def is_parked_asleep(self, unit: str) -> bool:
-        """Return whether the unit is parked and all its replicas sleep."""
+        """Return whether the model is parked and all its replicas are asleep."""
 
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` replicas with these settings cannot run alongside the running
@@ -50,7 +51,7 @@ class ChangedUnits(Protocol):
 
 
 class UnitChanges:
-    """Changes the replicas of units. All methods must be called on the event loop's thread."""
+    """Changes the replicas of models. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -68,9 +69,9 @@ class UnitChanges:
     ) -> None:
         """Create the object without changing any replicas.
 
-        - `parked` contains the parked units.
-        - `new_replica` adds a replica to a unit without starting it.
-        - `remove` stops serving a unit, and stops its replicas.
+        - `parked` contains the parked models.
+        - `new_replica` adds a replica to a model without starting the replica.
+        - `remove` stops serving a model, and stops the model's replicas.
         - `note` reports a problem to the operator.
         """
         self.given_up: set[str] = set()
@@ -87,31 +88,31 @@ class UnitChanges:
         self._note = note
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sleep_tasks: dict[str, asyncio.Task[None]] = {}
-        """Tasks that put the replicas of a unit to sleep or wake them. They are not interrupted."""
+        """Tasks that put the replicas of a model to sleep or wake them. These tasks are not interrupted."""
 
     def stop(self) -> None:
-        """Cancel the changes in progress."""
+        """Cancel the changes that are in progress."""
         for task in [*self._tasks.values(), *self._sleep_tasks.values()]:
             task.cancel()
 
     def begin(self, unit: str) -> None:
-        """Begin to change the unit's replicas. A change of the unit that is in progress is cancelled."""
+        """Begin to change the model's replicas. A change of the model that is in progress is cancelled."""
         if (task := self._tasks.get(unit)) is not None:
             task.cancel()
         self._tasks[unit] = asyncio.get_running_loop().create_task(self._apply(unit))
 
     def in_progress(self, unit: str) -> bool:
-        """Return whether the unit's replicas are being changed."""
+        """Return whether the model's replicas are being changed."""
         task = self._tasks.get(unit)
         return task is not None and not task.done()
 
     async def ended(self, unit: str) -> None:
-        """Wait until the change of the unit that was begun last has ended or was cancelled."""
+        """Wait until the latest change of the model has ended or was cancelled."""
         if (task := self._tasks.get(unit)) is not None:
             await asyncio.wait([task])
 
     async def _apply(self, unit: str) -> None:
-        """Change a unit's replicas step by step until they match the settings or no further change is
+        """Change a model's replicas step by step until they match the settings or no further change is
         possible."""
         try:
             while await self._next_step(unit):
@@ -148,7 +149,8 @@ class UnitChanges:
             await self._retirements.retire(outdated[-1])
         elif len(current) > self._scaling.count(unit, wanted):
             retirement = self._retirements.begin(current[-1])
-            # With autoscaling, do not wait, so that a new replica can start if the load grows again.
+            # With autoscaling, do not wait for the retirement, so that a new replica can start if the load
+            # grows again.
             if not by_load:
                 await asyncio.shield(retirement)
         elif outdated:
@@ -168,8 +170,8 @@ class UnitChanges:
         return True
 
     async def _replace(self, old: Replica, current: list[Replica], wanted: ModelSettings) -> bool:
-        """Replace a replica with one that has the wanted settings. Return False if the settings cannot be
-        loaded."""
+        """Replace a replica with a replica that has the wanted settings. Return False if the settings cannot
+        be loaded."""
         if len(current) < self._scaling.count(old.model, wanted):
             if why_not := await self._units.why_not_beside(wanted):
                 log.warning("%s is stopped before its replacement loads: %s", old.name, why_not)
@@ -193,10 +195,10 @@ class UnitChanges:
         return True
 
     async def _park(self, unit: str, parked: Parked, wanted: ModelSettings) -> None:
-        """Put the replicas of a parked unit to sleep if they are to sleep and can, and otherwise stop
+        """Put the replicas of a parked model to sleep if this is wanted and possible. Otherwise, stop
         them."""
         if any(replica.spec != wanted.spec(replica.name) for replica in self._units.of(unit)):
-            parked.asleep = False  # The replicas would sleep with outdated settings.
+            parked.asleep = False  # The replicas would go to sleep with outdated settings.
         if parked.asleep and not self._units.is_parked_asleep(unit):
             await self._uninterrupted(unit, self._put_to_sleep(unit))
         if not self._units.is_parked_asleep(unit):
@@ -205,15 +207,15 @@ class UnitChanges:
             await asyncio.gather(*(self._retirements.retire(replica) for replica in replicas))
 
     async def _uninterrupted(self, unit: str, change: Coroutine[Any, Any, None]) -> None:
-        """Put the replicas of a unit to sleep, or wake them. A later change to the unit does not interrupt
-        this method, but waits until it has finished."""
+        """Put the replicas of a model to sleep, or wake them. A later change to the model does not interrupt
+        this operation, but waits until the operation has finished."""
         task = self._sleep_tasks[unit] = asyncio.get_running_loop().create_task(change)
         task.add_done_callback(lambda _: self._sleep_tasks.pop(unit, None))
         await asyncio.shield(task)
 
     async def _put_to_sleep(self, unit: str) -> None:
-        """Let the replicas of a parked unit finish their requests, and put them to sleep if they can. They
-        get no new requests until `_wake` is called, even if they cannot sleep."""
+        """Let the replicas of a parked model finish their requests, and put them to sleep if possible. The
+        replicas get no new requests until `_wake` is called, even if they stay awake."""
         self._sleeping.begin(unit)
         accounts = [replica.account for replica in self._units.of(unit) if replica.account is not None]
 
@@ -229,7 +231,8 @@ class UnitChanges:
             log.info("%s is asleep; its next request wakes it", unit)
 
     async def _wake(self, unit: str) -> None:
-        """Wake the replicas of a unit. If they cannot wake, stop them, so that they are loaded again."""
+        """Wake the replicas of a model. If they cannot be woken, stop them, so that the model is loaded
+        again."""
         replicas = self._units.of(unit)
         ended = any(replica.sleeping.asleep and replica.group is None for replica in replicas)
         problem = "its processes have ended" if ended else await self._sleeping.wake(unit)

@@ -1,4 +1,4 @@
-"""Puts all replicas of a unit to sleep, and wakes them."""
+"""Puts all replicas of a model to sleep, and wakes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class UnitSleep:
-    """Puts the replicas of units to sleep. All methods must be called on the event loop's thread."""
+    """Puts the replicas of models to sleep, and wakes them. All methods must be called on the event loop's
+    thread."""
 
     def __init__(
         self,
@@ -19,30 +20,31 @@ class UnitSleep:
         update: Callable[[Replica], None],
         publish: Callable[[], None],
     ) -> None:
-        """`replicas_of` returns the replicas of a unit. `update` is called when `Replica.answers` may have
-        changed, and `publish` when a model may have become ready or unavailable."""
+        """`replicas_of` returns the replicas of a model. `update` is called when the result of
+        `Replica.answers` may have changed, and `publish` when a model may have become ready or
+        unavailable."""
         self._replicas_of = replicas_of
         self._update = update
         self._publish = publish
 
     def begin(self, unit: str) -> None:
-        """Send no new requests to the unit's replicas until `wake` has been called."""
+        """Send no new requests to the model's replicas until `wake` has been called."""
         for replica in self._replicas_of(unit):
             replica.sleeping.begun = True
             self._update(replica)
 
     async def sleep(self, unit: str) -> str:
-        """Release the memory of the unit's replicas, which must have no requests. Return the reason if
-        any of them could not go to sleep. The caller must then wake or stop all of the unit's replicas."""
+        """Release the memory of the model's replicas, which must have no requests. Return the reason if a
+        replica could not go to sleep. The caller must then wake or stop all replicas of the model."""
         self.begin(unit)
         problems = await asyncio.gather(*(replica.sleep() for replica in self._replicas_of(unit)))
         self._publish()
         return next(filter(None, problems), "")
 
     async def wake(self, unit: str) -> str:
-        """Restore the memory of the unit's replicas. A replica whose processes have ended is loaded again:
-        `ModelManager.loaded` reports when all replicas are ready. If not all replicas can wake, all of them
-        stay asleep, and the reason is returned."""
+        """Restore the memory of the model's replicas. A replica whose processes have ended is loaded again:
+        `ModelManager.loaded` returns whether all replicas are ready. If one replica cannot be woken, all of
+        them stay asleep, and the reason is returned."""
         replicas = self._replicas_of(unit)
         problems = await asyncio.gather(*(replica.wake() for replica in replicas))
         asleep = [why for why, replica in zip(problems, replicas, strict=True) if replica.sleeping.asleep]

@@ -1,8 +1,8 @@
 """Changes the default versions of registered models while the service is running.
 
 A swap makes another version the default of its name. The new version is loaded while the old one is still
-loaded. Then the names are switched in all fronts. From that moment, every new request is answered by the new
-version. The old version finishes its requests and is unloaded. If there is not enough memory for both
+loaded. Then the names are switched in all fronts. From that moment on, the new version answers every new
+request. The old version finishes its requests and is unloaded. If there is not enough memory for both
 versions, requests wait in the fronts while the old version is unloaded and the new one is loaded.
 """
 
@@ -23,7 +23,7 @@ from store.models import VersionRecord
 log = logging.getLogger(__name__)
 
 Commit = Callable[[], Any]
-"""Stores the change of a default version. Returns an awaitable."""
+"""A function that stores the change of a default version. It returns an awaitable."""
 
 
 class VersionSwaps:
@@ -49,9 +49,9 @@ class VersionSwaps:
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
         """Make `wanted` the default version of its model. When this method returns, every new request goes to
-        the new version. If the model is not loaded, nothing is loaded. `commit` stores the change. The
-        previous version gets `grace_s` to finish its requests. Raises LoadError, or any error
-        that `commit` raises. In either case, the previous version stays the default."""
+        the new version. If the model is not loaded, the new version is not loaded either. `commit` stores the
+        change. The previous version has `grace_s` seconds to finish its requests. Raises LoadError, or any
+        error raised by `commit`. After an error, the previous version is still the default."""
         name = wanted.model
         if name in self._swapping:
             raise LoadError(
@@ -92,7 +92,7 @@ class VersionSwaps:
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
         """Swap two versions when only one of them fits into memory. Requests for the model wait in the fronts
-        until a version is loaded."""
+        until one of the versions is loaded."""
         name, old = wanted.model, unit_name(former.model, former.version)
         aliases = self._operations.registry.current.aliases.values()
         if names := [alias.name for alias in aliases if alias.target == old]:
