@@ -9,7 +9,8 @@ import msgspec
 from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
 from appliance.protocol import Done
-from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
+from console.action_dialog import ActionDialog
+from console.dialogs import ChoiceDialog, TextDialog
 from console.fingerprints import required_lists
 from console.impact import Impact, forecast_lines, result_lines
 from console.keys import offered
@@ -60,9 +61,7 @@ class ActionRunner:
                 self.begin(action_named(name), {})
 
         title = f"Actions (selected: {', '.join(names[:3])})" if names else "Actions"
-        self._app.push_screen(
-            ChoiceDialog(title, [(one.name, f"{one.title:<36} {one.name}") for one in choices]), chosen
-        )
+        self._app.push_screen(ChoiceDialog(title, [(one.name, one.title) for one in choices]), chosen)
 
     def resume(self) -> None:
         """End the drain in the banner. If there are several drains, let the operator choose one of them."""

@@ -23,7 +23,8 @@ class ConsolePalette(CommandPalette):
 
     def on_mount(self) -> None:
         """Prepare the input line."""
-        self.query_one(Input).cursor_blink = False
+        line = self.query_one(Input)
+        line.cursor_blink, line.placeholder = False, "type to search  ↑↓ move  enter run  esc close"
         self.query_one(SearchIcon).icon = ">"
 
 

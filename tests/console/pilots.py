@@ -9,8 +9,8 @@ import msgspec
 from textual.pilot import Pilot
 
 from appliance.snapshot import Snapshot
+from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
-from console.dialogs import ActionDialog
 from console.fake import FakeSource
 from console.lines import plain
 from console.source import SourceError

@@ -14,8 +14,9 @@ from textual.pilot import Pilot
 from textual.widgets import Button, OptionList, Static
 
 from appliance.protocol import Key, NewKey
+from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
-from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
+from console.dialogs import ChoiceDialog, TextDialog
 from console.fake import FakeSource
 from console.keys import KEYS, offered
 from console.palette import ConsoleCommands

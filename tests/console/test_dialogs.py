@@ -15,8 +15,8 @@ from appliance.actions import action_named
 from appliance.actions.parameters import DeleteTenant
 from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import Key
+from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
-from console.dialogs import ActionDialog
 from console.screens.table import TableView
 from console.source import ListName, Row
 from tests.console.pilots import StillSource, console, opened, run, shown, until
@@ -177,7 +177,7 @@ def test_a_form_stays_where_the_operator_has_scrolled_it() -> None:
             form.post_message(events.MouseScrollUp(form, 1, 1, 0, -1, 0, False, False, False))
             await pilot.pause()
         height = form.size.height
-        dialog._show_error("a message that takes a line")
+        dialog.show_error("a message that takes a line")
         await until(pilot, lambda: form.size.height < height)
         await pilot.pause()
         assert form.scroll_y == 0 and not form.region.contains_region(field.region)

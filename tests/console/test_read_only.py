@@ -30,9 +30,10 @@ from appliance.actions.parameters import (
 from appliance.calls import READ_ONLY_HEADER
 from appliance.pages import AuditQuery
 from appliance.snapshot import Alert
+from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
 from console.commands import WORDS, build, equivalent
-from console.dialogs import ActionDialog, TextDialog
+from console.dialogs import TextDialog
 from console.keys import CHARACTERS, KEYS, offered
 from console.live import LiveSource
 from console.palette import ConsoleCommands

@@ -11,8 +11,9 @@ from textual.widgets import Button, Input
 
 from appliance.actions.parameters import DrainService
 from appliance.snapshot import Snapshot
+from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
-from console.dialogs import ActionDialog, ChoiceDialog
+from console.dialogs import ChoiceDialog
 from console.fake import FIXED_TIME, FakeSource
 from console.keys import KEYS, offered
 from console.palette import ConsoleCommands
@@ -73,7 +74,7 @@ def test_t_goes_to_a_time_and_reports_an_invalid_one() -> None:
         await pilot.press("T")
         await until(pilot, lambda: isinstance(app.screen, TimeDialog) and app.screen.focused is not None)
         dialog = app.screen
-        assert "Recorded from 2026-" in str(dialog.query_one("#recorded").render())
+        assert "Recorded from 2026-" in str(dialog.query(".note").last().render())
         await pilot.press(*"soon", "enter")
         await until(pilot, lambda: "'soon' is not a time" in str(dialog.query_one("#error").render()))
         dialog.query_one(Input).value = _local(FIXED_TIME + 15)

@@ -1,0 +1,276 @@
+"""The dialog that confirms an action: its impact, its parameters, and the equivalent CLI command. The dialog
+is derived from the action's entry in the registry. Its default is Cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+from textual import events, on
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.widget import Widget
+from textual.widgets import Button, Checkbox, Input, Label, Static
+
+from appliance.actions import Action
+from appliance.quantities import span_text
+from console.commands import CommandError, build, equivalent, flag_of, is_hidden, is_switch
+from console.dialogs import Dialog, ScrollArea, hidden, lines_of, show_text, text
+from console.impact import Impact
+from console.lines import span
+
+Values = dict[str, Any]
+_MIN_FORM, _MAX_FORM = 4, 20
+"""Minimum and maximum height of an action's form, in lines."""
+_WHAT_IF = "Replay the requests of the last 15 minutes with these limits. Nothing is changed."
+"""Explanation of the button."""
+
+
+class Switch(Checkbox):
+    """A checkbox drawn with ASCII characters, which shows its state with a letter, not only with colour."""
+
+    def render(self) -> Content:
+        """Return the checkbox."""
+        return Content("[X]" if self.value else "[ ]")
+
+
+class ActionDialog(Dialog[msgspec.Struct | None]):
+    """Asks for the parameters of an action and for confirmation. Its result is None if the operator
+    cancels."""
+
+    DEFAULT_CSS = """
+    ActionDialog #form { height: auto; }
+    ActionDialog #impact { color: $warning; height: auto; }
+    ActionDialog #description { height: auto; color: $text-muted; }
+    ActionDialog .field { height: auto; }
+    ActionDialog .field Label { width: 24; }
+    ActionDialog.-small .field Label { width: 20; }
+    ActionDialog .field .help { width: 1fr; height: auto; margin-left: 1; color: $text-muted; }
+    ActionDialog Checkbox { background: transparent; width: 3; }
+    ActionDialog Checkbox:focus { text-style: bold reverse; }
+    ActionDialog #hint { height: auto; max-height: 3; color: $text-muted; }
+    ActionDialog.-small #hint { max-height: 2; }
+    ActionDialog #command { height: auto; text-style: italic; }
+    ActionDialog #forecast { height: auto; margin-top: 1; color: $secondary; }
+    """
+
+    def __init__(
+        self,
+        action: Action,
+        values: Values,
+        *,
+        impact: Impact,
+        what_if: Callable[[msgspec.Struct], Awaitable[list[str]]] | None = None,
+    ) -> None:
+        """`impact` states what the action affects, and detects whether that has changed. `what_if` forecasts
+        the effect of the parameters; it is None if the action has no forecast."""
+        super().__init__()
+        self._action = action
+        self._values = values
+        self._impact = impact
+        self._impact_lines: list[str] = []
+        self._what_if = what_if
+
+    def title_text(self) -> str:
+        return f"{self._action.title} {self._target()}".rstrip() + "?"
+
+    def body(self) -> ComposeResult:
+        action = self._action
+        with ScrollArea(self.show_wanted, id="body"):
+            yield Static(text(action.description), id="description")
+            yield hidden("impact")
+            with ScrollArea(self.show_wanted, id="form"):
+                for field in msgspec.structs.fields(action.parameters):
+                    chosen = field.name == action.named_by and field.name in self._values
+                    if not chosen and not is_hidden(action, field.name):
+                        yield from self._field(field)
+            if action.danger == "typed":
+                with Horizontal(classes="field"):
+                    yield Label("type the name")
+                    yield Input(id="typed", placeholder=span(self._target()).text, compact=True)
+            yield Static("", id="command")
+            if self._what_if is not None:
+                yield hidden("forecast")
+        yield hidden("hint")
+
+    def buttons(self) -> Iterator[Button]:
+        action = self._action
+        # Next to a button such as "Cancel request", "Cancel" would be ambiguous.
+        ends_something = action.title.startswith("Cancel")
+        yield Button("Back" if ends_something else "Cancel", id="cancel", compact=True)
+        if self._what_if is not None:
+            yield Button("What if", id="what-if", compact=True)
+        yield Button(
+            action.title,
+            id="confirm",
+            variant="primary" if action.danger == "none" else "error",
+            compact=True,
+        )
+
+    def on_mount(self) -> None:
+        """Focus the button that changes nothing, or the first field that must be filled in."""
+        super().on_mount()
+        required = [one.name for one in msgspec.structs.fields(self._action.parameters) if one.required]
+        empty = [name for name in required if name not in self._values]
+        if empty:
+            self.query_one(f"#field-{empty[0]}").focus()
+        else:
+            self.query_one("#cancel").focus()
+        self._refresh()
+
+    def fit_body(self, room: int, width: int) -> bool:
+        """Limit the height of the form so that the texts above and below it stay visible. If the form would
+        become too small, the texts scroll with it instead."""
+        body, form = self.query_one("#body"), self.query_one("#form")
+        form.styles.max_height = None
+        left = room - sum(self.height_of(one, width) for one in body.children if one is not form)
+        form_scrolls = False
+        if left >= min(_MIN_FORM, self.height_of(form, width)):
+            form_scrolls = self.limit(form, min(_MAX_FORM, left), width)
+        return super().fit_body(room, width) or form_scrolls
+
+    def wanted(self) -> Widget | None:
+        """Return the field that has the focus or, if there is space for the texts above it as well, the first
+        field with a value from the command line."""
+        given = [] if self.has_class("-small") else [f"#field-{name}" for name in self._values]
+        fields = [field for name in given for field in self.query(name)]
+        return super().wanted() or next(iter(fields), None)
+
+    def _field(self, field: Any) -> ComposeResult:
+        value = self._values.get(field.name)
+        with Horizontal(classes="field"):
+            yield Label(flag_of(field.name).removeprefix("--").replace("-", " "))
+            if is_switch(self._action, field.name):
+                yield Switch(
+                    value=bool(value or field.default is True), id=f"field-{field.name}", compact=True
+                )
+                yield Static(text(_description(self._action, field.name)), classes="help")
+            else:
+                shown = _default_text(field) if value is None else str(value)
+                absent = "none" if field.default is None else "unchanged"
+                if field.name == self._action.named_by:
+                    absent = self._target() or absent
+                yield Input(value=shown, id=f"field-{field.name}", placeholder=absent, compact=True)
+
+    def _target(self) -> str:
+        name = self._named(self._values)
+        if self._action.target == "model" and not self._action.is_target_required:
+            return "the service" if not name else f"model {name}"
+        return "" if name is None else str(name)
+
+    def _collected(self) -> Values:
+        """Return the given values that have no field, and the values of the fields that differ from their
+        defaults."""
+        values = dict(self._values)
+        for field in msgspec.structs.fields(self._action.parameters):
+            for widget in self.query(f"#field-{field.name}"):
+                if isinstance(widget, Checkbox):
+                    value: Any = widget.value
+                    changed = value != (field.default is True)
+                else:
+                    assert isinstance(widget, Input)
+                    value = widget.value.strip()
+                    changed = value != _default_text(field)
+                if changed:
+                    values[field.name] = value
+                else:
+                    values.pop(field.name, None)
+        return values
+
+    @on(Input.Changed)
+    @on(Checkbox.Changed)
+    def _refresh(self) -> None:
+        """Show the CLI command and the impact of the current values."""
+        self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
+        self.show_error("")
+        self.show_impact()
+
+    def show_impact(self) -> None:
+        """Show what the action would affect now."""
+        if not self.query("#impact"):
+            return  # The dialog has not been built yet, or it has been closed.
+        lines = self._impact.lines(self._named(self._collected()))
+        if lines == self._impact_lines:
+            return
+        self._impact_lines = lines
+        show_text(self.query_one("#impact", Static), lines_of(lines))
+        self.fit()
+
+    def _named(self, values: Values) -> str | None:
+        """Return the target that an action's values name."""
+        return values.get(self._action.named_by) if self._action.named_by else None
+
+    @on(events.DescendantFocus)
+    def _explain(self, event: events.DescendantFocus) -> None:
+        """Explain the field that has the focus. The explanation of a checkbox is always shown beside it."""
+        name = event.widget.id or ""
+        explained = _WHAT_IF if name == "what-if" else ""
+        if isinstance(event.widget, Input):
+            explained = _description(self._action, name.removeprefix("field-"))
+        show_text(self.query_one("#hint", Static), text(explained))
+        self.fit()
+
+    @on(Button.Pressed, "#confirm")
+    def _confirm(self) -> None:
+        problem = self._impact.changes(self._named(self._collected()))
+        self.show_impact()
+        if not problem and self._action.danger == "typed":
+            typed = self.query_one("#typed", Input).value.strip()
+            if typed != self._values.get(self._action.named_by):
+                problem = f"type {self._values.get(self._action.named_by)} to confirm"
+        try:
+            parameters = build(self._action, self._collected())
+        except CommandError as error:
+            problem = problem or str(error)
+        if problem:
+            self.show_error(problem)
+            return
+        self.dismiss(parameters)
+
+    @on(Button.Pressed, "#what-if")
+    def _ask_what_if(self) -> None:
+        """Show the forecast for the current values."""
+        try:
+            parameters = build(self._action, self._collected())
+        except CommandError as error:
+            self.show_error(str(error))
+            return
+        self._show_forecast(["replaying recent requests…"])
+        self.run_worker(self._forecast(parameters), exclusive=True, group="forecast")
+
+    async def _forecast(self, parameters: msgspec.Struct) -> None:
+        assert self._what_if is not None
+        self._show_forecast(await self._what_if(parameters))
+
+    def _show_forecast(self, lines: list[str]) -> None:
+        forecast = self.query_one("#forecast", Static)
+        show_text(forecast, lines_of(lines))
+        forecast.call_after_refresh(forecast.scroll_visible, animate=False)
+        self.fit()
+
+    @on(Input.Submitted)
+    def _next_field(self) -> None:
+        self.focus_next()
+
+    @on(Button.Pressed, "#cancel")
+    def _cancel(self) -> None:
+        self.action_cancel()
+
+
+def _default_text(field: msgspec.structs.FieldInfo) -> str:
+    """Return the default of a parameter as text, with its unit, or an empty string if it has no default."""
+    default = field.default
+    if default in (None, msgspec.UNSET, msgspec.NODEFAULT):
+        return ""
+    return span_text(default) if isinstance(default, float) and field.name.endswith("_s") else str(default)
+
+
+def _description(action: Action, name: str) -> str:
+    """Return the description of a parameter, or an empty string."""
+    for field in msgspec.structs.fields(action.parameters):
+        kind = msgspec.inspect.type_info(field.type)
+        if field.name == name and isinstance(kind, msgspec.inspect.Metadata):
+            return (kind.extra_json_schema or {}).get("description", "")
+    return ""

@@ -1,0 +1,175 @@
+"""Tests of what dialogs of every kind show at every size: buttons, keys and explanations."""
+
+from __future__ import annotations
+
+import pytest
+from textual.pilot import Pilot
+from textual.screen import Screen
+from textual.widgets import Button, Checkbox, Input, OptionList, Static
+
+from appliance.actions import Action, action_named
+from console.action_dialog import ActionDialog
+from console.app import ConsoleApp
+from console.dialogs import ChoiceDialog, TextDialog
+from console.keys import offered
+from console.past_dialogs import SliceDialog, TimeDialog
+from tests.console.pilots import console, opened, run, until
+
+SIZES = ((120, 40), (80, 24), (60, 18), (40, 12))
+LONG = "a-very-long-name-of-" + "x" * 44
+
+
+def visible(screen: Screen[object], *selectors: str) -> bool:
+    """Return whether all widgets of a dialog that match the selectors are completely visible."""
+    if not screen.query("#dialog"):
+        return False
+    inside = screen.region.intersection(screen.query_one("#dialog").region)
+    found = [one for selector in selectors for one in screen.query(selector)]
+    return all(one.region.area and inside.contains_region(one.region) for one in found)
+
+
+def text_of(screen: Screen[object], selector: str) -> str:
+    return str(screen.query_one(selector, Static).render())
+
+
+async def begin(pilot: Pilot[int], app: ConsoleApp, name: str, values: dict[str, str]) -> ActionDialog:
+    """Open the dialog of an action."""
+    app.call_later(app.action_runner.begin, action_named(name), values, given=True)
+    await until(pilot, lambda: opened(app))
+    assert isinstance(app.screen, ActionDialog)
+    return app.screen
+
+
+async def close(pilot: Pilot[int], app: ConsoleApp) -> None:
+    """Close the dialog that is open, and wait until no action is being confirmed."""
+    await pilot.press("escape")
+    await until(pilot, lambda: len(app.screen_stack) == 1 and not app.action_runner.confirming)
+
+
+def target_of(action: Action, name: str) -> dict[str, str]:
+    return {action.named_by: name} if action.named_by else {}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_buttons_and_keys_of_every_action_are_visible(size: tuple[int, int]) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        for action in offered():
+            dialog = await begin(pilot, app, action.name, target_of(action, LONG))
+            await until(pilot, lambda dialog=dialog: visible(dialog, "Button", "#keys", "#title"))
+            assert "esc cancel" in text_of(dialog, "#keys"), action.name
+            dialog.show_error("a message that is long enough to need more than one line in a small dialog")
+            await until(pilot, lambda dialog=dialog: visible(dialog, "Button", "#keys", "#error"))
+            await close(pilot, app)
+
+    run(steps, console(write=True), size)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_keys_of_the_other_dialogs_are_visible(size: tuple[int, int]) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        choices = [(str(number), f"Choice {number} {LONG}") for number in range(50)]
+        for dialog, hint in (
+            (ChoiceDialog(f"Actions (selected: {LONG})", choices), "type"),
+            (TextDialog(f"Failed {LONG}", [f"line {number} {LONG}" for number in range(50)]), "esc close"),
+            (
+                TimeDialog(now=0.0, note="Recorded from 2026-11-20 10:00:00 to 2026-11-20 14:00:00"),
+                "enter open",
+            ),
+            (SliceDialog(0.0, 60.0, now=60.0), "enter export"),
+        ):
+            app.push_screen(dialog)  # type: ignore[arg-type]
+            await until(pilot, lambda dialog=dialog: visible(dialog, "Button", "#keys", "#title"))
+            await until(pilot, lambda dialog=dialog, hint=hint: hint in text_of(dialog, "#keys"))
+            await close(pilot, app)
+
+    run(steps, console(), size)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_the_field_that_has_the_focus_is_visible(size: tuple[int, int]) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        dialog = await begin(pilot, app, "tenants.set", {"name": "mobile"})
+        fields = list(dialog.query(Input))
+        assert len(fields) > 10
+        for _ in range(len(fields) + len(dialog.query(Button))):
+            await pilot.press("tab")
+            focused = dialog.focused
+            assert focused is not None
+            if isinstance(focused, Input):
+                await until(pilot, lambda: visible(dialog, f"#{focused.id}", "Button", "#keys", "#hint"))  # noqa: B023
+
+    run(steps, console(write=True), size)
+
+
+@pytest.mark.parametrize("name", ["tenants.suspend", "keys.revoke"])
+def test_a_button_does_not_show_the_explanation_of_a_parameter(name: str) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        action = action_named(name)
+        dialog = await begin(pilot, app, name, target_of(action, "mobile"))
+        assert dialog.focused is dialog.query_one("#cancel", Button)
+        assert not dialog.query_one("#hint").display
+        # The parameter "cancel" has the same name as the button, and its explanation beside it.
+        dialog.query_one("#field-cancel", Checkbox).focus()
+        await until(pilot, lambda: "space switch" in text_of(dialog, "#keys"))
+        await close(pilot, app)
+        dialog = await begin(pilot, app, "tenants.set", {"name": "mobile"})
+        dialog.query_one("#field-weight").focus()
+        await until(pilot, lambda: "Weight in fair sharing" in text_of(dialog, "#hint"))
+        dialog.query_one("#what-if").focus()
+        await until(pilot, lambda: "Nothing is changed" in text_of(dialog, "#hint"))
+
+    run(steps, console(write=True))
+
+
+def test_the_arrow_keys_move_between_fields_and_buttons() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        dialog = await begin(pilot, app, "drain", {})
+        assert dialog.focused is dialog.query_one("#cancel")
+        for key, name in (
+            ("right", "confirm"),
+            ("left", "cancel"),
+            ("up", "field-queue"),
+            ("up", "field-grace_s"),
+        ):
+            await pilot.press(key)
+            await until(pilot, lambda name=name: dialog.focused is not None and dialog.focused.id == name)
+        # Inside a text, these keys move the cursor.
+        await pilot.press("left")
+        assert dialog.focused is dialog.query_one("#field-grace_s")
+
+    run(steps, console(write=True))
+
+
+def test_a_page_key_scrolls_the_texts_of_a_small_dialog() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        dialog = await begin(pilot, app, "models.unload", {"model": "qwen3-8b"})
+        body = dialog.query_one("#body")
+        await until(pilot, lambda: body.max_scroll_y)
+        await pilot.press("pagedown")
+        await until(pilot, lambda: body.scroll_y)
+        await pilot.press("pageup", "pageup")
+        await until(pilot, lambda: not body.scroll_y)
+
+    run(steps, console(write=True), (40, 12))
+
+
+def test_typed_text_narrows_the_list_of_actions() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("6", "a")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog) and app.screen.focused)
+        choices = app.screen.query_one(OptionList)
+        count = choices.option_count
+        assert count > 10
+        await pilot.press(*"model wa")
+        await until(pilot, lambda: [one.id for one in choices.options] == ["models.wake"])
+        await pilot.press("x")
+        await until(pilot, lambda: "no choice contains this text" in str(choices.options[0].prompt))
+        await pilot.press("enter")
+        assert isinstance(app.screen, ChoiceDialog)
+        await pilot.press("ctrl+u")
+        await until(pilot, lambda: choices.option_count == count)
+        await pilot.press("down", "up", *"unpin", "enter")
+        await until(pilot, lambda: opened(app))
+        assert "Unpin model" in text_of(app.screen, "#title")
+
+    run(steps, console(write=True))
