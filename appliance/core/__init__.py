@@ -1,1 +1,1 @@
-"""The core process: its components, and their startup, reload and shutdown."""
+"""The core process: its components, and how they are started, reloaded and stopped."""

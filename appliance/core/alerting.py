@@ -28,7 +28,7 @@ class Alerting:
         self.manager = AlertManager(rules, AlertLog(history), self._receivers)
 
     def start(self) -> None:
-        """Restore the alerts of the previous run, and start the receivers."""
+        """Restore the alerts of the service's previous run, and start the receivers."""
         reader = AlertReader(self._history.path)
         try:
             self.manager.restore(reader.open(), reader.silences(time.time()))
@@ -37,10 +37,10 @@ class Alerting:
         self._receivers.start()
 
     def configure(self, settings: Settings) -> None:
-        """Apply changed settings."""
+        """Apply changed settings of the alerts."""
         self.manager.set_rules(effective_rules(settings.alerts.rules, settings.alerts.disabled))
         self._receivers.sinks = settings.alerts.sinks
 
     def stop(self) -> None:
-        """Stop the receivers."""
+        """Stop the receivers of alerts."""
         self._receivers.stop()

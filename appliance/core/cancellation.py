@@ -1,4 +1,4 @@
-"""Cancels requests for operators and drains."""
+"""Cancels requests on behalf of operators and drains."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 
 _ENGINE_CANCEL_S = 2.0
-"""Time after which a front that has not cancelled a request is considered hung. The core itself then
-cancels the request in the engine."""
+"""A front that has not cancelled a request within this time is considered hung. The core then cancels the
+request in the engine."""
 
 
 @dataclass
@@ -23,14 +23,15 @@ class RequestCanceller:
     models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
-        """End a request, and send its client this message. Return False if there is no such request."""
+        """End a request, and send its client this message. Return False if there is no request with this
+        id."""
         if not self.requests.abort(request_id, message):
             return False
         asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self.models.cancel, request_id)
         return True
 
     def cancel_matching(self, matches: Callable[[Identity], bool], message: str) -> int:
-        """End all requests whose callers match, and return the number of requests."""
+        """End all requests whose callers match the condition, and return the number of these requests."""
         in_flight = self.requests.state.in_flight
         ids = [request.request_id for request in in_flight.values() if matches(request.first.identity)]
         return sum([self.cancel(request_id, message) for request_id in ids])

@@ -1,5 +1,5 @@
-"""Detects jumps of the system clock. After a jump to a wrong time, log entries must not be removed because of
-their age."""
+"""Detects jumps of the system clock. After the clock has jumped to a wrong time, log entries must not be
+removed because of their age."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""No entries are removed for this long after a clock jump. If the clock is corrected, removal resumes
+"""After a clock jump, no log entries are removed for this long. If the clock is corrected, removal resumes
 immediately."""
 
 
 def _steady() -> float:
-    """Return the time, in seconds, of a clock that cannot be set and that keeps running while the machine is
+    """Return the time, in seconds, of a clock that cannot be set and that also runs while the machine is
     suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -29,8 +29,8 @@ class ClockGuard:
 
     @property
     def jump_s(self) -> float:
-        """Return the number of seconds by which the system clock jumped, or 0 if it did not jump within the
-        last `HOLD_S`."""
+        """Number of seconds by which the system clock jumped, or 0 if it has not jumped within the last
+        `HOLD_S` seconds."""
         now = self._steady()
         jump_s = self._wall() - now - self._offset_s
         if abs(jump_s) < MIN_JUMP_S:
@@ -40,7 +40,8 @@ class ClockGuard:
             self._jumped_at, self._seen_s = now, jump_s
         if now - self._jumped_at < HOLD_S:
             return jump_s
-        # The clock has kept the new time for `HOLD_S`, so the new time is now considered correct.
+        # The clock has shown the new time for `HOLD_S` seconds, so from now on the new time is considered
+        # correct.
         self._offset_s += jump_s
         self._jumped_at = None
         return 0.0

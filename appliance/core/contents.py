@@ -28,18 +28,18 @@ DAY_S = 86400.0
 _MAX_BYTES = 64 << 20
 """Maximum size of one request's texts, in bytes of UTF-8."""
 _MAX_WAITING = 256
-"""Maximum number of requests whose texts are waiting to be read from their memfds. Each request occupies a
-file descriptor."""
+"""Maximum number of requests whose texts are waiting to be read from memfds. Each of these requests occupies
+a file descriptor."""
 
 
 class ContentKeeper:
-    """Stores the texts that fronts send, and reads them for operators. Methods must be called on the event
-    loop's thread. The texts are processed in a separate thread."""
+    """Stores the prompts and answers that fronts send, and reads them for operators. Methods must be called
+    on the event loop's thread. The texts are processed in a separate thread."""
 
     def __init__(
         self, writer: Writer, policies: Callable[[], Policies], rules: Callable[[], LogSettings]
     ) -> None:
-        """`writer` writes to `contents.db`."""
+        """`writer` performs the writes to `contents.db`."""
         self.writer = writer
         self._policies = policies
         self._rules = rules
@@ -49,14 +49,14 @@ class ContentKeeper:
         self._waiting = 0
 
     def close(self) -> None:
-        """Pass all texts received so far to the writer."""
+        """Pass all texts that have been received so far to the writer."""
         self._thread.shutdown()
 
     # ── storing ──
 
     def keep(self, message: Keep, descriptor: int) -> None:
-        """Store the contents of the memfd according to the policy of `message.identity`. The caller closes
-        the descriptor."""
+        """Store the texts in the memfd according to the log policy of the caller (`message.identity`). The
+        caller closes the descriptor."""
         if message.identity.log_policy == "metadata":
             return
         with self._lock:
@@ -91,8 +91,8 @@ class ContentKeeper:
     # ── showing ──
 
     async def show(self, request_id: str) -> Contents:
-        """Return a request's stored texts. Raises LookupError if there are none, and StoreError if the
-        database fails."""
+        """Return the stored texts of a request. Raises LookupError if no texts are stored, and StoreError if
+        the database fails."""
         found = await asyncio.to_thread(read_contents, self.writer.path, request_id)
         if not found:
             raise LookupError(
@@ -113,7 +113,7 @@ class ContentKeeper:
         )
 
     def _days(self, tenant: str) -> float:
-        """Return how many days a tenant's contents are kept, or 0 for no limit."""
+        """Return for how many days a tenant's contents are kept, or 0 if there is no limit."""
         known = self._policies().tenants.get(tenant)
         own = known.log_days if known is not None else None
         return self._rules().contents_days if own is None else own
@@ -121,8 +121,8 @@ class ContentKeeper:
     # ── removing ──
 
     def limits(self) -> tuple[dict[str, float | None], float | None]:
-        """Return the removal limits as unix times: a dict of one limit per tenant, and one limit for deleted
-        tenants. Contents older than the limit are removed. None means that contents are kept forever."""
+        """Return the unix times before which contents are removed: a dict with one time for each tenant, and
+        one time for deleted tenants. A value of None means that contents are kept forever."""
 
         def before(days: float) -> float | None:
             return time.time() - days * DAY_S if days else None

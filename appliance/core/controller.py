@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _COUNT_WITHIN_S = 1.0
-"""Time limit for replicas to report how many tokens they generated for the last requests."""
+"""Time that replicas have to report how many tokens they generated for the last requests before the service
+stops."""
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Controller:
     loop's thread."""
 
     policies: Callable[[], Policies]
-    """Returns the tenants and keys as configured by operators."""
+    """Returns the tenants and keys that operators have configured."""
     requests: RequestManager
     models: ModelManager
     fronts: FrontPool
@@ -56,10 +57,11 @@ class Controller:
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service, then stop all processes. Once `hurry` is set, the drain stops waiting.
+        """Drain the service, then stop all processes. When `hurry` is set, the drain stops waiting for
+        requests.
 
         Until the drain is complete, new requests are refused. On sockets that outlive the service, new
-        requests wait for the next start of the service.
+        connections wait for the next start of the service.
         """
         self.listeners.begin_stop()
         await self.drains.stop(hurry)
@@ -80,7 +82,7 @@ class Controller:
             )
 
     def apply_policies(self) -> None:
-        """Apply changed tenants and keys to the queue and to the fronts."""
+        """Apply changes to tenants and keys to the request queue and to the fronts."""
         if (policies := self.policies()) is not self._applied_policies:
             self._applied_policies = policies
             self.requests.set_policies(policies)

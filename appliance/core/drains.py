@@ -27,31 +27,34 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _ABORT_WITHIN_S = 3.0
-"""When the service stops, fronts have this long to end the requests that remain after the grace period."""
+"""When the service stops, fronts have this many seconds to end the requests that remain after the grace
+period."""
 STOPPING = "the service is stopping"
 
 
 class FrontConfiguration(Protocol):
-    """Sends the models' readiness to the fronts."""
+    """Sends the fronts their configuration, which includes the readiness of the models."""
 
     def publish_configuration(self) -> None:
-        """Send configuration changes to the fronts."""
+        """Send changes of the configuration to the fronts."""
 
     async def configured(self) -> None:
-        """Send configuration changes to the fronts, and wait until they have applied them."""
+        """Send changes of the configuration to the fronts, and wait until the fronts have applied them."""
 
 
 class DrainTools(NamedTuple):
-    """The functions and components of the service that a drain uses."""
+    """The parts of the service that a drain uses."""
 
     requests: RequestManager
     fronts: FrontConfiguration
     cancel: Callable[[str, str], bool]
-    """Ends a request, and sends its client this message. Returns False if there is no such request."""
+    """Ends a request, and sends its client this message. Returns False if there is no request with this
+    id."""
 
 
 class Drain:
-    """One drain. `run` performs it from start to finish; cancelling the task of `run` interrupts it."""
+    """One drain. The method `run` performs the drain from start to finish. Cancelling the task of `run`
+    cancels the drain."""
 
     def __init__(
         self,
@@ -69,9 +72,9 @@ class Drain:
 
         - `model` is the model to drain, or None for the whole service.
         - `why` is the message for clients.
-        - `notice_s` is the time that gateways get to notice the drain.
-        - `hold` is true if new requests are held instead of refused.
-        - `hurry` is an event that ends every wait when it is set.
+        - `notice_s` is the time in seconds that gateways have to notice the drain.
+        - `hold` is true if new requests are held instead of being refused.
+        - `hurry` is an event. When it is set, the drain stops waiting.
         - `abort_within_s` limits the time for ending the requests that remain after the grace period.
         """
         self.model = model
@@ -81,7 +84,7 @@ class Drain:
         self.state: DrainState = "announced"
         self.started_at = time.time()
         self.ended = 0
-        """Number of requests that were ended because they had not finished within the grace period."""
+        """Number of requests that the drain has ended because they did not finish within the grace period."""
         self._tools = tools
         self._notice_s = notice_s
         self._announced = False
@@ -93,29 +96,30 @@ class Drain:
 
     @property
     def name(self) -> str:
-        """What is being drained, as named in messages, such as "model 'demo'"."""
+        """The name of what is being drained, as used in messages: "the service", or for example "model
+        'demo'"."""
         return _name(self.model)
 
     @property
     def public_state(self) -> Literal["draining", "drained"]:
-        """State as shown to operators and gateways. It is "draining" as soon as the drain has been
+        """The state that operators and gateways see. It is "draining" as soon as the drain has been
         announced."""
         return "drained" if self.state == "drained" else "draining"
 
     @property
     def elapsed_s(self) -> float:
-        """How long the drain has taken so far, or how long it took if it is complete."""
+        """Time in seconds that the drain has taken so far, or took in total if it is complete."""
         return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property
     def grace_left_s(self) -> float:
-        """Time left until the unfinished requests are ended."""
+        """Time in seconds until the unfinished requests are ended."""
         if self._grace_ends_at is None:
             return self.grace_s
         return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Continue from the progress of the drain `former`, but with this drain's grace period."""
+        """Take over the progress of the drain `former`, but use the grace period of this drain."""
         if former.state != "drained":
             self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
@@ -147,8 +151,8 @@ class Drain:
         return self._tools.requests.state.finished(self.model)
 
     async def _poll(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `done` returns true, for at most `timeout_s` and only until `hurry` is set. Return the
-        last result of `done`."""
+        """Wait until `done` returns true, but at most `timeout_s` seconds and only while `hurry` is not set.
+        Return the last result of `done`."""
         deadline = time.monotonic() + timeout_s
         while not (result := done()) and time.monotonic() < deadline and not self._hurry.is_set():
             await asyncio.sleep(_POLL_S)
@@ -160,14 +164,16 @@ class DrainError(Exception):
 
 
 class Drains:
-    """All drains: at most one per model, one for the whole service, and one for its shutdown."""
+    """All current drains: at most one per model, one of the whole service, and one for the shutdown of the
+    service."""
 
     def __init__(
         self, tools: DrainTools, settings: Callable[[], Settings], models: Callable[[], Collection[str]]
     ) -> None:
-        """`settings` returns the settings in effect, and `models` returns the names of the served models."""
+        """`settings` is a function that returns the settings in effect, and `models` is a function that
+        returns the names of the served models."""
         self.stopping: Drain | None = None
-        """The drain for the service's shutdown, once the shutdown has begun."""
+        """The drain for the shutdown of the service, or None before the shutdown has begun."""
         self._tools = tools
         self._settings = settings
         self._models = models
@@ -182,16 +188,17 @@ class Drains:
 
     @property
     def of_service(self) -> Drain | None:
-        """The drain of the whole service, begun for its shutdown or by an operator."""
+        """The drain of the whole service, whether for its shutdown or by an operator; None if there is
+        none."""
         return self.stopping or self._active.get(None)
 
     def of(self, model: str | None) -> Drain | None:
-        """Return an operator's drain of the model, or of the service if `model` is None."""
+        """Return an operator's drain of the model, or of the whole service if `model` is None."""
         return self._active.get(model)
 
     def begin(self, model: str | None, *, grace_s: float, hold: bool) -> Drain:
-        """Begin an operator's drain. It replaces any existing drain of the same model or service; this lets
-        an operator change the grace period. Raises DrainError."""
+        """Begin an operator's drain. If the model or service is already draining, the new drain replaces the
+        existing one, so that an operator can change the grace period. Raises DrainError."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}, so no drain can be started")
         if model is not None and model not in (names := self._models()):
@@ -212,8 +219,8 @@ class Drains:
         return drain
 
     def resume(self, model: str | None) -> Drain:
-        """Cancel or end an operator's drain, and accept requests again. Held requests are queued first.
-        Raises DrainError."""
+        """Cancel or end an operator's drain, and accept requests again. Requests that the drain held are
+        queued before new ones. Raises DrainError."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}, so it cannot be resumed")
         drain = self._active.get(model)
@@ -226,7 +233,7 @@ class Drains:
         return drain
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service for its shutdown. Once `hurry` is set, the drain stops waiting."""
+        """Drain the service for its shutdown. When `hurry` is set, the drain stops waiting for requests."""
         settings = self._settings()
         for task in self._tasks.values():
             task.cancel()

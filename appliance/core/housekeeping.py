@@ -1,5 +1,5 @@
-"""The core's periodic work: it retries spooled audit entries, records the audit chain's head, and removes old
-rows in batches that are small enough not to delay requests."""
+"""The core's periodic work. It retries writing spooled audit entries, records the head of the audit chain,
+and removes old rows in batches that are small enough not to delay requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REMOVE_ALERTS_EVERY_S = 60.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
 """Length of the pause after each batch, as a multiple of the batch's duration. With this factor, removing
-rows uses at most a tenth of the writer's time."""
+rows takes at most a tenth of the database writer's time."""
 
 
 class Housekeeper:
@@ -48,7 +48,8 @@ class Housekeeper:
         self._history = history
         self._contents = contents
         self._settings = settings
-        # SQLite's write-ahead log may still contain texts that were removed while the service last ran.
+        # SQLite's write-ahead log may still contain texts that were removed during the previous run of the
+        # service.
         self._log_has_removed = True
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -72,7 +73,7 @@ class Housekeeper:
             await asyncio.wait(self._tasks)
 
     async def _retry_audit(self) -> None:
-        # This runs in a thread, because the disk might not respond.
+        # Use a thread, because the disk may not respond.
         await asyncio.to_thread(self._control.trail.retry)
 
     async def _record_head(self) -> None:
@@ -126,7 +127,7 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
-    """Remove rows in batches until no old rows are left. Return the number of removed rows."""
+    """Remove rows in batches until no old rows are left. Return the total number of removed rows."""
     rows = pages = 0
     try:
         while True:

@@ -13,18 +13,19 @@ from engine.client import child_records
 from engine.logs import area_of, short_message
 
 MAX_LINES = 2000
-"""Maximum number of lines kept. At the maximum length of a message (`engine.logs.MAX_MESSAGE_CHARS`), they
-take 4 MB."""
+"""Maximum number of log lines kept in memory. If all lines have the maximum length
+(`engine.logs.MAX_MESSAGE_CHARS`), they take 4 MB."""
 _LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 class LogLines(logging.Handler):
-    """A log handler that keeps the newest lines. Any thread may log; lines are read on the event loop."""
+    """A log handler that keeps the newest log lines. Any thread may log; the lines are read on the event
+    loop."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
-        """Number of the newest line."""
+        """Serial number of the newest line."""
         self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
         self._order = threading.Lock()
 
@@ -34,13 +35,13 @@ class LogLines(logging.Handler):
             logger.addHandler(self)
 
     def close(self) -> None:
-        """Remove this handler from the loggers."""
+        """Remove this log handler from the loggers."""
         for logger in (logging.getLogger(), child_records):
             logger.removeHandler(self)
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store a record."""
+        """Store a log record."""
         try:
             text = short_message(record)
         except Exception:
@@ -60,11 +61,12 @@ class LogLines(logging.Handler):
             )
 
     def page(self, query: LogQuery) -> LogPage:
-        """Return the newest matching lines, oldest first. If `query.after` is set, return the first matching
-        lines after that number instead.
+        """Return the newest lines that match the query, oldest first. If `query.after` is set, return the
+        first matching lines after that number instead.
 
-        The lines of fronts and replicas arrive a moment after they are written, so the numbers are not in
-        strict chronological order."""
+        Lines from fronts and replicas arrive a moment after they were written, so the serial numbers are not
+        strictly in chronological order.
+        """
         with self._order:
             lines, number = list(self._lines), self.number
         first = lines[0].number if lines else 0
@@ -87,8 +89,8 @@ class LogLines(logging.Handler):
 
 
 def is_of(process: str, wanted: str) -> bool:
-    """Return whether `process` is the wanted process, one of its ranks, or a later process of the same
-    front."""
+    """Return whether `process` is the process named `wanted`, one of its ranks, or a later process of the
+    same front."""
     return process == wanted or process.startswith((f"{wanted}.", f"{wanted} "))
 
 

@@ -41,7 +41,7 @@ class ObservingParts:
         alerts: AlertManager,
         held: contextlib.AsyncExitStack,
     ) -> None:
-        """`held` is the exit stack that closes everything that this constructor opens."""
+        """`held` is an exit stack. It later closes everything that this constructor opens."""
         control = state.control
         lines = LogLines()
         lines.attach()
@@ -68,7 +68,7 @@ class ObservingParts:
             blocks.recent,
             [alerts.observe],
         )
-        # Readers that get one frame per second see exactly the snapshots that are recorded.
+        # A reader that gets one frame per second gets exactly the snapshots that are recorded.
         feeds = EventFeeds(
             lambda hz: self._recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self._streams
         )
@@ -84,10 +84,10 @@ class ObservingParts:
                 WhatIf(parts.requests.state, lambda: control.policies, lambda: settings.current.queue)
             ),
         ]
-        """Routes of the admin API that read the state."""
+        """Routes of the admin API that read the service's state."""
 
     def start(self) -> None:
-        """Start recording the state."""
+        """Start recording the service's state."""
         self._sampler.start()
         self._recorder.start()
 

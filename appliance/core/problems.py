@@ -1,4 +1,4 @@
-"""Keeps recent problems for the status report, and counts how often each problem has occurred."""
+"""Keeps the most recent problems for the status report, and counts how often each problem has occurred."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEPT = 50
 
 
 class Problems:
-    """The most recent distinct problems."""
+    """The most recent problems. A problem that occurs repeatedly is listed once."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -22,7 +22,8 @@ class Problems:
         self._problems: OrderedDict[tuple[str, str], Problem] = OrderedDict()
 
     def note(self, where: str, description: str) -> None:
-        """Log and store a problem. `where` names its location (a front, replica, socket, …)."""
+        """Log and store a problem. `where` is the place at which the problem occurred, such as a front,
+        replica or socket."""
         log.warning("%s: %s", where, description)
         self.total += 1
         known = self._problems.pop((where, description), None)
@@ -34,5 +35,5 @@ class Problems:
             self._problems.popitem(last=False)
 
     def recent(self) -> list[Problem]:
-        """Return the problems, most recent first."""
+        """Return the stored problems, most recent first."""
         return list(reversed(self._problems.values()))

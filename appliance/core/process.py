@@ -32,11 +32,12 @@ from store.errors import StoreError
 log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
-"""Interval at which a starting service checks whether any model can be served."""
+"""Interval at which the service checks during startup whether any model can be served."""
 COLLECT_AFTER = (50_000, 20, 100)
-"""Thresholds of Python's garbage collector. It scans new objects after this many allocations, the middle
-generation after 20 such scans, and the oldest generation after 100 scans of the middle one. With the default
-of 700, it would scan all waiting requests once for every thirty arriving requests."""
+"""Thresholds of Python's garbage collector. The collector scans new objects after this many allocations, the
+middle generation after 20 such scans, and the oldest generation after 100 scans of the middle one. With the
+default of 700 allocations, the collector would scan all waiting requests once for every thirty arriving
+requests."""
 
 
 class StartError(Exception):
@@ -44,12 +45,13 @@ class StartError(Exception):
 
 
 def run(flags: Flags) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit code: 0, 1, or 78 for unusable settings. 78 is
-    EX_CONFIG in sysexits, which tells a service manager not to retry. Must be called on the main thread."""
+    """Run the service until SIGTERM or SIGINT, and return the exit code: 0, 1, or 78 for unusable settings.
+    The code 78 is EX_CONFIG in sysexits.h, which tells a service manager not to restart the service. Must be
+    called on the main thread."""
     import uvloop
 
-    # The service manager's watchdog kills a hanging process with SIGABRT. The log then contains a stack trace
-    # that shows where the process hung.
+    # The service manager's watchdog kills a hanging process with SIGABRT. Python then logs a stack trace,
+    # which shows where the process hung.
     faulthandler.enable()
     return_freed_memory()
 
@@ -88,7 +90,8 @@ async def serve(
     if the service cannot start.
 
     `manager` is the service manager that started the process. `launch` starts replicas, `front_module` is the
-    Python module to run as a front, and `checks` checks the models' files; tests replace them.
+    Python module to run as a front, and `checks` checks the models' files; tests pass other values for these
+    three.
     """
     stop, hurry = _signals()
     _raise_descriptor_limit()
@@ -111,7 +114,7 @@ async def serve(
 
 
 async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
-    """Wait until `stop` is set. Raises StartError if, before any model has answered requests, all models have
+    """Wait until `stop` is set. Raises StartError if no model has answered requests yet and all models have
     problems that only an operator can correct."""
     while not stop.is_set() and not readiness.serves():
         if reason := readiness.permanent_problems():
@@ -122,8 +125,8 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
 
 
 def _tell_end(manager: Manager, why: str) -> None:
-    """Report to the service manager why the service was not ready. The service manager still shows this final
-    status after the process has ended."""
+    """Tell the service manager why the service was not ready. The service manager still shows this status
+    after the process has exited."""
     if why:
         manager.tell(STATUS=f"stopped: {why}")
 
@@ -144,8 +147,8 @@ def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Return two events. The first SIGTERM or SIGINT sets the first event, and the second signal sets the
-    second event."""
+    """Install signal handlers, and return two events. The first SIGTERM or SIGINT sets the first event, and
+    the second signal sets the second event."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
@@ -153,14 +156,15 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signalled)
-    # SIGHUP is ignored until the service can reload, because the settings have just been read.
+    # Until the service can reload, SIGHUP is ignored. Nothing is lost, because the settings have just been
+    # read.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return stop, hurry
 
 
 def _raise_descriptor_limit() -> None:
-    # Each connection that is being passed to a front occupies a descriptor. The usual soft limit of 1024
-    # exists only for select(), which is not used here.
+    # Every connection that is being passed to a front occupies a file descriptor. The usual soft limit of
+    # 1024 exists only for select(), which this process does not use.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,5 +1,5 @@
-"""Saves quota levels in `history.db`, which also contains the request log, so that the levels survive a
-restart."""
+"""Saves how much of each quota is used in `history.db`, so that these levels survive a restart. The request
+log is in the same database."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from store.quotas import QuotaLog, read_quotas
 log = logging.getLogger(__name__)
 
 _SAVE_EVERY_S = 2.0
-"""Interval between saves. After a crash, changes since the last save are reconstructed from the request
-log."""
+"""Interval between saves, in seconds. After a crash, changes since the last save are reconstructed from the
+request log."""
 
 
 class LevelKeeper:
-    """Saves the levels periodically. Must be used on the event loop's thread."""
+    """Saves the quota levels periodically. Must be used on the event loop's thread."""
 
     def __init__(self, quotas: Quotas, quota_log: QuotaLog) -> None:
         self._quotas = quotas
@@ -28,8 +28,8 @@ class LevelKeeper:
         self._timer: asyncio.TimerHandle | None = None
 
     def restore(self, path: Path) -> None:
-        """Load the levels that the previous run saved, from the database at `path`. Call this once, after the
-        quotas' policies have been set and before the first request."""
+        """Load the quota levels that the previous run saved, from the database at `path`. Call this once,
+        after the quotas' policies have been set and before the first request."""
         try:
             state = read_quotas(path)
         except StoreError as error:
@@ -43,13 +43,13 @@ class LevelKeeper:
         self.save()
 
     def save(self) -> None:
-        """Save the levels that have changed."""
+        """Save the quota levels that have changed since the last save."""
         levels, gone = self._quotas.news(time.time())
         if (levels or gone) and not self._log.save(levels, gone):
             self._quotas.remember(gone)
 
     def close(self) -> None:
-        """Save the levels one last time, after the last request has ended."""
+        """Save the quota levels one last time. Call this after the last request has ended."""
         if self._timer is not None:
             self._timer.cancel()
         self.save()

@@ -22,7 +22,8 @@ _EVERY_S = 1.0
 
 
 class Recorder:
-    """Samples the service from `start` to `stop`. Must be used on the event loop's thread."""
+    """Takes a sample of the service every second from `start` to `stop`. Must be used on the event loop's
+    thread."""
 
     def __init__(
         self,
@@ -31,8 +32,8 @@ class Recorder:
         blocks: Callable[[], Mapping[str, BlockMap]],
         observers: Sequence[Callable[[TelemetrySample], None]] = (),
     ) -> None:
-        """`read` reads a snapshot. `blocks` returns the last known KV blocks of each replica. Each observer
-        is called with every sample."""
+        """`read` returns a snapshot of the service. `blocks` returns the last known KV blocks of each
+        replica. Each function in `observers` is called with every sample."""
         self._read = read
         self._blocks = blocks
         self._telemetry = telemetry
@@ -50,7 +51,7 @@ class Recorder:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop sampling, and write the incomplete intervals."""
+        """Stop sampling, and write the time intervals that are not complete yet."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -60,7 +61,7 @@ class Recorder:
         self._wake_readers()
 
     async def sample(self) -> None:
-        """Sample the service once."""
+        """Take one sample of the service."""
         snapshot = await self._read()
         sample = self._splitter.split(snapshot.at, sampled_tree(snapshot))
         if not self._telemetry.record(sample, self._details.encode(snapshot, self._blocks())):
@@ -71,8 +72,8 @@ class Recorder:
         self._wake_readers()
 
     def reader(self) -> Callable[[], Awaitable[Snapshot]]:
-        """Return a function that waits for the next sample and returns its snapshot. The first call does not
-        wait. After `stop`, the function takes a new snapshot itself."""
+        """Return a function that waits for the next sample and returns its snapshot. The first call returns
+        immediately. After `stop`, each call takes a new snapshot."""
         seen = 0
 
         async def read() -> Snapshot:
@@ -99,11 +100,11 @@ class Recorder:
                 await self.sample()
                 failed = False
             except Exception:
-                # A bug here must neither stop the service nor write to the log every second.
+                # A bug in this code must neither stop the service nor write an error to the log every second.
                 if not failed:
                     log.exception("the service could not be sampled; sampling will be retried every second")
                 failed = True
-            # If the process was paused, skip the samples that it missed.
+            # If the process was paused, skip the samples that were due during the pause.
             due = max(due + _EVERY_S, loop.time() + _EVERY_S / 10)
             await asyncio.sleep(due - loop.time())
 

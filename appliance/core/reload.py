@@ -1,7 +1,7 @@
 """Reloads the settings while the service is running. Only changed settings are applied.
 
-All steps that can fail are done first. If the settings are invalid, a model's folder cannot be read or an
-address is already in use, the whole reload is refused and nothing changes.
+The steps that can fail come first. If the settings are invalid, a model's folder cannot be read or an address
+is already in use, the whole reload is refused and no setting changes.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ log = logging.getLogger(__name__)
 
 
 ReloadHook = Callable[[Settings], None]
-"""Applies a changed setting to the running service. Must not fail."""
+"""A function that applies a changed setting to the running service. It must not fail."""
 
 
 class ConfiguredListener(Protocol):
-    """Listens on an address from the settings."""
+    """A socket that listens on an address from the settings."""
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the address in `settings` if it is new. Raises ListenError."""
+        """Open the address in `settings` if the service does not listen on it yet. Raises ListenError."""
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen on the opened address instead of the previous one. Must not fail."""
+        """Listen on the address that `prepare` opened instead of the previous address. Must not fail."""
 
 
 AT_RESTART = frozenset({"run_dir", "state_dir"})
 """Top-level settings that cannot change while the service is running."""
 APPLIED_HERE = frozenset({"models", "listen"})
-"""Top-level settings that `Reloader` applies itself. Every other setting has a hook."""
+"""Top-level settings that `Reloader` applies itself. Every other setting has a reload hook."""
 
 
 class ReloadError(Exception):
@@ -54,7 +54,7 @@ class ReloadError(Exception):
 
 
 class LiveSettings:
-    """Returns the settings in effect. Each reload replaces them."""
+    """Returns the settings in effect, which each reload replaces."""
 
     def __init__(self, current: Settings) -> None:
         self.current = current
@@ -73,20 +73,20 @@ class Reloader:
     live: LiveSettings
     models: ModelManager
     check_models: Check
-    """Checks changed models before anything changes."""
+    """Checks the changed models before any change is made."""
     registry: Callable[[], Registry]
-    """Returns the models in the registry."""
+    """Returns the registry of models."""
     drains: Drains
     publish: Callable[[], None]
     """Sends changed settings to the fronts."""
     listeners: Sequence[ConfiguredListener]
     hooks: Mapping[str, ReloadHook]
-    """The hook for each top-level setting."""
+    """The reload hook of each top-level setting."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def declared_in(self, model: str) -> str:
-        """Return the place in the settings that declares a model, or an empty string if they do not contain
-        it."""
+        """Return the place in the settings that declares a model, or an empty string if the settings do not
+        contain the model."""
         if model not in self.loaded.settings.models:
             return ""
         path = ("models", model)
@@ -98,7 +98,7 @@ class Reloader:
         return as_table(self.loaded)
 
     async def reload(self) -> Reloaded:
-        """Reload the settings. If SettingsError, ListenError or ReloadError is raised, nothing has
+        """Reload the settings. Raises SettingsError, ListenError or ReloadError; in each case, no setting has
         changed."""
         async with self._one_at_a_time:
             former = self.loaded
@@ -134,7 +134,7 @@ class Reloader:
 
     async def _check_changed_models(self, former: Loaded, loaded: Loaded) -> None:
         """Check all new models, all models whose replicas would be replaced, and all models whose chat
-        template changes. Raises SettingsError if one of them cannot be served."""
+        template changes. Raises SettingsError if one of these models cannot be served."""
         known = former.settings.models
         changed = {
             name: model
@@ -192,8 +192,8 @@ def check_still_there(former: Loaded, loaded: Loaded) -> None:
 
 
 def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
-    """Check that no model that was added to the settings has the name of a model or alias in the registry.
-    Raises SettingsError."""
+    """Check that no model added to the settings has the name of a model or alias in the registry. Raises
+    SettingsError."""
     faults = []
     for name in loaded.settings.models.keys() - former.settings.models.keys():
         if name in registry.models or name in registry.aliases:
@@ -212,7 +212,7 @@ def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
 
 
 def _until_restart(loaded: Loaded, former: Loaded) -> Loaded:
-    """Return `loaded`, but with the previous values of settings that only a restart can change."""
+    """Return the new settings, but with the previous values of settings that only a restart can change."""
     for name in AT_RESTART:
         setattr(loaded.settings, name, getattr(former.settings, name))
     places = {path: place for path, place in loaded.places.items() if path[0] not in AT_RESTART}

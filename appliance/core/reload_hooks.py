@@ -26,7 +26,8 @@ def reload_hooks(
     shown_tenants: ShownTenants,
     alerts: Alerting,
 ) -> dict[str, ReloadHook]:
-    """Return the hook for each setting, except the settings that `appliance.core.reload` applies itself."""
+    """Return the reload hook of each setting, except the settings that `appliance.core.reload` applies
+    itself."""
 
     def front_count(settings: Settings) -> None:
         fronts.set_count(settings.fronts)
@@ -57,8 +58,8 @@ def reload_hooks(
         alerts.configure(settings)
 
     def nothing(settings: Settings) -> None:
-        """Do nothing. Either the code reads the setting each time it needs it, or the fronts get it with
-        their configuration."""
+        """Do nothing. This hook is used for settings that are read again whenever they are needed, and for
+        settings that are part of the fronts' configuration."""
 
     return {
         "fronts": front_count,

@@ -1,5 +1,5 @@
-"""The composition root: creates all components of the service, passes each its dependencies, and starts and
-stops them in order."""
+"""The composition root: creates all components of the service, passes their dependencies to them, and starts
+and stops them in order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Service:
         checks: ModelChecks,
         broken: Mapping[str, str],
     ) -> None:
-        """`held` is the exit stack that closes everything that this constructor opens. `broken` maps each
+        """`held` is an exit stack. It later closes everything that this constructor opens. `broken` maps each
         model whose files have a problem to that problem. Raises SettingsError, ListenError or StoreError."""
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
@@ -78,8 +78,8 @@ class Service:
                 f"the previous run (process {state.former.pid}) was killed or crashed, possibly for lack of "
                 "memory; see the log and the kernel's log",
             )
-        # The components that serve requests: identities, quotas, the request log, stored content, fronts and
-        # models.
+        # The components that serve requests: identities, quotas, the request log, stored prompts and answers,
+        # fronts and models.
         identities = IdentityRegistry(lambda: control.policies, settings.unix)
         quotas = Quotas(time.monotonic)
         self.levels = LevelKeeper(quotas, QuotaLog(state.history))
@@ -218,7 +218,7 @@ class Service:
     def _scraper(
         self, parts: ServingParts, counted: CountedRows, state: State, problems: Problems, started_at: float
     ) -> Scraper:
-        """Return the component that collects the metrics."""
+        """Return the component that collects the values of the metrics."""
         return Scraper(
             counted,
             lambda: ServiceSource(
@@ -245,7 +245,7 @@ class Service:
         await self.admin.start(self.backend, self.authenticator)
 
     def start(self) -> None:
-        """Load the models and accept connections."""
+        """Load the models, and accept connections."""
         self.controller.start()
         self.operations.restore()
         self.on_demand.start()
@@ -257,8 +257,8 @@ class Service:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service and shut it down. Once `hurry` is set, the drain stops waiting. The admin API
-        responds until all requests have ended."""
+        """Drain the service and shut it down. When `hurry` is set, the drain stops waiting for requests. The
+        admin API responds until all requests have ended."""
         log.info("stopping: running requests have %g s to finish", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
         self.on_demand.stop()

@@ -4,8 +4,8 @@
         ▲                              │                                               │
         └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
 
-Two components depend on a component that is created later, so each receives a function instead: the request
-manager sends its answers through the front pool, and the front pool gets the fronts' configuration from
+Two components need a component that is created after them, so each receives a function instead. The request
+manager sends its answers through the front pool, and the front pool gets the configuration of the fronts from
 `Readiness`.
 """
 
@@ -36,8 +36,8 @@ from store.registry import ModelRegistry
 
 
 class ServingParts:
-    """The components that serve requests. None of them runs until
-    `appliance.core.controller.Controller.start` is called."""
+    """The components that serve requests. They do nothing until `appliance.core.controller.Controller.start`
+    is called."""
 
     def __init__(
         self,

@@ -25,33 +25,33 @@ log = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
-    """The databases of one service."""
+    """All databases of one service."""
 
     control: ControlStore
     """Tenants, keys, mapped users and the audit chain."""
     registry: ModelRegistry
     """Models, versions and aliases."""
     history: Writer
-    """Writes to `history.db`, which holds the request log and the quota levels."""
+    """Writes to `history.db`, which contains the request log and the quota levels."""
     contents: Writer
-    """Writes to `contents.db`, which holds stored prompts and answers."""
+    """Writes to `contents.db`, which contains stored prompts and answers."""
     requests: RequestLog
     former: LockHolder | None
-    """The service that previously used the run directory, if any."""
+    """The service that previously used the run directory, or None if there is none."""
 
     @property
     def stalled_s(self) -> float:
-        """How long the slowest writer has been waiting for its disk, in seconds."""
+        """Time in seconds for which the slowest writer has been waiting for its disk."""
         return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
     """Open the state in the directories that the settings name, and lock these directories for this service.
-    Rows that an earlier run left open are closed. Raises RunDirError or StoreError.
+    Log rows that an earlier run of the service left open are closed. Raises RunDirError or StoreError.
 
     A migration, a recovery or a slow disk can take a long time. The service manager is therefore told to keep
-    waiting, and its status shows which database is being opened.
+    waiting, and the status of the service shows which database is being opened.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))
@@ -84,7 +84,7 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
 
 
 def _warn_missing(control: Path, others: list[Path]) -> None:
-    """Warn about missing databases if the contents of `control` show that the service has run before."""
+    """Warn about missing databases if the control database shows that the service has run before."""
     if not _has_bytes(control):
         return  # This is the first startup, so no database is missing.
     for path in others:
@@ -105,17 +105,14 @@ def _has_bytes(path: Path) -> bool:
 
 
 def cache_salts(control: ControlStore) -> Callable[[str], str]:
-    """Return a function that maps a tenant to its prefix-cache salt.
-
-    Tenants in the same cache group share a salt. Salts cannot be guessed, and they change whenever the
-    service starts.
-    """
+    """Return a function that returns a tenant's salt for the prefix cache. Tenants in the same cache group
+    have the same salt. Salts cannot be guessed, and they change whenever the service starts."""
     secret = secrets.token_bytes(32)
 
     def salt(name: str) -> str:
         tenant = control.policies.tenants.get(name)
         group = tenant.cache_group if tenant is not None else None
-        # The prefix distinguishes a cache group from a tenant with the same name outside the group.
+        # The prefix ensures that a cache group does not share its salt with a tenant of the same name.
         owner = f"tenant {name}" if group is None else f"group {group}"
         return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest()[:32]
 

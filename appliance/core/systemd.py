@@ -1,8 +1,6 @@
-"""The interface to systemd: sockets that systemd opened, state reports, and the watchdog.
-
-The protocols are sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). Without systemd, this module does
-nothing.
-"""
+"""The interface to systemd: sockets that systemd has opened, state reports, and the watchdog. The protocols
+are described in sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). If systemd did not start the
+process, this module does nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""Time by which the start timeout is extended, repeatedly, during a long operation."""
+"""During a long operation, the start timeout is repeatedly extended by this time."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
@@ -29,7 +27,8 @@ class Manager:
         """Read the service manager's environment variables, and remove them from `environ` so that child
         processes do not use them."""
         self.sockets = _take_sockets(environ)
-        """Listening sockets that the service manager opened. The code that takes one over must close it."""
+        """Listening sockets that the service manager opened. Code that takes a socket from this list must
+        close it."""
         self.watchdog_s = _watchdog_s(environ)
         """Maximum interval between keep-alives that the service manager allows, or None if it expects no
         keep-alives."""
@@ -50,7 +49,7 @@ class Manager:
         return self._socket is not None
 
     def tell(self, **state: str | int) -> bool:
-        """Report a state such as READY=1 or STATUS="loading". Never blocks. Returns False if the report was
+        """Report a state such as READY=1 or STATUS="loading". Never blocks. Return False if the report was
         not sent."""
         if self._socket is None:
             return False
@@ -63,7 +62,7 @@ class Manager:
         return True
 
     async def wait_for(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result. While it runs, repeatedly ask the service manager to
+        """Run `work` in a thread and return its result. Until then, repeatedly ask the service manager to
         wait longer."""
         working = asyncio.create_task(asyncio.to_thread(work))
         while not working.done():
@@ -72,7 +71,7 @@ class Manager:
         return working.result()
 
     def close(self) -> None:
-        """Stop reporting."""
+        """Close the connection to the service manager."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
