@@ -13,22 +13,21 @@ class ConnectionBalancer:
     """Assigns connections to the fronts in turn, skipping fronts that are full."""
 
     def __init__(self, fronts: Sequence[Front], note: NoteProblem) -> None:
-        """`fronts` may change at any time. `note` reports a problem to the operator."""
+        """The list `fronts` may change at any time. `note` reports a problem to the operator."""
         self._fronts = fronts
         self._next = 0
         self._waiting: deque[Untaken] = deque()
-        """Connections that have not been given to a front yet."""
+        """Accepted connections that have not been given to a front yet."""
         self._shortage = ShortageReport("fronts", note)
 
     @property
     def open(self) -> bool:
-        """Whether a new connection can be given to a front now."""
+        """Whether a new connection could be given to a front now."""
         return not self._waiting and any(front.takes_connections for front in self._fronts)
 
     def assign(self, *connections: Untaken) -> None:
-        """Give the waiting connections to fronts, followed by `connections`. Connections that cannot be given
-        now, because no front accepts connections or because too many files are open, wait until the next
-        call."""
+        """Give the waiting connections to fronts, then the new `connections`. If no front accepts
+        connections, or too many files are open, the remaining connections wait until the next call."""
         self._waiting.extend(connections)
         while self._waiting and (front := self._next_front()) is not None:
             try:
@@ -39,8 +38,8 @@ class ConnectionBalancer:
             self._waiting.popleft()
 
     def _next_front(self) -> Front | None:
-        """Return the next front that has a free place. If all fronts are full, return the next front, which
-        refuses connections with 503. Return None if no front accepts connections."""
+        """Return the next front that has a free place for a connection. If all fronts are full, return the
+        next front anyway; it refuses the connection with 503. Return None if no front accepts connections."""
         for needs_room in (True, False):
             for step in range(len(self._fronts)):
                 front = self._fronts[(self._next + step) % len(self._fronts)]

@@ -47,14 +47,14 @@ _MAX_UNTAKEN = 12
 The number is less than half of the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`):
 while the front takes this many connections, the descriptors of as many closed connections may still be open.
 A connection that another front has handed over carries a second descriptor, which is closed as soon as the
-request has been read from it. If many such connections use up the reserve, the front returns the connections
-that it cannot receive (`NotTaken`).
+request has been read from it. If the reserve is used up by many such connections, the front returns the
+connections that it cannot receive (`NotTaken`).
 
 The number is also at most an eighth of the core's descriptor limit: the core keeps duplicates of each
 connection's descriptors, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
-"""The core sends a front no more connections once the front has been silent for this long. Fronts report
+"""The core sends a front no more connections if the front has sent no message for this long. Fronts report
 twice a second."""
 _SLOW_START_S = 30.0
 """A front that has been starting for longer than this is reported as a problem. A front takes about two
@@ -62,14 +62,15 @@ seconds per model to read the tokenizer."""
 
 
 class Untaken:
-    """A connection that no front has taken yet. Owns the connection's descriptors."""
+    """An accepted connection that no front has taken yet. This object owns the descriptors of the
+    connection."""
 
     def __init__(self, connection: ClientConnection, descriptors: Iterable[int]) -> None:
         self.connection = connection
         self.descriptors = list(descriptors)
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the descriptors of the connection."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -99,7 +100,7 @@ class Front:
         self.restarts = 0
         self.last_error = ""
         self.max_connections = 0
-        """Maximum number of connections from authenticated clients, according to the settings."""
+        """Maximum number of connections from authenticated clients, as set in the settings."""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
@@ -112,13 +113,14 @@ class Front:
         self._ready_at: float | None = None
         self._last_sign = 0.0
         self._given = 0
-        """Number of connections given to this process."""
+        """Number of connections that have been given to the current process."""
         self._untaken: dict[int, Untaken] = {}
-        """Connections from which the process has not read anything yet, keyed by the connection's number."""
+        """Connections that were given to the process but from which it has not read anything yet, keyed by
+        the connection's number."""
         self._max_untaken = _max_untaken()
         self._receives_connections = True
-        """Whether the process has received all connections that were sent to it since its last report. If
-        not, it has too many open files."""
+        """Whether the process has received all connections that were sent to it since its last report. If it
+        has not, it has too many open files."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -127,7 +129,7 @@ class Front:
 
     @property
     def pid(self) -> int | None:
-        """Id of the running process."""
+        """Process id of the running front process, or None."""
         return self._child.pid if self._child else None
 
     @property
@@ -141,13 +143,13 @@ class Front:
     @property
     def has_room(self) -> bool:
         """Whether the front has a free place for another connection, counting the connections that have been
-        sent but not yet taken. A full front still responds: it refuses connections with 503."""
+        sent but not yet taken. A full front still accepts connections, but refuses them with 503."""
         report = self._report
         return report is None or report.busy_connections + len(self._untaken) < report.max_connections
 
     @property
     def problems(self) -> dict[str, str]:
-        """Models that the front cannot serve, with the reason for each."""
+        """Models that the front cannot serve, with the reason for each model."""
         return self._report.problems if self._report is not None else {}
 
     @property
@@ -157,12 +159,12 @@ class Front:
 
     @property
     def routed(self) -> int:
-        """Serial number of the latest configuration whose routes are in effect in the front."""
+        """Serial number of the latest configuration whose routes the front uses."""
         return self._report.routed if self._report is not None else 0
 
     @property
     def preparing(self) -> tuple[str, ...]:
-        """Units that the front is preparing requests for."""
+        """Models and versions for which the front is currently preparing requests."""
         return self._report.preparing if self._report is not None else ()
 
     @property
@@ -182,7 +184,8 @@ class Front:
     # ── start and stop ──
 
     def start(self) -> None:
-        """Spawn the process. If this fails, retry after the same delay as for a process that has exited."""
+        """Spawn the front process. If spawning fails, try again after the same delay as for a process that
+        has exited."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at = None, None
@@ -202,12 +205,12 @@ class Front:
             self.kill(f"its channels could not be created: {error}")
 
     def send(self, message: CoreToFront) -> None:
-        """Send a message to the process. If there is no process, do nothing."""
+        """Send a message to the front process. Do nothing if there is no process."""
         if self._child is not None:
             self._child.send(message)
 
     def configure(self, configure: Configure) -> None:
-        """Send the configuration to the process."""
+        """Send the configuration to the front process."""
         self.max_connections = configure.limits.max_connections
         self.send(configure)
 
@@ -221,8 +224,8 @@ class Front:
             os.close(descriptor)
 
     def give(self, untaken: Untaken) -> None:
-        """Send a client connection to the process, which must be running. Raises OSError if too many files
-        are open; the process then does not get the connection, and the caller keeps it."""
+        """Send a client connection to the front process, which must be running. If OSError is raised because
+        too many files are open, the process does not get the connection, and the caller still owns it."""
         assert self._child is not None
         connection = msgspec.structs.replace(untaken.connection, number=self._given + 1)
         self._child.send(connection, tuple(untaken.descriptors))
@@ -230,12 +233,12 @@ class Front:
         self._untaken[self._given] = untaken
 
     def take_back(self) -> list[Untaken]:
-        """Return the connections that the exited process had not begun to read."""
+        """Return the connections from which the process had read nothing when it exited."""
         untaken, self._untaken = list(self._untaken.values()), {}
         return untaken
 
     def begin_stop(self, grace_s: float) -> None:
-        """Let the process finish its running answers and then exit. It is not restarted."""
+        """Let the front process finish its running answers and then exit. The process is not restarted."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -246,21 +249,22 @@ class Front:
         self.send(StopFront(grace_s))
 
     async def ended(self) -> None:
-        """Wait until the process has exited."""
+        """Wait until the front process has exited."""
         await self._ended.wait()
 
     def kill(self, reason: str) -> None:
-        """Kill the process immediately."""
+        """Kill the front process immediately."""
         if self._child is not None:
             self._child.kill(reason)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it exits within half a second."""
+        """Kill the front process unless it exits within half a second."""
         if self._child is not None:
             self._child.kill_soon(reason)
 
     def check(self) -> None:
-        """Kill the process if it hangs or takes too long to start. Must be called about once a second."""
+        """Kill the front process if it hangs or takes too long to start. Must be called about once a
+        second."""
         limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
         if self._silent_s > limit_s:
             self.kill(f"it sent no message for {self._silent_s:.0f} s while {self.state}")
@@ -317,8 +321,8 @@ class Front:
             self._events.request_message(self, message)
 
     def _descriptors(self, count: int) -> list[int]:
-        """Return the descriptors that a message contained, which the caller must close. If the kernel has
-        dropped a descriptor because this process has too many open files, return none."""
+        """Return the descriptors that came with a message; the caller must close them. If the kernel has
+        dropped one of them because this process has too many open files, return no descriptors."""
         taken: list[int] = []
         try:
             if self._child is not None:
@@ -373,7 +377,7 @@ class Front:
         )
 
     def _explained(self, report: FrontReport | None) -> str:
-        """Return an explanation of the front's state, for operators."""
+        """Return an explanation of the front's state for operators, or an empty string."""
         if self._starting_s > _SLOW_START_S:
             return (
                 f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "
@@ -385,8 +389,8 @@ class Front:
         return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:
-        """Return a description of the connection limit that the front has reached, or an empty string if it
-        has reached none."""
+        """Return a description of the connection limit that the front has reached, or an empty string if the
+        front has not reached a limit."""
         if report.max_connections and report.busy_connections >= report.max_connections:
             return (
                 f"full: all {report.max_connections:,} connections are in use, and new connections are "

@@ -1,4 +1,5 @@
-"""One front process, from its start to its exit: spawns it, exchanges messages with it, and kills it."""
+"""One front process, from its start to its exit: spawns the process, exchanges messages with it, and kills
+it."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ class FrontChild:
         on_message: Callable[[FrontToCore], None],
         on_exit: Callable[[str], None],
     ) -> None:
-        """Spawn the process. `on_message` is called for each of its messages. `on_exit` is called with the
-        reason once the process has exited. If OSError is raised, everything opened here has been released."""
+        """Spawn the process. `on_message` is called for each message from the process. `on_exit` is called
+        with the reason once the process has exited. If OSError is raised, all resources that the constructor
+        opened have been released."""
         self.kill_reason = ""
-        """Why the process is being killed, or an empty string if it is not."""
+        """Reason why the process is being killed, or an empty string if it is not being killed."""
         self._on_message, self._on_exit = on_message, on_exit
         self._memory_kills = count_memory_kills()
         with contextlib.ExitStack() as undo:
@@ -64,32 +66,32 @@ class FrontChild:
 
     @property
     def backlog_bytes(self) -> int:
-        """Number of bytes sent to the process that its control channel has not accepted yet."""
+        """Number of bytes for the process that its control channel has not accepted yet."""
         return self._channel.backlog_bytes
 
     def send(self, message: CoreToFront, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a message. The caller closes its own descriptors."""
+        """Send a message to the process. The caller must still close its own copies of the descriptors."""
         self._channel.send(message, descriptors)
 
     def take_fd(self) -> int:
-        """Return the next descriptor that the process sent, as `Channel.take_fd` does."""
+        """Return the next file descriptor that the process has sent, as `Channel.take_fd` does."""
         return self._channel.take_fd()
 
     def kill(self, reason: str) -> None:
-        """Kill the process immediately. If it has exited, do nothing."""
+        """Kill the process immediately. Do nothing if the process has exited."""
         if self._pidfd >= 0:
             self.kill_reason = self.kill_reason or reason
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it exits within half a second. It is probably exiting already, and its own
-        exit status would then give the reason."""
+        """Kill the process unless it exits within half a second. The process is probably exiting already, and
+        its exit status is then a better explanation than the kill."""
         asyncio.get_running_loop().call_later(_DYING_S, self.kill, reason)
 
     def _exited(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
-        # The channel may still contain messages that the process sent before it exited.
+        # The channel may still contain messages that the process sent before its exit.
         for message in self._channel.read():
             self._on_message(message)
         self._channel.close()

@@ -1,8 +1,8 @@
 """Derives the identity table, which fronts use to authenticate callers, from tenants, keys and settings.
 
-The table is derived again only when policies or settings change. Fronts then receive only the differences. A
-request's rights are always read from the core's own table (`IdentityRegistry.of`), never from the front's
-message.
+The table is derived again only when policies or settings change, and fronts then receive only the
+differences. The core always reads the rights of a request's caller from its own table
+(`IdentityRegistry.of`), never from a front's message.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from store.tenants import LOCAL
 
 
 class IdentityRegistry:
-    """The identities according to the current policies and settings."""
+    """The identities that result from the current policies and settings."""
 
     def __init__(self, policies: Callable[[], Policies], unix: UnixSettings) -> None:
         self.unix = unix
-        """Settings of the Unix socket. They may be replaced at any time."""
+        """Settings of the Unix socket. The attribute may be assigned at any time."""
         self._policies = policies
         self._made_of: tuple[Policies, UnixSettings] | None = None
         self._table = Identities()
         self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
 
     def current(self) -> Identities:
-        """Return the full table. The same object is returned until a policy or setting changes."""
+        """Return the full identity table. The same object is returned until a policy or setting changes."""
         policies = self._policies()
         if self._made_of is None or self._made_of[0] is not policies or self._made_of[1] is not self.unix:
             self._made_of = policies, self.unix
@@ -39,7 +39,7 @@ class IdentityRegistry:
 
     def of(self, identity: Identity) -> Identity:
         """Return the current rights of a caller that a front has identified. If the caller's tenant or key
-        has since been deleted, return the rights of a tenant without a policy."""
+        has been deleted since then, return the rights of a tenant without a policy."""
         policies = self._policies()
         if (tenant := policies.tenants.get(identity.tenant)) is not None:
             if not identity.key_id:
@@ -95,13 +95,14 @@ class IdentityRegistry:
 
 
 def local_uids(unix: UnixSettings) -> set[int]:
-    """Return the users whose default tenant is "local": the owner, root, and the users named in the
-    settings."""
+    """Return the uids of the users whose default tenant is "local": the owner, root, and the users named in
+    the settings."""
     return {os.geteuid(), 0, *(unix.uids if isinstance(unix.uids, list) else ())}
 
 
 def changes(before: Identities, after: Identities) -> Identities | None:
-    """Return the message that changes a front's table from `before` to `after`, or None if they are equal."""
+    """Return the message that changes a front's identity table from `before` to `after`, or None if the
+    tables are equal."""
     keys = {name: known for name, known in after.keys.items() if before.keys.get(name) != known}
     keys |= dict.fromkeys(before.keys.keys() - after.keys.keys())
     same = (before.uids, before.gids, before.any_uid) == (after.uids, after.gids, after.any_uid)

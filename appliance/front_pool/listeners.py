@@ -1,7 +1,7 @@
 """The API's listening sockets. The core accepts connections on them and gives each connection to a front.
 
-The core accepts connections on a listener only while a front takes them. At other times, new connections are
-not refused but wait in the listener's backlog. Sockets opened by the service manager outlive the service: a
+The core accepts connections on a listener only while a front takes them. Otherwise, new connections wait in
+the listener's backlog instead of being refused. Sockets opened by the service manager outlive the service: a
 client that connects while the service is down is served after the next startup.
 """
 
@@ -34,15 +34,15 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _MAX_PER_PASS = 4
-"""Maximum number of connections accepted per iteration of the event loop, so that a burst of connections does
-not delay requests in progress."""
+"""Maximum number of connections accepted in one iteration of the event loop. The limit prevents a burst of
+connections from delaying requests in progress."""
 _RETRY_S = 0.1
-"""Length of the pause in accepting connections after descriptors or memory have run out."""
+"""After descriptors or memory have run out, no connections are accepted for this long."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    """One listening socket whose connections are given to fronts. Owns the socket."""
+    """One listening socket whose connections are given to fronts. This object owns the socket."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Listener:
         *,
         lasting: bool = False,
     ) -> None:
-        """`lasting` means that the service manager created the socket and keeps it after the service has
-        ended."""
+        """`lasting` means that the service manager created the socket and keeps the socket open after the
+        service has ended."""
         self.name = name
         self.lasting = lasting
         self.accepted = 0
@@ -69,7 +69,8 @@ class Listener:
         self._closed = False
 
     def update(self) -> None:
-        """Accept connections while a front can take them. Otherwise leave new connections in the backlog."""
+        """Accept connections while a front can take them. Otherwise, leave new connections in the backlog of
+        the socket."""
         wanted = not (self._closed or self._stopping) and self._pause is None and self._balancer.open
         if wanted != self._reading:
             self._reading = wanted
@@ -80,8 +81,8 @@ class Listener:
                 loop.remove_reader(self.socket.fileno())
 
     def begin_stop(self) -> None:
-        """Stop accepting connections if the socket outlives the service, so that new clients wait for the
-        next start of the service. A socket that belongs to the service accepts connections until it is
+        """If the socket outlives the service, stop accepting connections, so that new clients wait for the
+        next start of the service. A socket that the service created accepts connections until the socket is
         closed."""
         if self.lasting:
             self._stopping = True
@@ -100,7 +101,7 @@ class Listener:
         self.socket.close()
 
     def status(self) -> SocketStatus:
-        """Return the socket's status for operators."""
+        """Return the status of the socket for operators."""
         state: SocketState = "closed" if self._closed else "accepting" if self._reading else "waiting"
         return SocketStatus(name=self.name, address=self.address, state=state, accepted=self.accepted)
 
@@ -123,7 +124,7 @@ class Listener:
             self._balancer.assign(Untaken(message, [connection.detach()]))
 
     def _pause_accepting(self, shortage: OSError) -> None:
-        """Accept no connections for a short time. Clients wait in the backlog."""
+        """Accept no connections for a short time. New clients wait in the backlog of the socket."""
         self._shortage.report("no connections can be accepted at the moment", shortage)
         self._pause = asyncio.get_running_loop().call_later(_RETRY_S, self._resume)
         self.update()
@@ -138,7 +139,7 @@ def _tcp_connection(peer: tuple[object, ...]) -> ClientConnection:
 
 
 class Listeners:
-    """All sockets of the API, whether opened by the service manager or by the service."""
+    """All sockets of the API, opened by the service manager or by the service itself."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class Listeners:
         """Assign the sockets in `given` to listeners by their addresses, and open the sockets that are
         missing. Raises ListenError."""
         self.admin: socket.socket | None = None
-        """Socket of the admin API, if the service manager opened it."""
+        """Socket of the admin API if the service manager opened it, otherwise None."""
         self._listeners: list[Listener] = []
         self._balancer = balancer
         self._note = note
@@ -170,11 +171,11 @@ class Listeners:
         return [listener.status() for listener in self._listeners]
 
     def accepted(self) -> dict[str, int]:
-        """Return the number of accepted connections by listener name."""
+        """Return the number of accepted connections of each listener, by name."""
         return {listener.name: listener.accepted for listener in self._listeners}
 
     def update(self) -> None:
-        """Start or stop accepting connections, depending on whether a front accepts them."""
+        """Start or stop accepting connections, depending on whether a front can take them."""
         for listener in self._listeners:
             listener.update()
 
@@ -185,18 +186,18 @@ class Listeners:
             listener.begin_stop()
 
     def close(self) -> None:
-        """Stop listening. The admin server closes its own socket."""
+        """Stop listening on all sockets of the API. The admin server closes its own socket."""
         for listener in self._listeners:
             listener.close()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the TCP address in `settings` if it is new, for use by `change`. If ListenError is raised,
-        nothing has changed."""
+        """If the TCP address in `settings` is new, open it for a later call of `change`. If ListenError is
+        raised, nothing has changed."""
         return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
         """Listen on the address in `settings`, and apply the file modes in `settings`. Existing connections
-        continue."""
+        stay open."""
         wanted = settings.address()
         for listener in self._own_tcp():
             if wanted is None or not listens_on(listener.address, wanted):

@@ -51,14 +51,14 @@ _CONFIGURED_WITHIN_S = 2.0
 """Maximum time to wait for fronts to apply a configuration. After that, the caller continues without waiting
 for the remaining fronts."""
 _ROUTED_WITHIN_S = 20.0
-"""Time limit for a front to confirm new routes. Confirming them takes milliseconds."""
+"""Time limit for a front to confirm that it uses new routes. A confirmation takes milliseconds."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
-"""Time limit for fronts to close their connections and exit. Fronts that take longer are killed."""
+"""Time that fronts have to close their connections and exit. After that, they are killed."""
 
 
 class FrontRequests(Protocol):
-    """Receives messages from fronts about requests, and changes to the set of fronts."""
+    """Receives messages from fronts about requests, and learns which fronts exist."""
 
     def add_front(self, front: str) -> None: ...
     def lose_front(self, front: str) -> None: ...
@@ -71,7 +71,7 @@ class FrontRequests(Protocol):
 
 
 class _Endpoint(NamedTuple):
-    """A ready replica."""
+    """A replica that is ready, to which channels can be opened."""
 
     model: str
     open_channel: Callable[[str], int]
@@ -99,9 +99,9 @@ class FrontPool:
         - `configuration` returns the current configuration for fronts.
         - `keep` stores prompts and answers.
         - `note` reports a problem (its location and description) to the operator.
-        - `on_availability` is called when a front may have begun or ceased to accept connections.
-        - `on_wanted` is called with a name, repeatedly, while requests wait for the name's model to be loaded
-          or woken on demand.
+        - `on_availability` is called when a front may have started or stopped accepting connections.
+        - `on_wanted` is called repeatedly with a model's name while requests wait for the model to be loaded
+          or woken.
         - `module` is the Python module to run as a front process.
         """
         self.fronts: list[Front] = []
@@ -132,13 +132,13 @@ class FrontPool:
     # ── start and stop ──
 
     def start(self) -> None:
-        """Start all processes."""
+        """Start all front processes."""
         self._started = True
         for front in self.fronts:
             front.start()
 
     async def stop(self) -> None:
-        """Stop all processes within a few seconds. Their connections are closed."""
+        """Stop all front processes within a few seconds. Client connections are closed."""
         for front in self.fronts:
             front.begin_stop(_CLOSE_S)
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
@@ -148,12 +148,13 @@ class FrontPool:
         await ended
 
     def check(self) -> None:
-        """Kill processes that hang. Must be called a few times per second."""
+        """Kill front processes that hang. Must be called a few times per second."""
         for front in self.fronts:
             front.check()
 
     def set_count(self, count: int) -> None:
-        """Run this many fronts. Surplus fronts finish their running answers and then exit."""
+        """Change the number of fronts to `count`. Surplus fronts finish their running answers and then
+        exit."""
         settings = self._settings()
         staying = [front for front in self.fronts if front not in self._leaving]
         for front in staying[count:]:
@@ -161,8 +162,8 @@ class FrontPool:
             front.begin_stop(settings.drain_grace_s)
             self._background.run(self._remove(front))
         for _ in range(count - len(staying)):
-            # Numbers are not reused. A replica's late message about a front that has exited therefore cannot
-            # match another front.
+            # Numbers of fronts are not reused. A replica's late message about a front that has exited
+            # therefore cannot be mistaken for a message about another front.
             front = Front(
                 next(self._numbers),
                 self,
@@ -181,7 +182,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Apply the time limits in the settings after which a process is killed."""
+        """Apply the time limits after which a front process is killed, as set in the settings."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
@@ -199,7 +200,7 @@ class FrontPool:
                 front.send(news)
 
     def publish_configuration(self) -> None:
-        """Send the configuration to every front, if it has changed."""
+        """If the configuration has changed, send it to every front."""
         sent, now = self._sent_configuration, self._configuration()
         if sent is not None:
             if msgspec.structs.replace(sent, serial=0) == now:
@@ -214,7 +215,8 @@ class FrontPool:
             self._configure(front)
 
     async def configured(self) -> None:
-        """Publish the configuration, and wait a limited time until every ready front has applied it."""
+        """Send the configuration to every front, and wait a limited time until every ready front has applied
+        it."""
         self.publish_configuration()
         deadline = time.monotonic() + _CONFIGURED_WITHIN_S
         while time.monotonic() < deadline and any(
@@ -223,8 +225,8 @@ class FrontPool:
             await asyncio.sleep(0.005)
 
     async def applied(self, timeout_s: float) -> bool:
-        """Publish the configuration, and wait until every ready front has applied it, including its models.
-        Returns False if that takes longer than `timeout_s`."""
+        """Send the configuration to every front, and wait until every ready front has applied it and loaded
+        its models. Return False if this takes longer than `timeout_s` seconds."""
         self.publish_configuration()
         serial, deadline = self._serial, time.monotonic() + timeout_s
         while any(front.state == "ready" and front.configured < serial for front in self.fronts):
@@ -234,9 +236,9 @@ class FrontPool:
         return True
 
     async def routed(self) -> None:
-        """Publish the configuration, and wait until its routes are in effect in every front that serves
-        connections. A front that does not confirm this in time is killed. Fronts that are starting get the
-        routes before their first connection."""
+        """Send the configuration to every front, and wait until every front that serves connections uses its
+        routes. A front that does not confirm this in time is killed. A front that is starting gets the routes
+        before its first connection."""
         self.publish_configuration()
         serial, deadline = self._serial, time.monotonic() + _ROUTED_WITHIN_S
         while late := [front for front in self._serving() if front.routed < serial]:
@@ -246,13 +248,14 @@ class FrontPool:
             await asyncio.sleep(0.005)
 
     def prepares(self, unit: str) -> bool:
-        """Return whether a front may be preparing a request for this unit, although no route leads to the
-        unit any more."""
+        """Return whether a front may still be preparing a request for this model, although no route leads to
+        the model any more."""
         serial = self._serial
         return any(front.routed < serial or unit in front.preparing for front in self._serving())
 
     def problem_with(self, unit: str) -> str:
-        """Return why at least one front cannot serve this unit, or an empty string if all fronts can."""
+        """Return the reason why a front cannot serve this model, or an empty string if all fronts can serve
+        it."""
         found = (f"{front.name}: {front.problems[unit]}" for front in self.fronts if unit in front.problems)
         return next(found, "")
 
@@ -262,7 +265,7 @@ class FrontPool:
         ]
 
     def send(self, front: str, message: CoreToFront) -> None:
-        """Send a message to the process with this name. If the process has exited, do nothing."""
+        """Send a message to the front process with this name. Do nothing if the process has exited."""
         known = self._by_name.get(front)
         if known is not None:
             known.send(message)
@@ -274,11 +277,9 @@ class FrontPool:
     # ── channels to replicas ──
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Give every front a channel to a replica that has become ready. Fronts that start later get one too.
-
-        `open_channel` returns the descriptor of a new channel for the front with the given name. Raises
-        OSError if too many files are open.
-        """
+        """Open a channel between every front and a replica that has become ready. Fronts that start later
+        also get a channel. `open_channel` returns the descriptor of a new channel for the front with the
+        given name. Raises OSError if too many files are open."""
         for front in self._by_name.values():
             front.attach(name, model, open_channel(front.name))
         self._replicas[name] = _Endpoint(model, open_channel)
@@ -288,8 +289,8 @@ class FrontPool:
         self._replicas.pop(name, None)
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Restart a front that has closed its channel to a running replica: it is either exiting or can no
-        longer use the replica."""
+        """Handle that a front has closed its channel to a running replica. The front is restarted, because it
+        is either exiting or unable to use the replica."""
         known = self._by_name.get(front)
         if known is not None and known.state != "stopping":
             known.kill_soon(f"it closed its channel to {replica}")
@@ -320,7 +321,8 @@ class FrontPool:
         if isinstance(message, Admit) and message.shadow_of:
             requests.admit(front.name, message)
         elif isinstance(message, Admit):
-            # The front only identifies the caller. The caller's rights come from the core's own table.
+            # The front determines only who the caller is. The core reads the caller's rights from its own
+            # table.
             identity = self._identities.of(message.identity)
             requests.admit(front.name, msgspec.structs.replace(message, identity=identity))
         elif isinstance(message, Settle):
@@ -348,12 +350,13 @@ class FrontPool:
                 return
             except OSError:
                 pass  # Too many files are open. Any front may hand the connection over again later.
-        # If there is no owner, the answer has been lost in the meantime, and the front that gets the
-        # connection runs the request again.
+        # If no front owns the key, the answer was lost while the connection was passed on. The front that
+        # gets the connection then runs the request again.
         self.balancer.assign(connection)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        # The front only identifies the caller. The core's own table determines which texts may be kept.
+        # The front determines only who the caller is. The core's own table determines which texts may be
+        # stored.
         identity = self._identities.of(message.identity)
         self._keep(msgspec.structs.replace(message, identity=identity), descriptor)
 

@@ -1,6 +1,9 @@
-"""Reads the progress of requests from the fronts, because only fronts count a request's tokens while it runs.
+"""Reads the progress of running requests from the fronts, which count the tokens of requests while they run.
+The core cannot count them itself.
+
 The fronts are queried once per second for the recorded telemetry, and more often while an operator is
-watching."""
+watching.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from appliance.channel.front_messages import FrontProgress, RequestProgress
 from appliance.front_pool.front import Front
 
 _WAIT_S = 0.25
-"""Maximum time to wait for replies. If a front takes longer, its latest reply is used again."""
+"""Maximum time to wait for replies. If a front takes longer, its previous reply is used again."""
 
 
 class ProgressReader:
-    """The progress of all requests, by request id. Must be used on the event loop's thread."""
+    """Reads the progress of all requests. Must be used on the event loop's thread."""
 
     def __init__(self, fronts: Sequence[Front]) -> None:
         self._fronts = fronts
@@ -31,7 +34,8 @@ class ProgressReader:
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self) -> Mapping[str, RequestProgress]:
-        """Query all fronts, and return the progress of their requests. Concurrent calls share a query."""
+        """Query all fronts, and return the progress of their requests by request id. Calls at the same time
+        share one query."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         await asyncio.shield(self._asking)
@@ -49,13 +53,13 @@ class ProgressReader:
                 await asyncio.wait_for(self._complete.wait(), _WAIT_S)
 
     def take(self, front: str, message: FrontProgress) -> None:
-        """Handle a reply. A late reply to an earlier query is used too."""
+        """Handle a front's reply. A late reply to an earlier query is also used."""
         self._latest[front] = message.requests
         if message.number == self._number:
             self._replied(front)
 
     def lose_front(self, front: str) -> None:
-        """Forget a front process that has exited."""
+        """Discard the replies of a front process that has exited."""
         self._latest.pop(front, None)
         self._replied(front)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from appliance.channel.front_messages import FrontReport
 
 MANY_DENIALS = 100
-"""A problem is reported if at least this many requests within a minute have no valid key. Clients that are
-merely misconfigured send fewer requests."""
+"""If at least this many requests within a minute have no valid key, a problem is reported. Clients that are
+only misconfigured send fewer requests."""
 _MINUTE_S = 60.0
 
 
@@ -45,12 +45,12 @@ _REFUSALS = {
         "the tenants (appliance requests)"
     ),
 }
-"""Text of the report that is made when a count of refused clients has grown. The keys are the names of the
-counts in `FrontReport`."""
+"""The reports about refused clients. Each key is the name of a counter in `FrontReport`, and its text is
+reported when the counter has grown."""
 
 
 class RefusalWatch:
-    """Compares consecutive reports of one front process."""
+    """Compares consecutive reports of one front process, and finds problems to report."""
 
     def __init__(self) -> None:
         self._last = FrontReport()
@@ -59,7 +59,7 @@ class RefusalWatch:
         self._denials_before = 0
 
     def problems(self, report: FrontReport) -> Iterator[str]:
-        """Return the problems that are new since the last report."""
+        """Return the problems that have occurred since the last report of the front."""
         now = time.monotonic()
         for reason, text in self._refusals(report, now):
             if now - self._told_at.get(reason, -_MINUTE_S) >= _MINUTE_S:

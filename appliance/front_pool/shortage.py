@@ -1,4 +1,4 @@
-"""Reports to the operator that descriptors or memory have run out."""
+"""Reports to the operator that file descriptors or memory have run out."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 
 _SAME_SHORTAGE_S = 60.0
-"""If descriptors or memory run out again within this time, the shortage is not reported again."""
+"""If file descriptors or memory run out again within this time, the shortage is not reported again."""
 
 NoteProblem = Callable[[str, str], None]
 """Reports a problem to the operator. The arguments are the problem's location and description."""
 
 
 class ShortageReport:
-    """Reports shortages at one location, without repeating a report while the shortage lasts."""
+    """Reports shortages at one place in the service. While a shortage lasts, it is reported only once."""
 
     def __init__(self, location: str, note: NoteProblem) -> None:
         self._location = location
@@ -21,7 +21,7 @@ class ShortageReport:
         self._latest_at: float | None = None
 
     def report(self, operation: str, shortage: OSError) -> None:
-        """Report that `operation` is impossible because of a shortage."""
+        """Report that `operation` is impossible because descriptors or memory have run out."""
         now = time.monotonic()
         if self._latest_at is None or now - self._latest_at > _SAME_SHORTAGE_S:
             self._note(
