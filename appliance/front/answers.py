@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
-    """Return the leading fields of an answer, up to `choices`."""
+    """Return the leading fields of an answer, from its beginning to `choices`."""
     task, context = generation.task, generation.context
     kind = "chat.completion" if task.chat else "text_completion"
     return {
@@ -29,8 +29,8 @@ def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Return the answer's current token counts. The generation keeps them up to date, because a stream may
-    send them with every event."""
+    """Return the current token counts of the answer. The generation keeps the counts up to date, because a
+    stream may send them with every event."""
     prompt_tokens, completion_tokens = generation.prompt_tokens, generation.completion_tokens
     return {
         "prompt_tokens": prompt_tokens,
@@ -41,7 +41,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
-    """Build the JSON of a finished answer incrementally, yielding between steps."""
+    """Build the JSON of a finished answer in steps, so that other work can run between the steps."""
     task = generation.task
     of_prompts: dict[int, bytes] = {}
     for prompt in task.prompts:
@@ -83,8 +83,8 @@ def _choice(
 
 
 def _prompt_fields(task: GenerationTask, prompt: Prompt) -> Generator[None, None, bytes]:
-    """Return the JSON fields that describe a prompt. They are encoded once and shared by all of the prompt's
-    choices."""
+    """Return the JSON fields that describe a prompt. The fields are encoded once for all choices of the
+    prompt."""
     fields = b""
     if task.prompt_logprobs is not None:
         logprobs = yield from prompt_logprobs_steps(task.model.tokenizer, prompt, task.prompt_logprobs)

@@ -37,8 +37,8 @@ _MAX_CHARS_SHOWN = 100
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return two applications: the bare router, whose route table the tests read, and the application to
-    serve. The second one authenticates each caller and then calls the router."""
+    """Return two applications. The first is the bare router, whose route table the tests read. The second is
+    the application to serve, which authenticates each caller and then calls the router."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)
@@ -67,7 +67,7 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
     elif isinstance(error, ClientDisconnected):
         refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
     else:
-        # The HTTP server logs the traceback and then releases the stack frames.
+        # The HTTP server logs the traceback and then drops its references to the stack frames.
         refusal = ApiError(
             500,
             "the server failed to process the request; see the log of this front process for the cause",

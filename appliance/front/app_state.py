@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 MAX_TEXT_BYTES = 16 << 20
 """Maximum total size, in bytes, of prompts that are waiting to be encoded. Tenants with waiting prompts get
-equal shares of it."""
+equal shares of this memory."""
 MAX_TEXT_WAIT_S = 30.0
 """Time limit for encoding the prompts of one request."""
 
 
 class Running(Protocol):
-    """A request that is waiting for admission or running. Its methods handle messages from the core."""
+    """A request that is waiting for admission or running. The methods handle messages from the core."""
 
     def admitted(self, message: Admitted) -> None: ...
     def refused(self, message: Refused) -> None: ...
@@ -50,13 +50,14 @@ class AppState:
         hand_over: Callable[[HandOver | Keep, tuple[int, ...]], None],
         report: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` sends the core a `FrontReport`."""
+        """`report` is a function that sends the core a `FrontReport`."""
         self.to_core = to_core
         self.hand_over = hand_over
-        """Sends a message with file descriptors. The caller must still close its descriptors."""
+        """Sends a message with file descriptors to the core. The caller must still close its own copies of
+        the descriptors."""
         self.keeper = Keeper(hand_over)
         self.limits = Limits()
-        """Limits on what clients may send. The object may be replaced at any time."""
+        """Limits on what clients may send. The attribute may be assigned at any time."""
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or permitted user were denied")
         self.catalog = Catalog(report)
@@ -71,7 +72,7 @@ class AppState:
         self.ready = False
         self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
-        """Models that cannot answer requests, with the reason for each."""
+        """Models that cannot answer requests, with the reason for each model."""
         self.refused_prompts = 0
         self.requests = 0
         self.tokens = 0
@@ -80,7 +81,7 @@ class AppState:
         self.background = Background()
 
     def reject(self, context: RequestContext, error: ApiError) -> None:
-        """Log a request that the front itself has refused."""
+        """Log a request that this front has refused."""
         self.to_core(
             Rejected(
                 **context.logged_fields(),
@@ -93,14 +94,14 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Charge the caller's token limits for tokens that were encoded or decoded outside a generation
-        request."""
+        """Charge tokens to the caller's token limits that were encoded or decoded without generating an
+        answer."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
-        """Call `flush` once all messages in the channels have been processed, so that the waiting outputs of
-        a stream are sent as one chunk."""
+        """Call `flush` once all messages in the channels have been processed. All outputs of a stream that
+        have arrived by then are sent as one chunk."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.append(flush)

@@ -10,12 +10,13 @@ from appliance.channel.served_models import Arm
 
 
 def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
-    """Return the arm of the split `name` for this caller. Each arm gets callers in proportion to its weight.
+    """Return the arm of the split `name` that answers requests of this caller. Each arm gets callers in
+    proportion to its weight.
 
     The choice is weighted rendezvous hashing (Thaler and Ravishankar 1998; weights as in Schindelhauer and
-    Schomaker 2005): each arm draws a score from a hash of the name, the caller and the arm's target, and the
-    highest score wins. Every front process therefore gives a caller the same arm. Changing one arm's weight
-    moves callers only to or from that arm.
+    Schomaker 2005): each arm gets a score from a hash of the name, the caller and the arm's target, and the
+    arm with the highest score is chosen. Every front process therefore chooses the same arm for a caller. If
+    one arm's weight changes, callers move only to or from that arm.
     """
     return max(arms, key=lambda arm: _score(name, arm, caller))
 
@@ -23,5 +24,5 @@ def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
 def _score(name: str, arm: Arm, caller: str) -> float:
     text = f"{name}\0{arm.target}\0{caller}".encode("utf-8", "backslashreplace")
     hashed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-    uniform = (hashed + 0.5) / 2**64  # between 0 and 1; rounding can make it 1
+    uniform = (hashed + 0.5) / 2**64  # between 0 and 1; rounding can make the value 1
     return -arm.weight / math.log(min(uniform, 1 - 2**-53))

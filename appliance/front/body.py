@@ -1,4 +1,5 @@
-"""Reads a request's JSON body into a struct, within limits. Errors name the invalid field."""
+"""Reads a request's JSON body into a struct, within limits. Error messages contain the name of the invalid
+field."""
 
 from __future__ import annotations
 
@@ -23,15 +24,17 @@ for every 128 bytes. A maximum of 2 MiB allows 262,144 values, 65,536 names, 16,
 16,384 such numbers. Parsing runs on the event loop and takes about 0.1 µs per value, 0.2 µs per name, 0.3 µs
 per number with a fraction or an exponent, and 1 µs per list or object.
 
-A list of token ids stays within the limit, because each id takes 6 to 8 bytes. Commas, colons and brackets
-inside strings are counted too, but a string that reaches a limit would exceed the context length of most
-models: text with one comma per 8 bytes or one colon per 32 bytes has more than 250,000 tokens in 2 MiB.
+A body with a list of token ids stays within the limit of values, because each id takes at least 6 to 8 bytes.
+Commas, colons and brackets inside strings are counted, too. However, a string that reaches a limit would
+exceed the context length of most models: text with one comma per 8 bytes or one colon per 32 bytes has more
+than 250,000 tokens in 2 MiB.
 """
 
 _FREE_BYTES = 64 << 10
 """Refused bodies of up to this size are not charged against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""Larger refused bodies are charged one token per this many bytes above `_FREE_BYTES`."""
+"""For refused bodies that are larger, the caller is charged one token per this many bytes above
+`_FREE_BYTES`."""
 
 
 class ClientDisconnected(Exception):
@@ -94,12 +97,12 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
     too_large = ApiError(
         413, f"the body is larger than the limit of {max_bytes} bytes", code="body_too_large"
     )
-    # The HTTP parser has already refused any Content-Length that is not a number.
+    # The HTTP parser has already refused requests whose Content-Length is not a number.
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large
-    # Reserve the declared length before reading the first byte, so that a request that exceeds the memory
-    # limit is refused immediately.
+    # Reserve the declared length before reading the first byte. A request that exceeds the memory limit is
+    # then refused immediately.
     reservation.grow_to(length)
     received = bytearray()
     while True:
@@ -111,13 +114,14 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
             raise too_large
         reservation.grow_to(len(received))
         if not message.get("more_body", False):
-            # Copying to bytes would double the memory used for large bodies.
+            # Do not copy the body to a bytes object, because a copy would double the memory used for large
+            # bodies.
             return received
 
 
 class _FloatLimit:
-    """Converts numbers with a fraction or an exponent, up to a limit. msgspec's own conversion takes 10 µs
-    for a very small or very large number, such as 1e-308."""
+    """Converts numbers with a fraction or an exponent, up to a maximum count. msgspec's own conversion takes
+    10 µs for a very small or very large number, such as 1e-308."""
 
     def __init__(self, most: int) -> None:
         self._left = self._most = most

@@ -1,4 +1,5 @@
-"""Lowers the configured connection limits of a front if too few file descriptors are available for them."""
+"""Lowers the connection limits of a front if the process has too few file descriptors for the configured
+limits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import msgspec
 from appliance.channel.front_settings import Limits
 
 RESERVED_DESCRIPTORS = 32
-"""Number of file descriptors that are not used for client connections. They are needed for channels to
+"""Number of file descriptors that are kept free of client connections. They are needed for channels to
 replicas, for tokenizer files, and for connections that arrive from the core."""
 
 
@@ -30,8 +31,8 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return the number of file descriptors that this process can use for connections, including the
-    `connections` descriptors that are already in use."""
+    """Return the number of file descriptors that this process can use for connections. The number includes
+    the descriptors that `connections` existing connections already use."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):
@@ -41,6 +42,6 @@ def descriptors_for_connections(limits: Limits, connections: int) -> int:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        # Listing the folder needs a free descriptor, and there is none.
+        # Listing the folder needs a descriptor, but none is free.
         used = allowed
     return allowed - (used - connections) - RESERVED_DESCRIPTORS

@@ -1,4 +1,5 @@
-"""Allows web pages from the origins in the settings to call the API (CORS, part of the Fetch standard)."""
+"""Allows web pages from the origins in the settings to call the API. The rules are those of CORS, which is
+part of the Fetch standard."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ _MAX_AGE_S = 600
 
 
 class Cors:
-    """ASGI middleware around the whole application. For allowed origins, it answers preflight requests, which
-    carry no key, and adds CORS headers to all other responses. Requests without an origin or from another
-    origin are passed on unchanged."""
+    """ASGI middleware around the whole application. For allowed origins, the middleware answers preflight
+    requests, which carry no key, and adds CORS headers to all other responses. It passes on requests without
+    an origin or from another origin unchanged."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app

@@ -1,5 +1,5 @@
-"""The JSON response bodies, as declared in the OpenAPI document. For speed, the front does not build its
-responses from these structs; tests decode the responses into them."""
+"""The JSON response bodies, as declared in the OpenAPI document. For speed, the front does not use these
+structs to build responses. The tests decode the responses with them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelDocument(_Document):
     created: int
     owned_by: str
     max_model_len: int | None
-    """Null if the model is loaded on demand and has not been loaded yet."""
+    """Maximum context length. Null if the model is loaded on demand and has not been loaded yet."""
 
 
 class ModelListDocument(_Document):
@@ -104,7 +104,7 @@ class ChatTokenDocument(_Document):
 
 
 class ChatChosenTokenDocument(ChatTokenDocument):
-    """A token of the answer, with the most likely alternatives at its position."""
+    """A token of the answer, and the most likely alternatives to it."""
 
     top_logprobs: list[ChatTokenDocument]
 

@@ -1,5 +1,5 @@
 """Runs text processing for requests, shared fairly between tenants. Short texts are processed on the event
-loop, long texts in threads."""
+loop, and long texts in threads."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from appliance.text.fair_queue import TooMuchWorkError, run_steps
 Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 512
-"""Maximum length, in characters, of texts that are encoded on the event loop. At 0.3 µs per character, this
-is cheaper than passing the text to a thread (0.1 ms)."""
+"""Maximum length, in characters, of texts that are encoded on the event loop. Encoding takes 0.3 µs per
+character, so for short texts it is cheaper than passing the text to a thread (0.1 ms)."""
 _RETRY_AFTER_S = 2.0
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """Return the size of the texts in memory, in bytes (1 to 4 per character)."""
+    """Return how many bytes of memory the texts take. A character takes 1 to 4 bytes."""
     return sum(map(sys.getsizeof, texts))
 
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
-    """Count `size` bytes of text against the memory limit of the caller's tenant while the context is active.
-    Raises a 503 if the tenant would exceed its limit."""
+    """While the context is active, count `size` bytes of text against the memory limit of the caller's
+    tenant. Raises a 503 if the tenant would exceed the limit."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):
             yield
@@ -46,8 +46,8 @@ async def do_work(
     characters: int,
     inline: int = _INLINE_CHARACTERS,
 ) -> Result:
-    """Run `steps` and return their result. `characters` is the length of the text that they process. Raises a
-    503 if they have not finished within the time limit."""
+    """Run the computation `steps`, and return its result. `characters` is the length of the text that is
+    processed. Raises a 503 if the computation has not finished within the time limit."""
     try:
         if characters <= inline:
             return run_steps(steps)
@@ -60,6 +60,6 @@ async def do_work(
 
 
 def too_much_work(state: AppState, error: TooMuchWorkError) -> ApiError:
-    """Count the refusal, and return the 503 for a tenant that has too much text in progress."""
+    """Return the 503 error for a tenant that has too much text in progress, and count the refusal."""
     state.refused_prompts += 1
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

@@ -17,7 +17,8 @@ _KINDS = {429: "rate_limit_error", 503: "service_unavailable"}
 
 
 class ApiError(Exception):
-    """An error response. `param` names the field, in OpenAI's notation: `messages[0].content`."""
+    """An error response. `param` is the name of the invalid field in OpenAI's notation:
+    `messages[0].content`."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The `type` field of OpenAI's errors."""
+        """The `type` field of the error in OpenAI's format."""
         return self._kind or _KINDS.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
 
     def document(self) -> bytes:
@@ -53,30 +54,30 @@ class ApiError(Exception):
         """Return the error as an HTTP response."""
         headers = self.headers
         if self.retry_after_s is not None:
-            # Send Retry-After in whole seconds, as HTTP requires, and also the header in milliseconds that
-            # OpenAI's client prefers.
+            # Send Retry-After in whole seconds, as HTTP requires, and additionally the header in milliseconds
+            # that OpenAI's client prefers.
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
         return Response(self.document(), self.status, headers, "application/json")
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """Return a 400 error for one field."""
+    """Return a 400 error about one field."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
 def unauthorized(message: str, code: str) -> ApiError:
-    """Return a 401."""
+    """Return a 401 error."""
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
 
 
 def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
-    """Return a 403 for a caller that is authenticated but not permitted to do this."""
+    """Return a 403 error for an authenticated caller who is not permitted to do this."""
     return ApiError(403, message, param=param, code=code)
 
 
 def model_not_allowed(name: str) -> ApiError:
-    """Return the 403 for a model that the caller's key does not permit."""
+    """Return the 403 error for a model that the caller's key does not permit."""
     return forbidden(
         f"this key does not permit the use of model {_shown(name)!r}; GET /v1/models lists the "
         "permitted models",
@@ -86,7 +87,7 @@ def model_not_allowed(name: str) -> ApiError:
 
 
 def model_not_found(name: str) -> ApiError:
-    """Return the 404 for a model that is not served."""
+    """Return the 404 error for a model that is not served."""
     return ApiError(
         404,
         f"model {_shown(name)!r} is not served by this server; GET /v1/models lists the available models",
@@ -109,7 +110,7 @@ def refusal_error(message: Refused) -> ApiError:
 
 
 def engine_error(output: Output) -> ApiError:
-    """Return the error for a sample that the replica has ended without an answer."""
+    """Return the error for a sample that the replica ended without generating an answer."""
     message = output.error or "the engine ended this request without giving a reason"
     if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)

@@ -12,8 +12,8 @@ from appliance.text.stop import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-"""Size of the largest known vocabulary. Token ids must be below it, and no list of token ids may be
-longer."""
+"""Size of the largest known vocabulary. All token ids must be below this number, and no list of token ids may
+be longer."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 """Maximum number of characters in a bad word. Each word is tokenized with and without a leading space."""
@@ -60,7 +60,7 @@ class PositiveOrMinusOne(int):
 
 
 class KeepAliveField(float):
-    """A duration in seconds, or a string such as "10m". A negative duration means no limit."""
+    """A duration in seconds, or a string such as "10m". A negative duration stands for no limit."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [

@@ -1,8 +1,8 @@
 """Assigns an id to each request and authenticates its caller before any other code handles the request.
 
-Every path requires an identity, except the paths of open routes (`appliance.scopes`). Without an identity,
-the response is the same whether or not a path exists. The gate neither reads the body nor checks the caller's
-scopes; each route checks the scopes that it requires.
+Every path requires an identity, except the paths of open routes (`appliance.scopes`). A caller without an
+identity gets the same response whether or not a path exists. The gate neither reads the body nor checks the
+caller's scopes, because each route checks the scopes that it requires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_DEADLINE_MS = 86_400_000
 
 class Gate:
     """ASGI middleware around the whole application. It rejects callers without an identity, except on
-    `open_paths`. Callers have already been identified by `IdentityTable.tenant_of`."""
+    `open_paths`. `IdentityTable.tenant_of` has already identified the callers."""
 
     def __init__(self, app: ASGIApp, state: AppState, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -48,7 +48,7 @@ class Gate:
             await send(message)
 
         if scope["raw_path"].endswith(b"/") and scope["path"] != "/":
-            # A trailing slash in the path is ignored unless it is percent-encoded.
+            # Ignore a trailing slash in the path, unless the slash is percent-encoded.
             scope["path"] = scope["path"].removesuffix("/")
         is_open = scope["path"] in self._open_paths
         state = self._state

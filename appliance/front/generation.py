@@ -1,5 +1,5 @@
-"""Manages a validated request through its life cycle: admission, submission, resubmission after the loss of a
-replica, and settlement."""
+"""Manages a validated request through its life cycle: admission, submission to a replica, resubmission after
+the loss of the replica, and settlement."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
-"""Delay before the first resubmission. Each later delay is twice as long as the one before, to give the core
-time to detect that the replica is lost."""
+"""Delay in seconds before the first resubmission. Each later delay is twice as long as the previous one. The
+delays give the core time to notice that the replica is lost."""
 
 _MAX_BACKLOG_BYTES = 1 << 20
-"""No resubmission is sent to a replica that has more than this many unread bytes in its channel."""
+"""While more than this many bytes in the channel to a replica are unread, no further resubmission is sent to
+the replica."""
 _BACKLOG_CHECK_S = 0.005
 
 CLIENT_DISCONNECTED = 499
@@ -38,10 +39,10 @@ CLIENT_DISCONNECTED = 499
 class Generation:
     """A request that is waiting for admission or running.
 
-    The core's messages, the replica's outputs and the client's disconnection drive it. The request is
-    finished when `ended` is set. By then, every sample has a `finish_reason`, or `failure` holds an error, or
-    `left` is set because the client disconnected. The response calls `settle` once the answer has been
-    written.
+    The object reacts to messages from the core, outputs of the replica and the disconnection of the client.
+    The request is finished when `ended` is set. By then, every sample has a `finish_reason`, or `failure`
+    holds an error, or `left` is set because the client disconnected. After writing the answer, the response
+    calls `settle`.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -49,43 +50,44 @@ class Generation:
         self.context = context
         self.task = task
         self.is_kept = context.identity.log_policy != "metadata"
-        """Whether the log policy keeps prompts and answers."""
+        """Whether the tenant's log policy keeps prompts and answers."""
         self.samples = samples_of(task, self.is_kept)
         self.begun = asyncio.Event()
-        """Set when the first output has arrived, or when the request is finished without any output."""
+        """Set when the first output has arrived, or when the request has finished without any output."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
         self.ran = False
         """Whether the request has been submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
-        """Called after a sample has processed an output."""
+        """Called when a sample has processed an output."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects. If it is None, the request is ended instead."""
+        """Called when the client disconnects. Without this callback, the request is ended when the client
+        disconnects."""
         self.on_end: Callable[[], None] | None = None
         self.on_fallback: Callable[[], None] | None = None
-        """Called when the fallback model has taken over, before the first output. By then, `task` and
-        `samples` have been replaced."""
+        """Called when the request has been moved to the fallback model, before the first output. By then,
+        `task` and `samples` have been replaced."""
         self.headers: dict[str, str] = {}
-        """Response headers that report the caller's rate limits."""
+        """Response headers with the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
         """Total number of tokens in all prompts."""
         self.completion_tokens = 0
-        """Number of tokens in the answer so far, over all samples. Tokens generated after a stop string are
-        not counted."""
+        """Number of tokens in the answer so far, summed over all samples. Tokens generated after a stop
+        string are not counted."""
         self.cached_tokens = 0
-        """Number of prompt tokens found in the prefix cache. A prompt is counted when its first output
-        arrives."""
+        """Number of prompt tokens found in the prefix cache. The tokens of a prompt are counted when the
+        first output for the prompt arrives."""
         self.delivered_tokens = 0
-        """Number of output tokens written to the client. Set by the response."""
+        """Number of output tokens written to the client. The response updates this number."""
         self.first_bytes_at: float | None = None
-        """Time when the first bytes of a stream were written, in seconds of the monotonic clock. Set by the
-        response."""
+        """Time at which the first bytes of a stream were written, in seconds of the monotonic clock. The
+        response sets this attribute."""
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
         """Numbers of the attempts that ended because the replica was stopped to make room for another model.
-        These attempts do not count as losses."""
+        These attempts do not count as lost replicas."""
         self._submitted = False
         self._settled = False
         self._link: ReplicaClient | None = None
@@ -114,15 +116,14 @@ class Generation:
         self.state.charge(self.context, unpaid)
 
     def client_disconnected(self) -> None:
-        """End the request, because its client has disconnected."""
+        """End the request because its client has disconnected."""
         self.left = True
         self._drop()
         self._end()
         self.settle(CLIENT_DISCONNECTED, "the client disconnected")
 
     def too_slow(self) -> None:
-        """End the request and close the connection, because the client does not read its answer fast
-        enough."""
+        """End the request and close the connection because the client reads its answer too slowly."""
         self.left = True
         self._drop()
         self._end()
@@ -156,13 +157,15 @@ class Generation:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._replica_disconnected)
             if self._link is not link:
-                # The replica is lost, so repeat all submissions on another replica.
+                # The channel to the replica broke. All submissions will be repeated on another replica.
                 break
 
     def refused(self, message: Refused) -> None:
-        """End the request after the core has refused it. If this was the first attempt, the core has already
-        closed the request's row in the log. On a later attempt, the client may have received part of the
-        answer, so the core waits for `settle`."""
+        """End the request after the core has refused it.
+
+        If this was the first attempt, the core has already closed the request's row in the log. On a later
+        attempt, the client may have received part of the answer, so the core waits until `settle` is called.
+        """
         if message.attempt != self._attempt or self._settled:
             return
         if message.falls_back:
@@ -175,8 +178,8 @@ class Generation:
         self._fail(refusal_error(message))
 
     async def _fall_back(self, refusal: ApiError) -> None:
-        """Prepare the request for its model's fallback, and request admission again. If the fallback cannot
-        take the request either, the client gets the original model's refusal."""
+        """Prepare the request for the fallback of its model, and request admission again. If the fallback
+        cannot take the request, the client gets the core's refusal for the original model."""
         prepare, self.task.fall_back = self.task.fall_back, None
         try:
             if prepare is None:
@@ -200,7 +203,7 @@ class Generation:
         self.context.prepared()
 
     def abort(self, message: str) -> None:
-        """End the request immediately, because an operator or a drain has cancelled it."""
+        """End the request immediately because an operator or a drain has cancelled it."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
     def preempted(self) -> None:
@@ -208,7 +211,7 @@ class Generation:
         self._preempted.add(self._attempt)
 
     def progress(self) -> RequestProgress:
-        """Return the request's progress, for operators."""
+        """Return the progress of the request, for operators."""
         first = self._first_token_at
         return RequestProgress(
             self.context.request_id,
@@ -235,7 +238,7 @@ class Generation:
         try:
             sample.take(output)
         except Exception:
-            # The frame also contains tokens of other requests, so an error here must end only this request.
+            # The message also contains outputs for other requests, so an error must end only this request.
             log.exception("request %s: processing an output failed", self.context.request_id)
             self._fail(
                 ApiError(
@@ -265,8 +268,8 @@ class Generation:
             self._end()
 
     def _replica_disconnected(self) -> None:
-        """Schedule a resubmission after the loss of the replica. Called once for each submission that was
-        running on the replica."""
+        """Schedule a resubmission after the loss of the replica. Called once for each submission that the
+        replica was running."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
@@ -302,9 +305,12 @@ class Generation:
     async def _submit_in_turns(
         self, link: ReplicaClient, submissions: Iterator[tuple[Submit, Callable[[Output], None]]]
     ) -> None:
-        """Send the submissions no faster than the replica reads them, because each of them contains a whole
-        prompt. The core has already counted every submission, so all of them are sent even if the request has
-        finished; in that case, they are cancelled right afterwards."""
+        """Send the submissions one after another, no faster than the replica reads them. Each of them
+        contains a whole prompt.
+
+        The core has already counted every submission, so all of them must be sent. If the request has already
+        finished, each submission is cancelled immediately after it has been sent.
+        """
         attempt = self._attempt
         for submit, sink in submissions:
             if link.closed:
@@ -338,7 +344,7 @@ class Generation:
         self._end()
 
     def _drop(self) -> None:
-        """Cancel the samples that are still running."""
+        """Cancel the samples that the replica is still generating."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -369,8 +375,8 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # Samples run in parallel, so the time between two engine steps counts once per sample as a gap
-            # between tokens.
+            # The samples run in parallel. Each of them waits for every engine step, so the step's duration
+            # counts once per sample as a gap between tokens.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
@@ -387,11 +393,12 @@ class Generation:
         )
 
     def another(self, context: RequestContext, task: GenerationTask) -> Generation:
-        """Return a generation for another request in the same front."""
+        """Return a generation for another request in this front."""
         return Generation(self.state, context, task)
 
     def measure(self) -> ShadowMeasure | None:
-        """Return the answer's timings and length, or None if the answer is empty or a replica was lost."""
+        """Return the timings and the length of the answer, or None if the answer is empty or a replica was
+        lost."""
         if self._first_token_at is None or self._attempt:
             return None
         tokens = sum(sample.delivered for sample in self.samples)
@@ -400,14 +407,14 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples to include in the answer, in order: all samples, or each prompt's best `n` samples if
-        more were generated."""
+        """The samples that are included in the answer, in order: all samples or, if more than `n` samples per
+        prompt were generated, the best `n` of each prompt."""
         task = self.task
         if task.samples == task.n:
             return self.samples
         best: list[Sample] = []
         for first in range(0, len(self.samples), task.samples):
-            # The sort is stable, so samples with equal log probability keep their order.
+            # The sort is stable, so samples with the same log probability keep their order.
             of_prompt = sorted(
                 self.samples[first : first + task.samples], key=lambda sample: -sample.cumulative_logprob
             )
@@ -415,8 +422,7 @@ class Generation:
         return best
 
     def transcript(self) -> Transcript:
-        """Return the prompts and the answers so far. Both are empty unless the tenant's log policy keeps
-        them."""
+        """Return the prompts and the answers so far. Without a log policy that keeps them, both are empty."""
         tokenizer = self.task.model.tokenizer
         return Transcript(
             self.context.request_id,
@@ -428,7 +434,8 @@ class Generation:
         )
 
     def finish_reason(self, status: int) -> str:
-        """Return the samples' finish reasons, joined by "," if they differ."""
+        """Return the finish reason of the samples. If the samples have different ones, return all of them,
+        joined by ","."""
         rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
         if status == CLIENT_DISCONNECTED:
             rest = "cancelled"

@@ -1,4 +1,5 @@
-"""A validated generation request: tokenized prompts, number of samples, and sampling parameters."""
+"""A validated generation request: its tokenized prompts, the number of samples, and the sampling
+parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, with the log probabilities and cache data that arrive with its first
+    """One prompt of a request. The log probabilities and cache data of the prompt arrive with its first
     outputs."""
 
     index: int
@@ -24,7 +25,7 @@ class Prompt:
     max_tokens: int
     """Maximum number of tokens to generate for each sample."""
     echo_text: str = ""
-    """Text to put at the beginning of the answer if `echo` is set."""
+    """Text at the beginning of the answer if `echo` is set: the prompt."""
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
     """Log probabilities of the prompt's tokens, if requested. The first token's entry is None."""
@@ -32,11 +33,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class RequestCopy:
-    """The unit of loading to which a request is copied, and the function that prepares the copy."""
+    """The model or version to which a request is copied, and the function that prepares the copy."""
 
     unit: str
     prepare: Callable[[LoadedModel, RequestContext], Awaitable[GenerationTask]]
-    """Prepares the request for the unit. Raises `ApiError` if the unit cannot take it."""
+    """Prepares the request for that model or version. Raises `ApiError` if it cannot answer the request."""
 
 
 @dataclass(slots=True)
@@ -49,16 +50,17 @@ class GenerationTask:
     n: int
     """Number of answers for each prompt."""
     sampling: SamplingParams
-    """Sampling parameters for every prompt, except `max_tokens`."""
+    """Sampling parameters for all prompts, except `max_tokens`, which can differ between prompts."""
     best_of: int = 0
-    """Number of samples to generate for each prompt; 0 means `n`. If there are more than `n`, the answer
-    contains the best `n`."""
+    """Number of samples to generate for each prompt; 0 stands for `n`. If the number is greater than `n`, the
+    answer contains the best `n` samples."""
     stops: StopSet | None = None
     include_stop: bool = False
     """Whether an answer includes the stop string or stop token that ended it."""
     skip_special_tokens: bool = True
     continues_text: bool = False
-    """Whether the answer continues the prompt's text. If it does, a leading space in the answer is kept."""
+    """Whether the answer continues the text of the prompt. In this case, a leading space in the answer is
+    kept."""
     logprobs: int | None = None
     """Number of alternatives to show for each token of the answer, or None to show no log probabilities."""
     prompt_logprobs: int | None = None
@@ -74,16 +76,16 @@ class GenerationTask:
     """Whether every chunk of a stream includes token counts."""
     asked_class: str = ""
     keep_alive_s: float | None = None
-    """Same as `Admit.keep_alive_s`."""
+    """The value for `Admit.keep_alive_s`."""
     may_lower: bool = False
-    """Same as `Admit.may_lower`."""
+    """The value for `Admit.may_lower`."""
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
-    """Prepares the request for the fallback model if `model` cannot take it. Raises `ApiError`."""
+    """Prepares the request for the fallback model if `model` cannot answer it. Raises `ApiError`."""
     copy: RequestCopy | None = None
-    """How to copy the request to another unit of loading after it has finished. None unless the request was
-    selected for shadow traffic."""
+    """How to send a copy of the request to another model or version after the request has finished. None
+    unless the request was selected for shadow traffic."""
     shadow_of: str = ""
-    """Same as `Admit.shadow_of`."""
+    """The value for `Admit.shadow_of`."""
     asked: list[Text] = field(default_factory=list)
     """The prompts as the client sent them, if the log policy keeps them."""
 

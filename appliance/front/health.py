@@ -1,5 +1,8 @@
-"""Health checks, which require no identity. A client without an identity is told only whether the service is
-ready. It is told neither the names of the models nor the reason why the service is not ready."""
+"""Health checks, which require no identity.
+
+A client without an identity learns only whether the service is ready. It learns neither the names of the
+models nor the reason why the service is not ready.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +53,15 @@ class _Health:
         return _answer(200, "live")
 
     async def simple(self, request: Request) -> Response:
-        """Report readiness as /health/ready does, but without the reason, because the reason contains model
-        names. Other inference servers use the same path."""
+        """Report readiness on a path that other inference servers also use. The response is that of
+        /health/ready without the reason, because the reason contains model names."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 
     async def ready(self, request: Request) -> Response:
-        """Report the readiness of one model or of all models that are not drained. A single model requires an
-        identity. For all models, the reason is shown only to callers who may use every model."""
+        """Report whether one model, or every model that is not drained, is ready. Checking a single model
+        requires an identity. When all models are checked, the reason is shown only to callers who may use
+        every model."""
         state = self._state
         identity: Identity | None = request.scope["state"].get("identity")
         model = request.query_params.get("model")

@@ -1,4 +1,5 @@
-"""Identifies callers by the hash of a bearer key, or by the uid or groups of a Unix socket's peer."""
+"""Identifies callers by the hash of a bearer key, or by the uid or the groups of the process at the other end
+of a Unix socket."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class IdentityTable:
         self._any_uid: Identity | None = None
 
     def take(self, news: Identities) -> None:
-        """Replace the table or apply changes to it."""
+        """Replace the identity table, or apply changes to it."""
         if news.whole:
             self._keys = {}
         for sha256, identity in news.keys.items():
@@ -44,8 +45,8 @@ class IdentityTable:
 
         On every socket, a valid key takes precedence. On a Unix socket, the peer's uid is sufficient, and
         keys without `KEY_PREFIX` are ignored: OpenAI's clients always send a key, so users without a key
-        configure a placeholder. If a key has the prefix but is invalid (revoked or mistyped), the request is
-        refused even on a Unix socket. Otherwise it would be billed to the uid's tenant by mistake.
+        configure a placeholder. If a key with the prefix is invalid (revoked or mistyped), the request is
+        refused even on a Unix socket. Otherwise, the request would be billed to the uid's tenant by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":
@@ -87,7 +88,8 @@ class IdentityTable:
         return identity.tenant
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether the peer is a local user that the service knows. Known local users need no key."""
+        """Return whether the peer of the socket is a local user that the service knows. Known local users
+        need no key."""
         return peer.kind == "unix" and self._of_peer(peer) is not None
 
     def _of_peer(self, peer: Peer) -> Identity | None:
@@ -98,8 +100,8 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the scheme and the credentials of the Authorization header (`bearer`). Without that header, use
-    the key in `api-key` or `x-api-key`, which Azure's and Anthropic's clients send."""
+    """Return the scheme and the credentials in the Authorization header (`bearer`). Without this header,
+    return the key in `api-key` or `x-api-key`, the headers of Azure's and Anthropic's clients."""
     scheme, key = bearer(headers)
     if scheme:
         return scheme, key

@@ -1,9 +1,9 @@
 """Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
 the core.
 
-Because this takes 0.2 ms per thousand characters of kept text, it runs after the answer has been sent, on a
-separate thread that pauses often. The texts are sent in a memfd, so the core's event loop only has to pass on
-a descriptor.
+The work takes 0.2 ms per thousand characters of kept text. It is therefore done after the answer has been
+sent, on a separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop
+only has to pass on a descriptor.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Maximum number of characters that may be waiting for the thread. Further texts are dropped and counted."""
+"""Maximum number of characters that may wait to be processed in the thread. Further texts are dropped and
+counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Maximum number of characters kept for one request. Only the length of any further text is kept."""
+"""Maximum number of characters stored for one request. If its texts are longer, only the length of the rest
+is stored."""
 
 _BEYOND_CHARS = 1024
-"""Number of characters beyond the kept part that are also searched for secrets, because a secret may extend
-beyond the end of the kept part."""
+"""Number of characters after the stored part that are also searched for secrets, because a secret may begin
+in the stored part and end after it."""
 _PAUSE_S = 0.0001
-"""Length of each pause. During a pause, the event loop's thread can acquire the interpreter lock. A pause of
-0 s would not be long enough."""
+"""Length of each pause of the thread. During a pause, the event loop's thread can acquire the interpreter
+lock. A pause of 0 s would be too short for this."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
-"""A text, a conversation, or token ids."""
+"""A text, a conversation, or a list of token ids."""
 
 
 class Transcript(NamedTuple):
@@ -56,7 +58,7 @@ class Transcript(NamedTuple):
     prompts: list[Text]
     answers: list[str]
     decode: Callable[[list[int]], str]
-    """Converts token ids to text. May be called from any thread."""
+    """Converts token ids to text. May be called in any thread."""
 
     @property
     def chars(self) -> int:
@@ -65,21 +67,22 @@ class Transcript(NamedTuple):
 
 
 class Keeper:
-    """Prepares texts for storage according to `rules` and the log policies of the callers' tenants. All
+    """Prepares texts for storage, according to `rules` and the log policy of each caller's tenant. All
     methods must be called on the event loop's thread."""
 
     def __init__(self, hand_over: Callable[[Keep, tuple[int, ...]], None]) -> None:
-        """`hand_over` sends a message with descriptors to the core, and leaves the descriptors open."""
+        """`hand_over` sends a message with file descriptors to the core, and leaves the descriptors open."""
         self.rules = KeepRules()
         self.dropped = 0
-        """Number of requests whose texts were dropped because too many characters were waiting."""
+        """Number of requests whose texts were not stored because too many characters were waiting."""
         self._hand_over = hand_over
         self._waiting_chars = 0
         self._threads = ThreadPoolExecutor(1, "keep")
         self._background = Background()
 
     def keep(self, transcript: Transcript) -> None:
-        """Queue the transcript, which is then kept according to its tenant's policy."""
+        """Queue a request's texts. The thread then prepares them for storage, according to the log policy of
+        the tenant."""
         if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
             log.error(
@@ -92,7 +95,7 @@ class Keeper:
         self._background.run(self._run(transcript))
 
     async def flush(self) -> None:
-        """Wait until all texts have been sent."""
+        """Wait until all queued texts have been sent."""
         await self._background.ended()
 
     async def _run(self, transcript: Transcript) -> None:
@@ -116,7 +119,7 @@ class Keeper:
 
 
 def _in_memory(transcript: Transcript, rules: KeepRules) -> int:
-    """Return a memfd that contains the texts as msgpack."""
+    """Return a memfd that contains the texts in msgpack format."""
     return new_memory("kept", msgspec.msgpack.encode(list(_parts(transcript, rules))))
 
 
@@ -146,13 +149,13 @@ def _part(
     data = _plain(text).encode("utf-8", "surrogatepass")
     if transcript.identity.log_policy != "full":
         return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
-    # Redact the messages' texts before encoding them as JSON, because JSON escapes would change the
+    # Redact the texts of the messages before encoding them as JSON, because JSON escapes would change the
     # characters of a secret.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")
-    # Hash the redacted text. If the hash covered the original text, a short secret could be found by trying
-    # values until the hash matches.
+    # Hash the redacted text, not the original text. Otherwise, a short secret could be found by hashing
+    # guesses until the hash matches.
     return KeptText(
         name,
         number,
@@ -165,17 +168,17 @@ def _part(
 
 
 def _plain(text: Text) -> str:
-    """Return the text as it will be stored. A conversation is stored as JSON without spaces."""
+    """Return the text in the form in which it is stored. A conversation is stored as JSON without spaces."""
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Clean:
-    """The redacted beginning of a text. It is slightly longer than the part that is kept."""
+    """The redacted beginning of a text. It is slightly longer than the part that is stored."""
 
     def __init__(self, redactor: Redactor, room: int) -> None:
         self.secrets = 0
         self.cut = False
-        """Whether the rest of the text was dropped."""
+        """Whether the rest of the text was dropped because the text is too long."""
         self._redactor = redactor
         self._room = room
 

@@ -1,5 +1,5 @@
-"""Limits on the number of tokens in prompts and answers: the context length of the model or tenant, and the
-request's own limits."""
+"""Limits on the number of tokens in prompts and answers: the context length of the model, the context length
+of the tenant, and the limits that the request sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOKENS_SHOWN = 524_288
 """Maximum number of tokens in a /tokenize response."""
 _NO_LIMIT = 1 << 20
 """Number of tokens to generate if neither a limit nor the model's context length is known. The engine ends
-the answer at the actual context length."""
+the answer earlier if it reaches the actual context length."""
 
 
 class LengthLimit(NamedTuple):
@@ -22,16 +22,16 @@ class LengthLimit(NamedTuple):
     combined."""
 
     owner: str
-    """Owner of the limit, for messages: "this model's", or a tenant's name in the possessive."""
+    """Owner of the limit, for messages: "this model's", or the name of a tenant in the possessive."""
     tokens: int
-    """The limit, or 0 if it is not known. If it is not known and the model cannot be loaded, the core refuses
-    the request and gives the cause; otherwise, the engine applies the limit when the request runs."""
+    """The limit, or 0 if it is unknown. If the limit is unknown because the model cannot be loaded, the core
+    refuses the request and gives the cause. Otherwise, the engine applies the limit when the request runs."""
     answer_tokens: int = 1
     """Minimum number of tokens that must be left for the answer."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """Maximum number of prompt tokens, or None if the limit is not known."""
+        """Maximum number of prompt tokens, or None if the limit is unknown."""
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
@@ -50,15 +50,16 @@ class AnswerLimit(NamedTuple):
     """The maximum number of tokens in an answer."""
 
     requested: int | None
-    """The request's own limit, or None if it sets none."""
+    """The limit that the request sets, or None if it sets no limit."""
     default: int | None
-    """The default for requests without a limit, or None if only the context length limits the answer."""
+    """The default limit for requests that set none. If it is None, only the context length limits the
+    answer."""
     field: str
     """Name of the request field, as shown in messages."""
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:
-    """Return the model's context length, or the tenant's limit if that is shorter."""
+    """Return the model's context length or the tenant's limit, whichever is shorter."""
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
         return LengthLimit(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
@@ -74,7 +75,7 @@ def answer_limit(identity: Identity, requested: int | None, default: int | None,
 
 
 def too_many_to_show(param: str) -> ApiError:
-    """Return the 400 for a text with more tokens than /tokenize can show."""
+    """Return the 400 error for a text with more tokens than /tokenize can show."""
     return invalid(
         param, f"has more than {MAX_TOKENS_SHOWN} tokens; split the text and send several requests"
     )
@@ -101,8 +102,8 @@ def truncated(
 
 
 def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLimit, param: str) -> int:
-    """Return the maximum number of tokens to generate after a prompt. `param` names the prompt's field in the
-    request. Raises a 400 if the prompt is empty or leaves too few tokens for the answer."""
+    """Return the maximum number of tokens to generate after a prompt. `param` is the name of the prompt's
+    field in the request. Raises a 400 if the prompt is empty or leaves too few tokens for the answer."""
     if not token_ids:
         raise invalid(param, "is empty; send at least one token")
     requested, default = answer.requested, answer.default

@@ -14,7 +14,7 @@ from appliance.text.tokenizer import Tokenizer
 from engine.messages import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
-"""Value that OpenAI shows for an impossible token, because JSON cannot represent infinity."""
+"""The log probability that OpenAI shows for an impossible token. JSON cannot represent infinity."""
 _LOGPROBS_AT_ONCE = 2048
 
 _encode = msgspec.json.Encoder().encode
@@ -71,24 +71,25 @@ class _Columns:
         self._values.append(_finite(logprob.logprob))
         top: dict[str, float] = {}
         for other, value in logprob.top[: self._alternatives]:
-            # Different tokens can have the same text. The most likely of them comes first and is shown.
+            # Different tokens can have the same text. The most likely one comes first, and only this one is
+            # shown.
             top.setdefault(self._tokenizer.token_text(other), _finite(value))
-        # OpenAI also lists the chosen token, so there may be one more alternative than requested.
+        # OpenAI's list also contains the chosen token, so there may be one alternative more than requested.
         top.setdefault(text, _finite(logprob.logprob))
         self._top.append(top)
 
     def add_entries(self, entries: Sequence[LogprobEntry]) -> None:
-        """Add generated tokens."""
+        """Add generated tokens to the lists."""
         for entry in entries:
             self.add(entry.logprob.token_id, entry.logprob, entry.offset)
 
     def lists(self) -> list[list[Any]]:
-        """Return the parallel lists. The list of alternatives is empty if none were requested."""
+        """Return the parallel lists. If no alternatives were requested, the list of alternatives is empty."""
         return [self._tokens, self._values, self._top if self._alternatives else [], self._offsets]
 
 
 class PromptLogprobs:
-    """Log probabilities of the prompt, for answers that begin with the prompt (`echo`). They are returned in
+    """Log probabilities of a prompt, for answers that begin with the prompt (`echo`). They are written in
     parts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -98,11 +99,11 @@ class PromptLogprobs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parts have been returned."""
+        """Whether the log probabilities of the whole prompt have been written."""
         return self._position == len(self._prompt.token_ids)
 
     def move(self, columns: _Columns, count: int) -> None:
-        """Add the next `count` tokens."""
+        """Add the next `count` tokens of the prompt to the lists."""
         known = self._prompt.logprobs or []
         for token_id in self._prompt.token_ids[self._position : self._position + count]:
             logprob = known[self._position] if self._position < len(known) else None
@@ -112,17 +113,19 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return the number of tokens whose log probabilities are written in one step. A step should take only a
-    few milliseconds."""
+    """Return the number of tokens whose log probabilities are written in one step, so that a step takes only
+    a few milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 
 def prompt_logprobs_steps(
     tokenizer: Tokenizer, prompt: Prompt, alternatives: int
 ) -> Generator[None, None, bytes]:
-    """Build the field `prompt_logprobs` incrementally, yielding between steps. The format is the same as in
-    vLLM: for every prompt token except the first, an object maps token ids to log probability, rank and
-    text."""
+    """Build the field `prompt_logprobs` in steps, so that other work can run between the steps.
+
+    The format is the same as in vLLM: for every prompt token except the first, an object maps token ids to
+    log probability, rank and text.
+    """
     known = prompt.logprobs or []
     count = max(1, _LOGPROBS_AT_ONCE // (1 + alternatives))
     slices = []
@@ -145,7 +148,7 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
     return {
         str(token_id): {
             "logprob": _finite(value),
-            # The engine reports ranks only for the most likely tokens.
+            # The engine reports ranks only for the most likely tokens of each position.
             "rank": ranks.get(token_id),
             "decoded_token": tokenizer.token_text(token_id),
         }
@@ -173,7 +176,8 @@ def logprobs_event(
 def logprobs_steps(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None
 ) -> Generator[None, None, bytes]:
-    """Build `choices[].logprobs` as JSON for a complete answer, incrementally, yielding between steps."""
+    """Build `choices[].logprobs` of a complete answer as JSON in steps, so that other work can run between
+    the steps."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer, count = task.model.tokenizer, tokens_at_once(task)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _CLOSE_AFTER_S = 60.0
 _CHECK_CLIENT_S = 1.0
-"""Interval at which a waiting request checks whether its client has disconnected."""
+"""Interval at which a request that waits for a model checks whether its client has disconnected."""
 _MAX_REASON_CHARACTERS = 1000
 
 
@@ -35,7 +35,8 @@ class LoadedModel:
 
     @property
     def unit(self) -> str:
-        """The unit of loading that answers the model's requests (`ServedModel.name`)."""
+        """The unit of loading that answers requests for the model: a model in the settings, or one version
+        (`ServedModel.name`)."""
         return self.served.name
 
 
@@ -54,12 +55,13 @@ def _read_model(served: ServedModel) -> tuple[Tokenizer, TemplateProcess]:
 
 
 def _files(served: ServedModel) -> tuple[str, str | None, str]:
-    """Return the values that identify the files of a model's tokenizer and chat template."""
+    """Return values that identify the current contents of a model's tokenizer and chat template files."""
     return served.folder, served.chat_template, served.version
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason why a model cannot be loaded. Characters that UTF-8 cannot encode are escaped."""
+    """Return the error as the reason why a model cannot be loaded. Characters that UTF-8 cannot encode are
+    escaped."""
     text = str(error)
     if not isinstance(error, TokenizerFilesError):
         text = f"the model's files cannot be read ({type(error).__name__}: {text})"
@@ -72,27 +74,27 @@ def allows(identity: Identity, name: str) -> bool:
 
 
 class Catalog:
-    """The loaded models by unit, and the names that applications use for them. A model that cannot be loaded
-    keeps its names: requests for it are refused with the cause, and the other models are served as usual."""
+    """The loaded models, and the names that applications use for them. If a model cannot be loaded, its names
+    stay: requests for it are refused with the cause. The other models are served as usual."""
 
     def __init__(self, on_waiting: Callable[[], None] = lambda: None) -> None:
-        """`on_waiting` is called when requests begin to wait for a name whose model is not loaded."""
+        """`on_waiting` is called when a request begins to wait for a name whose model is not loaded."""
         self._on_waiting = on_waiting
         self._models: dict[str, LoadedModel] = {}
         self._broken: dict[str, str] = {}
         self._routes: dict[str, Route] | None = None
         self._served: list[ServedModel] = []
         self._changed = asyncio.Event()
-        """When the names change, this event is set and replaced by a new event."""
+        """This event is set when the names change, and is then replaced by a new event."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        """Number of requests that are waiting for each name whose model is not loaded."""
+        """For each name whose model is not loaded, the number of requests that are waiting for the model."""
         self.max_held, self.hold_timeout_s = 0, 0.0
         """Limits on the requests that wait for models to be loaded."""
 
     @property
     def problems(self) -> dict[str, str]:
-        """The unusable models by unit, with the reason for each. Empty if all models are usable."""
+        """The models that cannot be used, with the reason for each model."""
         return self._broken
 
     @property
@@ -103,8 +105,8 @@ class Catalog:
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """Chat template problems by model: how often the model's templates exceeded a limit, and the limit
-        exceeded most recently."""
+        """Problems with chat templates, by model: how often the model's templates have exceeded a limit, and
+        which limit was exceeded last."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -113,17 +115,17 @@ class Catalog:
 
     @property
     def preparing(self) -> tuple[str, ...]:
-        """The units of loading for which requests are being prepared."""
+        """The models and versions for which requests are being prepared."""
         return tuple(self._preparing)
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Names with requests that are waiting for a model to be loaded or woken on demand."""
+        """Names whose requests are waiting until a model is loaded or woken on demand."""
         return tuple(name for name in self._held if self._waits(name) and self._is_on_demand(name))
 
     @property
     def listed(self) -> list[Route]:
-        """The names whose models can answer requests."""
+        """The names that can be listed, because their models can answer requests."""
         if self._routes is None:
             routes = [own_route(model, model.name) for model in self._served]
         else:
@@ -131,11 +133,12 @@ class Catalog:
         return [route for route in routes if route.unit not in self._broken]
 
     def serves(self, name: str) -> bool:
-        """Return whether a model with this name can be used now or on demand."""
+        """Return whether a model with this name can answer requests now, or after it is loaded on demand."""
         return self.unit_of(name) in self._models or self._is_on_demand(name)
 
     def unit_of(self, name: str) -> str:
-        """Return the unit of loading that answers requests for the name; empty if there is none."""
+        """Return the unit of loading that answers requests for the name, or an empty string if there is
+        none."""
         if self._routes is None:
             return name
         route = self._routes.get(name)
@@ -144,13 +147,13 @@ class Catalog:
     # ── changes by the core ──
 
     def route(self, routes: list[Route] | None) -> None:
-        """Immediately replace the model names that applications can use."""
+        """Replace the names that applications can use for models. The change takes effect immediately."""
         self._routes = None if routes is None else {route.name: route for route in routes}
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Keep exactly these models loaded. The previous models stay in use until the new models are
+        """Load these models, and drop all others. The previous models stay in use until the new models are
         loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
@@ -171,15 +174,15 @@ class Catalog:
         kept = {model.template for model in models.values()}
         for old in self._models.values():
             if old.template not in kept:
-                # Requests that began with the old model may still need its templates.
+                # Requests that began with the previous model may still need its templates.
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
         self._models, self._broken, self._served = models, broken, served
 
     # ── use by requests ──
 
     def prepare(self, model: LoadedModel) -> Callable[[], None]:
-        """Count a request that is being prepared for the model. The core keeps the model loaded until the
-        returned function is called. The function may be called more than once."""
+        """Count a request that is being prepared for the model. Until the returned function is called, the
+        core keeps the model loaded. The function may be called more than once."""
         unit, counts = model.unit, self._preparing
         counts[unit] += 1
         left = [unit]
@@ -196,9 +199,9 @@ class Catalog:
     async def find(
         self, name: str, identity: Identity, disconnected: Callable[[], bool], caller: str = ""
     ) -> LoadedModel:
-        """Return the model for this name, as `get` does. If the name's model is not loaded yet, wait for it,
-        unless `disconnected` returns true because the client has disconnected. Raises a 503 if the wait takes
-        too long or if too many requests are waiting."""
+        """Return the model for this name, as `get` does, but first wait until the model is loaded. Stop
+        waiting if `disconnected` returns true because the client has disconnected. Raises a 503 if the wait
+        takes too long or if too many requests are waiting."""
         if allows(identity, name) and self._waits(name):
             if (held := self._held.total()) >= self.max_held:
                 raise _still_loading(name, f"{held} requests are already waiting for models")
@@ -208,7 +211,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def _holding(self, name: str) -> Iterator[None]:
-        """Count a request that is waiting for the name."""
+        """While the context is active, count a request as waiting for the name."""
         self._held[name] += 1
         try:
             if self._held[name] == 1:
@@ -220,8 +223,8 @@ class Catalog:
                 del self._held[name]
 
     async def _until_routed(self, name: str, disconnected: Callable[[], bool]) -> None:
-        """Wait until a model is available for the name, its load has failed, or `disconnected` returns true.
-        Raises a 503 if that takes too long."""
+        """Wait until a model is available for the name, until its load has failed, or until `disconnected`
+        returns true. Raises a 503 if the wait takes too long."""
         deadline = asyncio.get_running_loop().time() + self.hold_timeout_s
         while self._waits(name) and not disconnected():
             if (left_s := deadline - asyncio.get_running_loop().time()) <= 0:
@@ -230,9 +233,11 @@ class Catalog:
                 await asyncio.wait_for(self._changed.wait(), min(left_s, _CHECK_CLIENT_S))
 
     def get(self, name: str, identity: Identity, caller: str = "") -> LoadedModel:
-        """Return the model for this name. If the name is split, `caller` determines the arm. Raises a 403 if
-        the identity is not permitted to use the model, a 404 if the model is not served, or a 503 if its
-        tokenizer could not be read or if the model is not loaded yet."""
+        """Return the model for this name. If requests for the name are split, `caller` determines the arm.
+
+        Raises a 403 if the identity may not use the model, a 404 if the model is not served, or a 503 if its
+        tokenizer could not be read or if the model is not loaded yet.
+        """
         if not allows(identity, name):
             # A caller who is not permitted to use a model must not learn whether it exists.
             raise model_not_allowed(name)
@@ -259,13 +264,14 @@ class Catalog:
         raise model_not_found(name)
 
     def _unit_for(self, name: str, caller: str) -> str:
-        """Return the unit of loading that answers the caller's requests for the name; empty if none does."""
+        """Return the unit of loading that answers the caller's requests for the name, or an empty string if
+        none does."""
         route = self.route_of(name)
         arms = () if route is None else [arm for arm in route.arms if arm.unit in self._models]
         return choose_arm(name, arms, caller).unit if arms else self.unit_of(name)
 
     def loaded(self, unit: str) -> LoadedModel | None:
-        """Return the model of a unit of loading, or None if it is not loaded."""
+        """Return the loaded model of a unit of loading, or None if it is not loaded."""
         return self._models.get(unit)
 
     def route_of(self, name: str) -> Route | None:
@@ -273,15 +279,15 @@ class Catalog:
         return None if self._routes is None else self._routes.get(name)
 
     def fallback_of(self, name: str, identity: Identity) -> str:
-        """Return the model that may answer the caller's requests if the model with this name cannot; empty if
-        there is none."""
+        """Return the name of the fallback that may answer the caller's requests if the model with this name
+        cannot, or an empty string if there is none."""
         route = self.route_of(name)
         may = route is not None and identity.may_fall_back and allows(identity, name)
         return route.fallback if may and route is not None and allows(identity, route.fallback) else ""
 
     def describe(self, name: str, identity: Identity, caller: str) -> Route:
-        """Return the description of a name for `GET /v1/models/NAME`. The call does not cause a model to be
-        loaded. Raises the same errors as `get`."""
+        """Return the description of a name for `GET /v1/models/NAME`. This never causes a model to be loaded.
+        Raises the same errors as `get`."""
         route = self.route_of(name)
         if allows(identity, name) and route is not None and route.on_demand and not route.problem:
             return route
@@ -297,7 +303,7 @@ class Catalog:
 
 
 def own_route(model: ServedModel, name: str) -> Route:
-    """Return a route from this name to the model."""
+    """Return a route from the model's own name to the model."""
     return Route(name=name, unit=model.name, created=model.created, max_model_len=model.max_model_len)
 
 

@@ -16,10 +16,11 @@ from appliance.front.tokenization import decode, prompt_param, text_tokens
 MAX_SEQUENCES = 1024
 """Maximum total number of samples for all prompts of one request."""
 MAX_SENT_BIASES = 65_536
-"""Maximum product of the number of prompts and the number of `logit_bias` entries. Each prompt is sent to the
-replica with its own copy of the biases."""
+"""Maximum of the number of prompts multiplied by the number of `logit_bias` entries. Each prompt is sent to
+the replica with its own copy of the biases."""
 MAX_ECHOED = 131_072
-"""Maximum value of answers × prompt tokens × (1 + `logprobs`) in one response with `echo`."""
+"""Maximum of the number of answers multiplied by the prompt tokens and by 1 + `logprobs`, in one response
+with `echo`."""
 
 
 async def completion_task(
@@ -51,8 +52,8 @@ async def completion_task(
                 prompt.echo_text = texts[index]
             else:
                 skips = body.skip_special_tokens is not False
-                # Leave out an incomplete character at the end of the prompt, because the answer emits the
-                # whole character. If there is no answer, keep it.
+                # Leave out an incomplete character at the end of the prompt, because the answer begins with
+                # the complete character. If only the prompt is returned, keep the incomplete character.
                 complete = body.max_tokens == 0
                 prompt.echo_text = await decode(state, model, context, token_ids, skips, complete)
         prompts.append(prompt)
@@ -102,8 +103,8 @@ def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
 
 
 def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
-    """Raise a 400 if the answer would repeat too many prompt tokens. Their number is limited because the
-    engine sends all log probabilities of a prompt in one message."""
+    """Raise a 400 if the answer would repeat too many prompt tokens. The number is limited because the engine
+    sends all log probabilities of a prompt in one message."""
     count = n * sum(map(len, tokens)) * (1 + (logprobs or 0))
     if count > MAX_ECHOED:
         raise invalid(

@@ -1,4 +1,4 @@
-"""The front process: handles the core's messages and reports to the core."""
+"""The front process, which handles messages from the core and reports to the core."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
 _MEND_EVERY_S = 5.0
-"""Interval between attempts to read a tokenizer whose files could not be read. Its folder may become
+"""Interval at which the front tries again to load models whose files could not be read. The files may become
 available later."""
 _ERROR_EVENT_GRACE_S = 1.0
-"""Time allowed after the grace period for sending error events to unfinished requests."""
+"""Time in seconds after the grace period during which error events are sent to unfinished requests."""
 
 
 class FrontProcess:
@@ -101,7 +101,8 @@ class FrontProcess:
             try:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
-                # The front cannot work without this channel, so it exits, and the core starts another front.
+                # The front cannot work without this channel. It therefore exits, and the core starts another
+                # front.
                 log.error(
                     "too many open files to open the channel to replica %s: raise the limit of open files "
                     "(ulimit -n)",
@@ -110,8 +111,8 @@ class FrontProcess:
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # Apply this part immediately: during a drain, the very next request must be refused, and loading
-            # the models may take a long time.
+            # Apply this part of the configuration immediately. During a drain, the very next request must be
+            # refused, but loading the models may take a long time.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
@@ -146,7 +147,8 @@ class FrontProcess:
         return socket.socket(fileno=self._channel.take_fd())
 
     async def _configure(self) -> None:
-        """Apply configurations one after another. If one fails, log the error and continue with the next."""
+        """Apply the received configurations one after another. If one fails, log the error and continue with
+        the next."""
         while True:
             configure = self._latest = await self._configurations.get()
             try:
@@ -155,7 +157,7 @@ class FrontProcess:
                 log.exception("applying configuration %d failed", configure.serial)
 
     async def _apply(self, configure: Configure) -> None:
-        """Apply a configuration. The first configuration makes the front ready."""
+        """Apply a configuration. The first one makes the front ready."""
         self._state.limits = self._state.bodies.limits = configure.limits
         self._limit_connections()
         self._state.retries.rules = configure.retries
@@ -169,7 +171,7 @@ class FrontProcess:
         self._tell()
         if not self._is_configured:
             self._is_configured = True
-            # The objects that exist now are permanent, so exclude them from garbage collection.
+            # The objects that exist now are permanent, so the garbage collector need not examine them.
             gc.collect()
             gc.freeze()
             self._channel.send(FrontReady())
@@ -178,7 +180,8 @@ class FrontProcess:
             )
 
     async def _mend(self) -> None:
-        """Periodically apply the last configuration again if any models could not be loaded."""
+        """Periodically try again to load models that could not be loaded, by applying the latest
+        configuration again."""
         while True:
             await asyncio.sleep(_MEND_EVERY_S)
             if self._state.catalog.problems and self._latest is not None and self._configurations.empty():
@@ -196,7 +199,7 @@ class FrontProcess:
             generation.abort("the service stopped before this request was finished")
         await stopping
         await state.keeper.flush()
-        # Wait until the core has received the last settlements.
+        # Wait until the core has received the settlements of the last requests.
         deadline = loop.time() + _ERROR_EVENT_GRACE_S
         while self._channel.backlog_bytes and loop.time() < deadline:
             await asyncio.sleep(0.01)
@@ -251,7 +254,7 @@ class FrontProcess:
 
 
 def _core_gone() -> None:
-    """Exit immediately, because the core has exited. This closes the clients' connections."""
+    """Exit immediately because the core has exited. The exit closes the clients' connections."""
     os._exit(0)
 
 

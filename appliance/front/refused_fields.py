@@ -14,15 +14,16 @@ from appliance.front.validation import UNSUPPORTED, FieldError, shown
 
 
 class RefusedField(NamedTuple):
-    """A field that is refused, with the remedy that the error message suggests."""
+    """A request field that is refused. The error message suggests the remedy."""
 
     name: str
     remedy: str
     neutral: tuple[Any, ...] = ()
-    """Values that do not change the answer, in addition to null, false and empty values."""
+    """Values that are accepted because they do not change the answer, in addition to null, false and empty
+    values."""
     is_content: bool = False
-    """Whether the value is text from the conversation. Error messages are logged, so they must not quote
-    it."""
+    """Whether the value of the field is text from the conversation. Error messages are logged, so they must
+    not quote this text."""
 
     @property
     def json_schema(self) -> dict[str, Any]:
@@ -33,10 +34,10 @@ class RefusedField(NamedTuple):
         }
 
     def check(self, value: Any) -> None:
-        """Accept a value that does not change the answer. Raises FieldError for any other value."""
+        """Accept a value that does not change the answer, and raise FieldError for any other value."""
         if value is None or value is False or (isinstance(value, (list, dict, str)) and not value):
             return
-        # True == 1 in Python, so the types are compared too.
+        # True == 1 in Python, so compare the types as well.
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral):
             return
         named = "this value" if self.is_content and not isinstance(value, (dict, list)) else shown(value)
@@ -44,8 +45,8 @@ class RefusedField(NamedTuple):
 
 
 def _each(remedy: str, *names: str, **neutral: tuple[Any, ...]) -> tuple[RefusedField, ...]:
-    """Return refused fields that share one remedy. `names` lists fields without neutral values; `neutral`
-    maps fields to the values that do not change the answer."""
+    """Return refused fields that have the same remedy. `names` contains fields without further accepted
+    values, and `neutral` maps fields to the values that do not change the answer."""
     return (
         *(RefusedField(name, remedy) for name in names),
         *(RefusedField(name, remedy, values) for name, values in neutral.items()),

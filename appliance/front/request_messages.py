@@ -19,9 +19,11 @@ from engine.messages import Submit, pack_tokens
 def admit_message(
     context: RequestContext, task: GenerationTask, samples: list[Sample], attempt: int, send_prefixes: bool
 ) -> Admit:
-    """Return the message that asks for admission. After the first attempt, the message counts only the
-    unfinished samples, and each sample's tokens so far count as part of its prompt. Pass True for
-    `send_prefixes` if the core can choose between replicas."""
+    """Return the message that asks the core to admit the request.
+
+    After the first attempt, only the unfinished samples are counted, and the tokens that each sample already
+    has count as part of its prompt. `send_prefixes` is true if the core can choose between several replicas.
+    """
     again = attempt > 0
     running = [sample for sample in samples if not sample.finish_reason]
     emitted = sum(len(sample.token_ids) for sample in running)
@@ -54,9 +56,9 @@ def submit_messages(
     link: ReplicaClient,
     admitted: Admitted,
 ) -> Iterator[tuple[Submit, list[Sample]]]:
-    """Yield each submission with the samples that it generates. In the first attempt, there is one submission
-    for each prompt. In later attempts, there is one for each unfinished sample, which contains the sample's
-    tokens so far."""
+    """Yield each submission to the replica, together with the samples that the submission generates. In the
+    first attempt, there is one submission for each prompt. In later attempts, there is one for each
+    unfinished sample, which contains the tokens that the sample already has."""
     n = task.samples
     if admitted.attempt:
         groups = [(sample.prompt, [sample]) for sample in samples if not sample.finish_reason]

@@ -1,11 +1,11 @@
-"""Executions of requests with an `Idempotency-Key`, and their stored answers.
+"""The runs of requests with an `Idempotency-Key`, and the stored answers. A run goes through these states:
 
     claimed ──► running ──► kept ──► evicted: expired, or memory needed
         │          └──► dropped: failed, or no client reconnected in time
         └──► dropped: another front owns the key
 
 The core records which front owns which key (`appliance.front_pool.claims`), and the front stores the answers.
-When the front's process exits, its answers are lost, and a retry executes the request again.
+When a front process exits, its answers are lost, and a retry runs the request again.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ if TYPE_CHECKING:
     from appliance.front.respond import GenerationResponse
 
 _NOT_REPEATED = (b"x-ratelimit-", b"content-length")
-"""Prefixes of headers that are omitted from the stored response, because they do not apply to a retry or
-because a retry's response gets its own."""
+"""Prefixes of headers that are not stored. They either do not apply to a retry, or the response to a retry
+gets new ones."""
 _RUN_BYTES = 1024
-"""Memory that a run uses in addition to its answer, in bytes."""
+"""Memory in bytes that a run uses in addition to its answer."""
 
 
 class KeyedRun:
-    """One run of a request. Its response is stored for retries. After the run has finished, this object no
-    longer refers to a connection or a prompt, because `held_bytes` does not count their memory."""
+    """One run of a request with an `Idempotency-Key`. The response is stored for retries. After the run has
+    finished, this object no longer refers to a connection or a prompt, because `held_bytes` does not count
+    their memory."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
-        """Create a run that has not been claimed yet. `fingerprint` is a hash of the request's body."""
+        """Create a run that the core has not assigned to this front yet. `fingerprint` is a hash of the
+        request's body."""
         self.scope = claim.scope
         self.request_id = claim.request_id
         self.fingerprint = fingerprint
@@ -52,24 +54,24 @@ class KeyedRun:
         self.finish_reason = "error"
         self.request_class: int | None = None
         self.is_kept = True
-        """Whether retries can find the run. If so, its response must be stored."""
+        """Whether retries can find this run. If so, the response must be stored."""
         self.held_bytes = _RUN_BYTES
-        """Memory that counts against `RetryRules.max_bytes`, in bytes."""
+        """Memory of this run in bytes, which counts toward the limit `RetryRules.max_bytes`."""
         self.timer = Timer()
-        """Timer for the grace period after the last client has disconnected, or for the period during which
-        the answer is kept."""
+        """Timer for the grace period after the last client has disconnected and, later, for the time for
+        which the answer is stored."""
         self.generation: Generation | None = None
-        """The generation while it is running. It continues after its client has disconnected."""
+        """The generation while it is running. The generation continues after its client has disconnected."""
         self._retries = retries
         self._head: Message = {}
         self._body = bytearray()
         self._clients: set[Connection] = set()
-        """Connections of the first client and of the retries that wait for the answer."""
+        """Connections of the first client and of the retries that are waiting for the answer."""
         self._billed_tokens = 0
-        """Number of output tokens that had been written when the last client disconnected."""
+        """Number of output tokens that had been written by the time the last client disconnected."""
 
     def follow(self, connection: Connection) -> None:
-        """Add a client to a run that has not ended. The client is removed when it disconnects."""
+        """Add a client to a run that has not ended. When the client disconnects, it is removed."""
         self.timer.stop()
         self._clients.add(connection)
         connection.on_disconnect = partial(self.leave, connection)
@@ -77,7 +79,7 @@ class KeyedRun:
             self.leave(connection)
 
     async def send(self, to_client: Send, message: Message) -> None:
-        """Store part of the response (ASGI), and send it to the first client."""
+        """Store a part of the response (an ASGI message), and send the part to the first client."""
         if message["type"] == "http.response.start":
             self._head = {**message}
         else:
@@ -85,13 +87,13 @@ class KeyedRun:
         await to_client(message)
 
     def record(self, data: bytes) -> None:
-        """Store part of the body."""
+        """Store a part of the response body."""
         if self.is_kept:
             self._body += data
             self._retries.grew(self, len(data))
 
     def complete(self, response: GenerationResponse) -> None:
-        """Build the response that retries get from the stored parts, if all parts have been stored."""
+        """If all parts of the response have been stored, build the response that retries get."""
         self.status = response.status
         self.finish_reason = response.generation.finish_reason(response.status)
         self.request_class = response.generation.context.request_class
@@ -104,8 +106,8 @@ class KeyedRun:
             ]
 
     def end(self) -> None:
-        """Mark the run as finished and wake the waiting retries. If the run succeeded, keep its answer for a
-        while."""
+        """Record that the run has ended, and wake the waiting retries. If the run was successful, keep its
+        answer for a while."""
         self.ended.set()
         self.generation = None
         self._body.clear()
@@ -116,7 +118,7 @@ class KeyedRun:
             self._retries.drop(self)
 
     def give_up(self) -> None:
-        """End the generation, unless the first client is still connected. Tokens written after the last
+        """End the generation if the first client has disconnected. Tokens that were written after the last
         client disconnected are not billed."""
         generation = self.generation
         if generation is not None and generation.context.connection.disconnected:
@@ -129,7 +131,7 @@ class KeyedRun:
         return self.claimed.done() and not self.ended.is_set() and not self._clients
 
     def leave(self, connection: Connection) -> None:
-        """Remove a client. If it was the last one, end the run unless a retry arrives within the grace
+        """Remove a client. If no client is left, end the run unless a retry arrives within the grace
         period."""
         self._clients.discard(connection)
         generation = self.generation
@@ -142,30 +144,33 @@ class KeyedRun:
             else:
                 self.timer.start(self._retries.rules.grace_s, partial(self._retries.drop, self))
         if generation is not None and generation.on_end is not None:
-            # Write out the events held back for a slow client, so that they still reach the store.
+            # Write the events that were held back for a slow client, so that they are stored.
             generation.on_end()
 
 
 class Retries:
-    """This front's runs, by scope."""
+    """All runs of this front, by scope. A scope is the combination of a caller, an endpoint and an
+    idempotency key."""
 
     def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
         self.rules = RetryRules()
         self.stopping = False
-        """Whether the front is stopping. A run then ends when its last client disconnects."""
+        """Whether the front is stopping. While it is stopping, a run ends when its last client
+        disconnects."""
         self.kept_bytes = 0
         self.runs: dict[bytes, KeyedRun] = {}
         self._to_core = to_core
 
     def claim(self, claim: Claim, fingerprint: bytes) -> KeyedRun:
-        """Add a run, and ask the core whether this front may execute it (`KeyedRun.claimed`)."""
+        """Add a run, and ask the core whether this front may run the request. `KeyedRun.claimed` is the
+        core's answer."""
         run = self.runs[claim.scope] = KeyedRun(self, claim, fingerprint)
         self.kept_bytes += run.held_bytes
         self._to_core(claim)
         return run
 
     def take(self, message: Claimed) -> None:
-        """Handle the core's answer to a claim."""
+        """Handle the core's answer to the question whether this front may run a request."""
         run = self.runs[message.scope]
         if message.is_elsewhere:
             self._forget(run)
@@ -173,22 +178,23 @@ class Retries:
         run.claimed.set_result(message)
 
     def grew(self, run: KeyedRun, size: int) -> None:
-        """Count `size` bytes that were added to a run's answer. If the memory limit is exceeded, drop the
-        oldest finished answers, or this answer if there are no finished ones."""
+        """Count `size` bytes that were added to the answer of a run. If the memory limit is exceeded, drop
+        the oldest answers of finished runs or, if there are none, this answer."""
         run.held_bytes += size
         self.kept_bytes += size
         while self.kept_bytes > self.rules.max_bytes and run.is_kept:
             self.drop(next((known for known in self.runs.values() if known.ended.is_set()), run))
 
     def drop(self, run: KeyedRun) -> None:
-        """Remove the run here and release its claim in the core. If the run is in progress, it continues only
-        while its first client is connected."""
+        """Remove the run from this front, and release its claim in the core. If the run is in progress, it
+        continues only while its first client is connected."""
         self._forget(run)
         self._to_core(Release(run.scope))
         run.give_up()
 
     def stop(self) -> None:
-        """Drop all runs without clients, now and from now on, because the front is stopping."""
+        """Drop all runs that have no clients, because the front is stopping. From now on, a run is dropped
+        when it has no clients left."""
         self.stopping = True
         for run in [run for run in self.runs.values() if run.is_abandoned]:
             self.drop(run)

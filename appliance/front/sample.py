@@ -1,4 +1,4 @@
-"""One sample of a request: collects tokens and text until they are written to the client."""
+"""One sample of a request. The sample collects tokens and text until they are written to the client."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """One sample. `finish_reason` is "" while the sample is running. `pieces` and `entries` hold the output
-    that has not yet been written to the client."""
+    """One sample of a request. `finish_reason` is "" while the sample is running. `pieces` and `entries`
+    contain the output that has not been written to the client yet."""
 
     __slots__ = (
         "_discard",
@@ -58,10 +58,10 @@ class Sample:
         self.index = index
         """Index of this sample in the answer."""
         self.token_ids: list[int] = []
-        """All generated tokens, which a resubmission needs."""
+        """All tokens generated so far. They are needed for a resubmission to another replica."""
         self.pieces: list[str] = []
         self.kept_text: list[str] | None = [] if is_kept else None
-        """The text so far, if the log policy keeps it."""
+        """The text generated so far, if the log policy keeps answers."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
         """Number of tokens in the answer, including end tokens. Tokens after the token that completed a stop
@@ -74,22 +74,22 @@ class Sample:
         self.begun = False
         """Whether this sample's first chunk in the stream has been built."""
         self.waiting = False
-        """Whether this sample is included in the stream's next flush."""
+        """Whether this sample has output for the next flush of the stream."""
         self._text = text
         self._offset = len(prompt.echo_text)
         self._discard = discard
         self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
-        """Process an output. Its finish reason must not be "error" or "cancelled". If a stop string is found,
-        `finish_reason` is set even if the output has no finish reason."""
+        """Process an output of the replica, whose finish reason must not be "error" or "cancelled". If a stop
+        string is found, `finish_reason` is set even if the output has no finish reason."""
         token_ids = output.token_ids
         finish = output.finish_reason
         self.token_ids += token_ids
         if self._discard:
             self.finish_reason = "length"
             return
-        # A stop token is counted and billed. It is included in the text only on request.
+        # A stop token is counted and billed. Its text is included only if the request asks for it.
         visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
         delivered = self.delivered
         if self.entries is None:
@@ -135,7 +135,8 @@ class Sample:
 
 
 def samples_of(task: GenerationTask, is_kept: bool) -> list[Sample]:
-    """Return the samples of a task that has not begun. `is_kept`: whether the log policy keeps answers."""
+    """Return new samples for a task that has not started yet. `is_kept` is true if the log policy keeps
+    answers."""
     stream = task.model.tokenizer.stream
     return [
         Sample(

@@ -17,8 +17,8 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""Maximum number of ids in a bit map that is built on the event loop. Building it takes 2 ms. Longer lists
-are processed in a thread."""
+"""Maximum number of ids in a bit map that is built on the event loop, which takes 2 ms. Bit maps of longer
+lists are built in a thread."""
 
 
 async def sampling_params(
@@ -31,9 +31,11 @@ async def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Return the sampling parameters for answers of at most `max_tokens`. `logprobs` and `prompt_logprobs`
-    are the numbers of alternatives to request from the engine; the answer may show fewer. Raises
-    `ApiError`."""
+    """Return the sampling parameters for answers of at most `max_tokens` tokens.
+
+    `logprobs` and `prompt_logprobs` are the numbers of alternatives that the engine is asked for; the answer
+    may show fewer. Raises `ApiError`.
+    """
     defaults = model.served.sampling
     temperature = _first(body.temperature, defaults.temperature, 1.0)
     top_p = _first(body.top_p, defaults.top_p, 1.0)
@@ -77,7 +79,8 @@ async def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
-        # Draw the seed here, so that another replica can continue the same text after a resubmission.
+        # Choose a random seed here if the request has none, so that another replica can continue the same
+        # text after a resubmission.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_ids),
@@ -88,7 +91,8 @@ async def sampling_params(
 
 
 def _first(requested: float | None, default: float | None, otherwise: float) -> float:
-    """Return the request's value if it is set, otherwise the model's default, otherwise `otherwise`."""
+    """Return the value in the request if it is set, else the model's default if there is one, else the value
+    `otherwise`."""
     if requested is not None:
         return requested
     return otherwise if default is None else default
@@ -110,7 +114,7 @@ def bit_map(token_ids: list[int]) -> bytes:
     negative."""
     if not token_ids:
         return b""
-    # A loop in Python would take 30 ms for the largest vocabularies. int() with base 2 takes linear time.
+    # A loop in Python would take 30 ms for the largest vocabularies, but int() with base 2 takes linear time.
     digits = bytearray(b"0") * (max(token_ids) + 1)
     deque(map(digits.__setitem__, token_ids, repeat(ord("1"))), maxlen=0)
     digits.reverse()

@@ -2,8 +2,8 @@
 derived from them.
 
 Undeclared fields are accepted and ignored, because OpenAI's clients send `metadata`, `store` and similar
-fields. A field that would change the answer but is not implemented is refused with an error that names the
-field (`appliance.front.refused_fields`).
+fields. A field that would change the answer but is not implemented is refused, with an error message that
+names the field (`appliance.front.refused_fields`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MAX_SAMPLES = 128
 MAX_ALTERNATIVES = 20
 MAX_STOP_TOKENS = 64
 MAX_USER_CHARS = 512
-"""Maximum length of `user`. The value is held in memory while the request runs and is written to the request
-log."""
+"""Maximum length of `user`. The value stays in memory while the request runs, and it is written to the
+request log."""
 DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as in OpenAI's API."""
 
@@ -76,7 +76,7 @@ class StreamOptions(RequestStruct, kw_only=True):
 
 
 class GenerationRequest(RequestStruct, kw_only=True):
-    """The fields that chat completions and completions share."""
+    """The fields that requests for chat completions and for completions have in common."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = _refusing(*REFUSED)
 
@@ -233,7 +233,7 @@ class ChatMessage(RequestStruct, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The message's content, or an empty string if it has none."""
+        """The content of the message, or an empty string if it has none."""
         return self.content or ""
 
 

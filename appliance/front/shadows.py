@@ -1,8 +1,8 @@
-"""Shadow traffic: copies finished requests to another unit of loading, discards the answers, and reports how
-they compare with the original answers.
+"""Shadow traffic: copies finished requests to another model or version, discards the answers to the copies,
+and reports how they compare with the original answers.
 
-A copy begins after the original request has ended, so that the two never compete. A copy has the lowest
-service class and is dropped if it cannot start immediately.
+A copy begins after the original request has ended, so that the two never compete for resources. A copy has
+the lowest service class, and it is dropped if it cannot start immediately.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_COPIES = 8
-"""Maximum number of copies that run at the same time in a front. Each holds the body of its request in
+"""Maximum number of copies that run at the same time in a front. Each copy keeps the body of its request in
 memory."""
 
 
 class NoConnection:
-    """Stands in for a client's connection, and never disconnects."""
+    """Replaces the client's connection for a copied request, which has no client. It never disconnects."""
 
     disconnected = False
     on_disconnect: Callable[[], None] | None = None
@@ -46,7 +46,7 @@ class NoConnection:
 
 
 class ShadowTraffic:
-    """The copies that a front runs."""
+    """The copied requests that a front runs."""
 
     def __init__(self, state: AppState) -> None:
         self.running = 0
@@ -54,13 +54,13 @@ class ShadowTraffic:
 
     @staticmethod
     def selects(route: Route | None) -> str:
-        """Return the unit of loading to which a request is copied, or an empty string if the request is not
-        selected for copying."""
+        """Return the model or version to which a request is to be copied, or an empty string if the request
+        is not selected for copying."""
         shadow = None if route is None else route.shadow
         return shadow.unit if shadow is not None and random.random() < shadow.share else ""
 
     def begin(self, original: Generation) -> None:
-        """Copy a request that has ended, unless too many copies are running."""
+        """Start a copy of a request that has ended, unless too many copies are running."""
         copy, original.task.copy = original.task.copy, None
         if copy is None:
             return
@@ -74,7 +74,7 @@ class ShadowTraffic:
         try:
             await self._copy(original, copy)
         except ApiError as error:
-            # The unit cannot take the request, for example because its context is too short.
+            # The other model cannot answer the request, for example because its context length is too short.
             outcome = "dropped" if error.status == 503 else "failed"
             self._report(original, copy.unit, outcome)
         except Exception:
@@ -133,9 +133,9 @@ class ShadowTraffic:
 
 
 def _equal_tokens(original: Generation, copy: Generation) -> int | None:
-    """Return the number of tokens before the first difference between the two answers, added up over all
-    samples. None if the request is not greedy, or if the prompts have different tokens because the tokenizer
-    or the template differs."""
+    """Return the number of tokens before the first difference between the two answers, summed over all
+    samples. Return None if the request does not use greedy sampling, or if the prompts have different tokens
+    because the tokenizer or the chat template differs."""
     prompts = [[prompt.token_ids for prompt in one.task.prompts] for one in (original, copy)]
     greedy = original.task.sampling.temperature == 0 and copy.task.sampling.temperature == 0
     if not greedy or prompts[0] != prompts[1]:

@@ -1,10 +1,10 @@
-"""Builds server-sent events from prepared strings instead of using a JSON encoder, because this code accounts
-for most of the front's CPU time per token.
+"""Builds server-sent events from prepared strings. A JSON encoder would be too slow, because building events
+takes most of the CPU time that a front spends on a token.
 
-Each token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
-are flushed each time the event loop has processed the messages in the replica's channel. While the client's
-socket is full, no events are built. When the socket accepts data again, the waiting tokens are written as one
-event per sample.
+A token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
+are flushed whenever the event loop has processed the messages in a replica's channel. While the client's
+socket is full, no events are built. When the socket accepts data again, the waiting tokens of each sample are
+written as one event.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from appliance.front.sample import Sample
 log = logging.getLogger(__name__)
 
 MAX_HELD_OUTPUTS = 65_536
-"""Maximum number of outputs held for a client that does not read. Each output has one or a few tokens. If a
-client exceeds this limit, its request is ended."""
+"""Maximum number of outputs that are held for a client that does not read. Each output has one or a few
+tokens. When the limit is exceeded, the client's request is ended."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
-"""Maximum number of held outputs with log probabilities. Each of these outputs may take a kilobyte."""
+"""Maximum number of held outputs if they contain log probabilities. Such an output may take a kilobyte."""
 
 _MAX_COST = 2048
-"""Maximum cost of one flush. Each event, each log probability, and every 512 characters of echoed text cost
-1. A flush with the maximum cost takes about 10 ms."""
+"""Maximum cost of one flush. Each event, each log probability, and every 512 characters of echoed text have
+the cost 1. A flush with the maximum cost takes about 10 ms."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
 
 
 class EventStream:
-    """Writes one generation to its connection, from `open` until `done` is set."""
+    """Writes one generation to the client's connection, from `open` until `done` is set."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -50,35 +50,36 @@ class EventStream:
         self._scheduled = False
         self._held = 0
         self._echoed: dict[int, PromptLogprobs] = {}
-        """Log probabilities of the echoed prompts, by sample."""
+        """Log probabilities of the echoed prompts, for each sample."""
         self._prepare()
         generation.on_progress = self.progress
         generation.on_end = self.ended
         generation.on_fallback = self._prepare
 
     def _prepare(self) -> None:
-        """Prepare the fixed parts of the events. No output has arrived yet."""
+        """Prepare the parts that are the same in all events. Must be called before the first output
+        arrives."""
         generation = self.generation
         self._task = task = generation.task
         self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
-        # The fixed parts of a chunk: the part before the choice, the part between it and the text, and the
-        # part after the text.
+        # The fixed parts of a chunk: the part before the choice, the part between the beginning of the choice
+        # and the text, and the part after the text.
         self._head = b"data: " + head + b',"choices":['
         before_text = b',"delta":{"content":' if task.chat else b',"text":'
         self._before_text = [
             self._head + b'{"index":%d' % sample.index + before_text for sample in generation.samples
         ]
         self._close = b"}" if task.chat else b""
-        # Chunks that have fields other than text are built individually.
+        # Chunks that contain fields other than the text are built individually.
         self._is_plain = not (task.return_token_ids or task.continuous_usage)
         self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
 
     # ── called by `Generation` ──
 
     def progress(self, sample: Sample) -> None:
-        """Schedule a flush, because the sample has processed an output."""
+        """Schedule a flush of the stream, because the sample has processed an output."""
         if not sample.waiting:
             sample.waiting = True
             self._waiting.append(sample)
@@ -92,7 +93,7 @@ class EventStream:
                 self.generation.too_slow()
 
     def ended(self) -> None:
-        """Finish the stream after the generation has ended."""
+        """Finish the stream, because the generation has ended."""
         if self.generation.left:
             self.done.set()
         elif self._is_open:
@@ -101,7 +102,7 @@ class EventStream:
     # ── writing to the client ──
 
     def open(self) -> None:
-        """Start writing events. The response head must already have been written."""
+        """Start writing events. The response head must have been written before."""
         self._is_open = True
         self._connection.on_writable = self.flush
         self.flush()
@@ -111,7 +112,7 @@ class EventStream:
         try:
             self._flush()
         except Exception:
-            # An error here must end only this stream, because other streams are also waiting to be flushed.
+            # An error in one stream must not affect other streams, which are also waiting to be flushed.
             log.exception(
                 "request %s: creating the stream's events failed", self.generation.context.request_id
             )
@@ -136,7 +137,7 @@ class EventStream:
                 spent += self._build(sample, events)
         last = False
         if spent >= _MAX_COST and self._waiting:
-            # The remaining events are written after other streams have been flushed.
+            # The remaining events of this stream are written after other streams have been flushed.
             self._schedule()
         elif generation.failure is not None:
             events.append(b"data: " + generation.failure.document() + b"\n\n")
@@ -151,8 +152,8 @@ class EventStream:
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:
-            # Report the end of the request now, because clients disconnect after reading the last event,
-            # without waiting for the end of the response.
+            # Report the end of the request now. Clients disconnect after reading the last event, and do not
+            # wait for the end of the response.
             if generation.failure is not None:
                 generation.settle(generation.failure.status, generation.failure.message)
             else:
@@ -165,8 +166,8 @@ class EventStream:
             self._state.flush_soon(self.flush)
 
     def _build(self, sample: Sample, events: list[bytes]) -> int:
-        """Append the sample's next events to `events` and return their cost. Events that do not fit are left
-        for the next flush."""
+        """Append the sample's next events to `events`, and return the cost of these events. Events that
+        exceed the limit are left for the next flush."""
         cost = 1
         if not sample.begun:
             if (
@@ -220,8 +221,8 @@ class EventStream:
         self._waiting.append(sample)
 
     def _begin(self, sample: Sample, events: list[bytes]) -> bool:
-        """Append the events that precede a sample's text. Return False if some of them are left for the next
-        flush."""
+        """Append the events that precede the text of a sample. Return False if some of these events are left
+        for the next flush."""
         is_first = sample.index not in self._echoed
         prompt_ids = b""
         if self._task.return_token_ids and is_first and not (self._task.chat and sample.index):
@@ -247,7 +248,7 @@ class EventStream:
         return True
 
     def _event(self, sample: Sample, text: str, logprobs: bytes, more: bytes = b"") -> bytes:
-        """Return a chunk with `text`. `more` contains additional fields of the chunk's choice."""
+        """Return a chunk with this text. `more` contains additional fields of the choice in the chunk."""
         return (
             self._before_text[sample.index]
             + _encode(text)
@@ -261,11 +262,11 @@ class EventStream:
         )
 
     def _token_ids(self, token_ids: list[int]) -> bytes:
-        """Return the `token_ids` field of a choice, if it was requested."""
+        """Return the `token_ids` field of a choice if the request asks for it."""
         return b',"token_ids":' + _encode(token_ids) if self._task.return_token_ids else b""
 
     def _tail(self, more: bytes = b"") -> bytes:
-        """Return the part of a chunk that follows its choice. `more` contains additional fields of the
+        """Return the part of a chunk that follows the choice. `more` contains additional fields of the
         chunk."""
         if not self._task.include_usage:
             return b"]" + more + b"}\n\n"

@@ -10,7 +10,8 @@ Result = TypeVar("Result")
 
 
 async def in_turns(steps: Generator[None, None, Result]) -> Result:
-    """Run a generator that yields after each step, and return its result."""
+    """Run a generator step by step, so that other tasks can run between the steps. Return the generator's
+    result."""
     while True:
         try:
             next(steps)

@@ -24,12 +24,12 @@ INVALID, MISSING, UNSUPPORTED = "invalid_value", "missing_required_parameter", "
 _MAX_SHOWN_CHARS = 40
 
 Parser = Callable[[Any], Any]
-"""Returns the validated value. Raises FieldError."""
+"""A function that returns the validated value. Raises FieldError."""
 
 
 class FieldError(ValueError):
-    """Raised for a value that a field does not allow. `path` contains the names and indexes that lead from
-    the body to the value."""
+    """Raised for a value that a field does not allow. `path` contains the field names and list indexes that
+    lead from the body to the value."""
 
     def __init__(self, message: str, code: str = INVALID, path: tuple[str | int, ...] = ()) -> None:
         super().__init__(message)
@@ -38,8 +38,8 @@ class FieldError(ValueError):
         self.path = path
 
     def inside(self, part: str | int) -> FieldError:
-        """Return this error with `part`, the field name or list index that contains the value, prepended to
-        its path."""
+        """Return this error for an enclosing value: `part`, a field name or list index, is prepended to the
+        path."""
         return FieldError(self.message, self.code, (part, *self.path))
 
     @property
@@ -52,7 +52,7 @@ class FieldError(ValueError):
 
 
 class ParsedType(Protocol):
-    """A field type whose values can have more than one JSON form."""
+    """A type of field whose values can have more than one JSON form."""
 
     json_schema: ClassVar[dict[str, Any]]
 
@@ -62,14 +62,14 @@ class ParsedType(Protocol):
 
 
 class RefusedName(Protocol):
-    """A field that is accepted only with certain values."""
+    """A field name that is accepted only with certain values."""
 
     @property
     def json_schema(self) -> dict[str, Any]:
         """JSON schema of the accepted values."""
 
     def check(self, value: Any) -> None:
-        """Accept the value or raise FieldError."""
+        """Raise FieldError unless the value is accepted."""
 
 
 class RequestStruct(msgspec.Struct, kw_only=True):
@@ -77,7 +77,7 @@ class RequestStruct(msgspec.Struct, kw_only=True):
     ignored."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = {}
-    """Additional field names that are accepted only with certain values."""
+    """Further field names that are accepted only with certain values."""
 
 
 Body = TypeVar("Body", bound=RequestStruct)
@@ -104,7 +104,7 @@ def parse_struct(kind: type[Body], value: Any) -> Body:
 
 
 def shown(value: Any) -> str:
-    """Return the value as text for an error message, shortened if it is long."""
+    """Return the value as text for an error message. A long value is shortened."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -117,13 +117,13 @@ def shown(value: Any) -> str:
 
 
 def _shown_kind(value: Any) -> str:
-    """Return `shown(value)`, but without the text of a string. Error messages are logged, and the log must
-    not contain conversation text that was sent in the wrong field."""
+    """Return the value as text for an error message, but name only the type of a string. Error messages are
+    logged, and the log must not contain text of a conversation that was sent in the wrong field."""
     return "a string" if isinstance(value, str) else shown(value)
 
 
 def as_integer(value: Any) -> int | None:
-    """Return the integer that a JSON number represents, or None. In JSON Schema, 5.0 is an integer."""
+    """Return the integer that a JSON number represents, or None. In JSON Schema, 5.0 is also an integer."""
     if type(value) is float and value.is_integer():
         return int(value)
     return value if type(value) is int else None
@@ -131,7 +131,7 @@ def as_integer(value: Any) -> int | None:
 
 @functools.cache
 def _parsers(kind: type[RequestStruct]) -> tuple[dict[str, Parser], list[str]]:
-    """Return parsers for the struct's fields, and the names of the required fields."""
+    """Return a parser for each field of the struct, and the names of the required fields."""
     info = types.type_info(kind)
     assert isinstance(info, types.StructType)
     parsers = {field.name: _parser(field.type) for field in info.fields}
