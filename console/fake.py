@@ -26,7 +26,7 @@ from appliance.actions.parameters import (
 from appliance.history.forecasts import QuotaForecast
 from appliance.pages import ChainReport
 from appliance.protocol import Done, Silence
-from appliance.protocol.status import ClassStatus, SocketStatus
+from appliance.protocol.status import ClassStatus, ServiceState, SocketStatus
 from appliance.snapshot import (
     Alert,
     Batch,
@@ -44,9 +44,18 @@ from console.fake_alerts import FakeAlerts
 from console.fake_machine import fronts_of, gpus_of, host_of
 from console.fake_models import drain_of, models_of
 from console.fake_recording import FakeRecording
-from console.fake_rows import DEMO_OPERATOR, FakeRows
+from console.fake_rows import DEMO_OPERATOR, OTHER_OPERATOR, FakeRows
 from console.fake_tenants import tenants_of
-from console.simulated import BLOCK_TOKENS, SHARED, WINDOW_S, Ended, SimReplica, SimRequest, SimTenant
+from console.simulated import (
+    BLOCK_TOKENS,
+    SHARED,
+    WINDOW_S,
+    Ended,
+    SimDrain,
+    SimReplica,
+    SimRequest,
+    SimTenant,
+)
 from console.simulation import Simulation
 from console.source import ListName, Row, SourceError
 
@@ -57,6 +66,11 @@ FIXED_TIME = 1_790_000_000.0
 _RATE_WINDOW_S = 10.0
 _PAST_S = 120
 """Number of seconds that the demo simulates before it starts, to fill its charts and its recording."""
+
+
+_DRAIN_AFTER_S, _DRAIN_S, _DRAIN_EVERY_S = _PAST_S + 6.0, 42.0, 360.0
+"""Times of the drains that another operator performs. The first one begins soon after the demo has opened. No
+drain overlaps with the incidents of `console.fake_machine`, which heat a GPU of the same model."""
 
 
 class _Counters(NamedTuple):
@@ -94,6 +108,10 @@ class FakeSource:
         self.simulation = Simulation(
             seed=seed, requests=requests, blocks=blocks, gpus=gpus, tenants=tenants, now=start - 12.0
         )
+        self._began = self.simulation.now
+        self._scheduled: SimDrain | None = None
+        """The newest drain that another operator began."""
+        self._was_due = False
         self._past: deque[_Counters] = deque()
         self._rows = FakeRows(self.simulation)
         self._alerts = FakeAlerts(self._rows.log, start)
@@ -128,11 +146,27 @@ class FakeSource:
     def _advance(self, seconds: float) -> None:
         sim = self.simulation
         sim.advance(seconds)
+        self._drain_for_a_while()
         self._rows.log.advance()
         tokens = {name: tenant.prompt + tenant.billed for name, tenant in sim.tenants.items()}
         self._past.append(_Counters(sim.now, self._totals(), tokens))
         while len(self._past) > 2 and self._past[0].at < sim.now - _RATE_WINDOW_S:
             self._past.popleft()
+
+    def _drain_for_a_while(self) -> None:
+        """Begin and end the drains that another operator of the simulated service performs."""
+        sim, model = self.simulation, self.simulation.replicas[-1].model
+        if model == sim.replicas[0].model:
+            return  # It is the only model.
+        drained = (sim.now - self._began) % _DRAIN_EVERY_S
+        due = _DRAIN_AFTER_S <= drained < _DRAIN_AFTER_S + _DRAIN_S
+        if due and not self._was_due and model not in sim.drains:
+            self._scheduled = sim.drains[model] = SimDrain(since=sim.now)
+            self._rows.record("drain", model, OTHER_OPERATOR)
+        elif not due and self._scheduled is not None and sim.drains.get(model) is self._scheduled:
+            del sim.drains[model]
+            self._rows.record("resume", model, OTHER_OPERATOR)
+        self._was_due = due
 
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return one of the simulated service's lists."""
@@ -159,12 +193,12 @@ class FakeSource:
                         f"request {request_id} is not in flight: choose a request from the list"
                     )
                 message = f"request {request_id} cancelled"
-            case DrainService(model=model):
-                sim.paused[model] = sim.now
+            case DrainService(model=model, grace_s=grace_s, queue=queue):
+                sim.drains[model] = SimDrain(since=sim.now, grace_s=grace_s, hold=queue)
                 self._rows.record(action.name, model or "service")
-                return drain_of(sim, model, sim.now)
+                return drain_of(sim, model, sim.drains[model])
             case ResumeService(model=model):
-                if sim.paused.pop(model, None) is None:
+                if sim.drains.pop(model, None) is None:
                     raise SourceError(f"{'the service' if model is None else model} is not drained")
                 message = f"{'the service' if model is None else f'model {model}'} accepts requests again"
             case SuspendTenant(name=name):
@@ -235,7 +269,7 @@ class FakeSource:
             uptime_s=sim.now - sim.started,
             version="0.1.0",
             pid=4711,
-            state="draining" if None in sim.paused else "ready",
+            state=self._state(),
             config_file="/etc/appliance/appliance.toml",
             run_dir="/run/appliance",
             state_dir="/var/lib/appliance",
@@ -254,7 +288,7 @@ class FakeSource:
                 (one for replica in sim.replicas for one in replica.stalls), key=lambda one: one.at
             ),
             host=host_of(sim),
-            drains=[drain_of(sim, model, since) for model, since in sim.paused.items()],
+            drains=[drain_of(sim, model, drain) for model, drain in sim.drains.items()],
             fronts=fronts_of(sim),
             sockets=[
                 SocketStatus(
@@ -270,6 +304,12 @@ class FakeSource:
         )
         snapshot.alerts = self._alerts.observe(snapshot)
         return snapshot
+
+    def _state(self) -> ServiceState:
+        drain = self.simulation.drains.get(None)
+        if drain is None:
+            return "ready"
+        return "draining" if drain.completed_at is None else "drained"
 
     def _rates(self, totals: ServiceTotals) -> Rates:
         earlier = self._past[0].totals

@@ -19,6 +19,7 @@ from appliance.protocol import Silence
 from appliance.snapshot import Alert, Snapshot
 from console import units
 from console.fake_log import FakeLog
+from console.fake_rows import OTHER_OPERATOR
 from console.source import ListRow
 
 _RULES = {rule.name: rule for rule in BUILT_IN}
@@ -50,7 +51,7 @@ class FakeAlerts:
                 subject="*",
                 until=now + 2 * 3600.0,
                 reason="the backup disk is being replaced",
-                created_by="uid:1000 (ops)",
+                created_by=OTHER_OPERATOR,
                 created_at=now - 1260.0,
             )
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.protocol import DrainStatus, ModelStatus, ReplicaStatus
-from console.simulated import SimReplica
+from console.simulated import SimDrain, SimReplica
 from console.simulation import Simulation
 
 
@@ -11,16 +11,15 @@ def models_of(sim: Simulation) -> list[ModelStatus]:
     """Return the state of all models."""
     found = []
     for name in dict.fromkeys(one.model for one in sim.replicas):
-        paused = bool(sim.paused.keys() & {None, name})
-        replicas = [_replica(one, paused) for one in sim.replicas if one.model == name]
-        left = sum(one.running for one in replicas)
+        drains = sim.drains_of(name)
+        replicas = [_replica(one) for one in sim.replicas if one.model == name]
         found.append(
             ModelStatus(
                 name=name,
                 folder=f"/srv/models/{name}",
                 version=f"sha256:{abs(len(name) * 7_919_111):08x}",
                 created=1_780_000_000,
-                state=("draining" if left else "drained") if paused else "ready",
+                state="ready" if not drains else "draining" if sim.drained(name) else "drained",
                 max_model_len=131_072 if "70b" in name else 32_768,
                 queued=sum(one.model == name for one in sim.queue),
                 drain_eta_s=_drain_eta_s(sim, name),
@@ -30,31 +29,32 @@ def models_of(sim: Simulation) -> list[ModelStatus]:
     return found
 
 
-def drain_of(sim: Simulation, model: str | None, since: float) -> DrainStatus:
+def drain_of(sim: Simulation, model: str | None, drain: SimDrain) -> DrainStatus:
     """Return the state of the drain of a model, or of the service if `model` is None."""
-    running = sum(len(one.running) for one in sim.replicas if model in (None, one.model))
-    elapsed = sim.now - since
+    left = sim.drained(model)
+    until = sim.now if drain.completed_at is None else drain.completed_at
     return DrainStatus(
         model=model,
-        state="draining" if running else "drained",
-        grace_s=120.0,
-        grace_left_s=max(0.0, 120.0 - elapsed),
-        queue=False,
-        started_at=since,
-        elapsed_s=elapsed,
-        running=running,
-        queued=0,
-        held=0,
-        tokens_left=running * 170,
+        state="draining" if drain.completed_at is None else "drained",
+        grace_s=drain.grace_s,
+        grace_left_s=max(0.0, drain.since + drain.grace_s - sim.now),
+        queue=drain.hold,
+        started_at=drain.since,
+        elapsed_s=until - drain.since,
+        running=sum(one.started is not None for one in left),
+        queued=sum(one.started is None for one in left),
+        held=sum(one.held for one in sim.queue if model in (None, one.model)),
+        tokens_left=sum(int(one.output - one.generated) for one in left),
         eta_s=_drain_eta_s(sim, model),
+        ended=drain.cancelled,
     )
 
 
-def _replica(one: SimReplica, paused: bool) -> ReplicaStatus:
+def _replica(one: SimReplica) -> ReplicaStatus:
     ranks = len(one.gpus)
     return ReplicaStatus(
         name=one.name,
-        state="draining" if paused else "ready",
+        state="ready",
         pids=[5000 + gpu for gpu in one.gpus],
         devices=[f"cuda:{gpu}" for gpu in one.gpus],
         backend="cuda",

@@ -15,6 +15,8 @@ from console.simulation import Simulation
 from console.source import ListName, ListRow, Row
 
 DEMO_OPERATOR = "uid:1000 (demo)"
+"""The operator of the demo's console."""
+OTHER_OPERATOR = "uid:1001 (ops)"
 """The operator who performs actions in the demo."""
 _SETTINGS = (
     ("run_dir", "/run/appliance", "/etc/appliance/appliance.toml:2"),
@@ -46,19 +48,19 @@ class FakeRows:
         now = simulation.now
         for offset, action, target, actor in (
             (81_000, "config.reload", "", "uid:0 (root)"),
-            (77_500, "tenants.set", "search", "uid:1000 (ops)"),
-            (52_200, "keys.create", "docs-rag", "uid:1000 (ops)"),
-            (30_400, "drain", "qwen3-8b", "uid:1000 (ops)"),
-            (30_100, "resume", "qwen3-8b", "uid:1000 (ops)"),
+            (77_500, "tenants.set", "search", OTHER_OPERATOR),
+            (52_200, "keys.create", "docs-rag", OTHER_OPERATOR),
+            (30_400, "drain", "qwen3-8b", OTHER_OPERATOR),
+            (30_100, "resume", "qwen3-8b", OTHER_OPERATOR),
             (9_700, "keys.rotate", "key_3f1a", "key:admin-ci"),
-            (1_260, "requests.cancel", "req-41c08d22a7e5", "uid:1000 (ops)"),
+            (1_260, "requests.cancel", "req-41c08d22a7e5", OTHER_OPERATOR),
         ):
             self._add(now - offset, action, target, actor)
 
-    def record(self, action: str, target: str) -> None:
+    def record(self, action: str, target: str, operator: str = DEMO_OPERATOR) -> None:
         """Add the audit row of an action."""
-        self._add(self._simulation.now, action, target, DEMO_OPERATOR)
-        self.log.write(self._simulation.now, "core", "auditing", f"{action} by {DEMO_OPERATOR}: ok")
+        self._add(self._simulation.now, action, target, operator)
+        self.log.write(self._simulation.now, "core", "auditing", f"{action} by {operator}: ok")
 
     def verify(self) -> ChainReport:
         """Verify the hashes of the audit rows."""

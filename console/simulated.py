@@ -51,6 +51,8 @@ class SimRequest:
     preemptions: int = 0
     ended_at: float | None = None
     finish_reason: str = ""
+    held: bool = False
+    """Whether the request arrived during a drain and waits for its end."""
 
     @property
     def key_name(self) -> str:
@@ -196,6 +198,20 @@ class SimTenant:
     service: float = 0.0
     recent: deque[tuple[float, float]] = field(default_factory=deque)
     """(end time, weighted tokens) of each request that ended in the last minute."""
+
+
+@dataclass(kw_only=True)
+class SimDrain:
+    """A drain of a model or of the whole service."""
+
+    since: float
+    grace_s: float = 120.0
+    hold: bool = False
+    """Whether new requests wait until the drain ends. Otherwise, they are refused."""
+    completed_at: float | None = None
+    """When the last request had ended."""
+    cancelled: int = 0
+    """Number of requests that were still running when the grace period ended, and were cancelled."""
 
 
 @dataclass(kw_only=True)

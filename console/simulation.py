@@ -16,6 +16,7 @@ from console.simulated import (
     STARTUP_S,
     WINDOW_S,
     Ended,
+    SimDrain,
     SimLimit,
     SimReplica,
     SimRequest,
@@ -63,9 +64,8 @@ class Simulation:
         self.finished: deque[SimRequest] = deque(maxlen=MAX_ROWS)
         """The newest requests that have ended, oldest first."""
         self.counts = dict.fromkeys(("admitted", "refused", "ended", "failed", "cancelled", "billed"), 0)
-        self.paused: dict[str | None, float] = {}
-        """Drained models with the time at which each drain began. The key None stands for the whole
-        service."""
+        self.drains: dict[str | None, SimDrain] = {}
+        """The drains, by model. The key None stands for the whole service."""
         self._number = 0
         while sum(len(one.running) for one in self.replicas) + len(self.queue) < requests * 0.96:
             self._arrive(self.now - self.random.uniform(0.0, 20.0))
@@ -84,6 +84,8 @@ class Simulation:
         self._dispatch()
         for replica in self.replicas:
             self._run(replica, seconds)
+        for model, drain in self.drains.items():
+            self._progress(model, drain)
         for tenant in self.tenants.values():
             for limit in tenant.limits:
                 limit.level = max(0.0, limit.level - limit.capacity / limit.period_s * seconds)
@@ -107,6 +109,24 @@ class Simulation:
                     self._end(replica, request, cancelled=True)
                     return True
         return False
+
+    def drains_of(self, model: str) -> list[SimDrain]:
+        """Return the drains that concern a model."""
+        return [self.drains[one] for one in (None, model) if one in self.drains]
+
+    def drained(self, model: str | None) -> list[SimRequest]:
+        """Return the unfinished requests that a drain of the model, or of the service, waits for."""
+        return [one for one in self.unfinished() if model in (None, one.model) and not one.held]
+
+    def _progress(self, model: str | None, drain: SimDrain) -> None:
+        """Cancel the requests that are left after a drain's grace period, and complete the drain once there
+        are none."""
+        left = self.drained(model)
+        if self.now >= drain.since + drain.grace_s:
+            drain.cancelled += sum([self.cancel(one.id) for one in left])
+            left = []
+        if not left and drain.completed_at is None:
+            drain.completed_at = self.now
 
     def unfinished(self) -> list[SimRequest]:
         """Return the requests that wait or run, in the order of their arrival."""
@@ -181,7 +201,8 @@ class Simulation:
         over = any(limit.level + prompt + output > limit.capacity for limit in tenant.limits)
         models = sorted({one.model for one in self.replicas})
         model = self.random.choices(models, [5 if "70b" in one else 2 for one in models])[0]
-        if over or tenant.suspended_at is not None or self.paused.keys() & {None, model}:
+        drains = self.drains_of(model)
+        if over or tenant.suspended_at is not None or any(not one.hold for one in drains):
             tenant.refused += 1
             self.counts["refused"] += 1
             self._refuse(tenant.name, model, at, prompt)
@@ -204,6 +225,7 @@ class Simulation:
                 cached=int(prompt * self.random.choice((0.0, 0.0, 0.4, 0.8))) // BLOCK_TOKENS * BLOCK_TOKENS,
                 output=output,
                 max_tokens=1 << max(6, output.bit_length()),
+                held=bool(drains),
             )
         )
 
@@ -228,6 +250,11 @@ class Simulation:
     def _dispatch(self) -> None:
         waiting = []
         for request in sorted(self.queue, key=lambda one: (one.number, one.arrived)):
+            request.held = request.held and bool(self.drains_of(request.model))
+            if request.held:
+                request.waited = True
+                waiting.append(request)
+                continue
             replica = min(
                 (one for one in self.replicas if one.model == request.model), key=lambda one: len(one.running)
             )

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from appliance.actions.parameters import SuspendTenant
+from appliance.actions.parameters import DrainService, ResumeService, SuspendTenant
 from appliance.alert_rules import BUILT_IN
 from appliance.snapshot import Alert, Snapshot
 from console.fake import FIXED_TIME, FakeSource
@@ -111,3 +111,44 @@ def test_the_clock_of_the_demo_catches_up_after_a_delay() -> None:
         return [time.time() - (await fake.next()).at for _ in range(40)]
 
     assert min(asyncio.run(lags())) < 0.3
+
+
+def test_another_operator_of_the_demo_drains_a_model_for_a_while(
+    minutes: tuple[list[Snapshot], list[ListRow]],
+) -> None:
+    snapshots, _ = minutes
+    drained = [one for one in snapshots if one.drains]
+    assert len(drained) == pytest.approx(42, abs=2)
+    # The drain begins soon after the demo has opened, with two minutes of recorded past.
+    assert 120 < drained[0].at - snapshots[0].at < 135
+    model = drained[0].drains[0].model
+    for one in drained:
+        [drain] = one.drains
+        left = [row for row in one.requests if row.model == model]
+        assert drain.running + drain.queued == len(left) and (drain.state == "drained") is (not left)
+        [shown] = [row for row in one.models if row.name == model]
+        assert shown.state == drain.state and {replica.state for replica in shown.replicas} == {"ready"}
+    states = [one.drains[0].state for one in drained]
+    assert states == sorted(states, reverse=True) or states == sorted(
+        states, key=["draining", "drained"].index
+    )
+    assert {"draining", "drained"} == set(states)
+    completed = [one.drains[0].elapsed_s for one in drained if one.drains[0].state == "drained"]
+    assert len(set(completed)) == 1, "the duration of a completed drain does not grow"
+    # Afterwards, the model serves requests again, and other models have never stopped.
+    assert [row for row in snapshots[-1].requests if row.model == model]
+    assert all(any(row.model != model for row in one.requests) for one in snapshots)
+
+
+def test_the_demo_keeps_the_grace_period_of_a_drain_and_holds_requests() -> None:
+    fake = demo()
+    asyncio.run(fake.act(DrainService(grace_s=3.0, queue=True)))
+    snapshots = [fake.step() for _ in range(6)]
+    assert snapshots[1].state == "draining" and snapshots[-1].state == "drained"
+    [drain] = snapshots[-1].drains
+    assert drain.state == "drained" and drain.ended > 0 and drain.grace_left_s == 0
+    assert drain.held == snapshots[-1].queue.waiting > 0
+    assert fake.simulation.counts["refused"] == 0
+    asyncio.run(fake.act(ResumeService()))
+    after = fake.step()
+    assert after.state == "ready" and not after.drains and after.queue.running >= drain.held > 0

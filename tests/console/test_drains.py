@@ -10,6 +10,7 @@ from console.app import ConsoleApp
 from console.dialogs import ChoiceDialog
 from console.lines import plain
 from console.session import ConsoleSession
+from console.simulated import SimDrain
 from tests.console.frames import source
 from tests.console.pilots import console, opened, run, shown, until
 
@@ -18,7 +19,7 @@ def drained(app: ConsoleApp, *models: str | None) -> None:
     """Drain these models. None stands for the whole service."""
     simulation = app.source.simulation  # type: ignore[attr-defined]
     for model in models:
-        simulation.paused[model] = simulation.now
+        simulation.drains[model] = SimDrain(since=simulation.now)
 
 
 def banners(made: ConsoleSession, width: int) -> list[str]:
@@ -30,7 +31,7 @@ def a_session(*models: str | None, write: bool) -> ConsoleSession:
     fake = source()
     made = ConsoleSession(fake, write=write)
     for model in models:
-        fake.simulation.paused[model] = fake.simulation.now
+        fake.simulation.drains[model] = SimDrain(since=fake.simulation.now)
     made.accept(fake.step())
     return made
 
@@ -79,8 +80,8 @@ def test_with_several_drains_the_key_asks_which_one_to_end() -> None:
         await until(pilot, lambda: opened(app))
         assert "Resume the service?" in str(app.screen.query_one("#title", Static).render())
         await pilot.press("tab", "enter")
-        await until(pilot, lambda: "press R to resume" in shown(app))
-        assert "MODEL qwen3-8b DRAIN" in shown(app) and "SERVICE DRAIN" not in shown(app)
+        await until(pilot, lambda: "SERVICE DRAIN" not in shown(app))
+        assert "MODEL qwen3-8b DRAIN" in shown(app) and "resume one" not in shown(app)
 
     run(steps, console(write=True))
 

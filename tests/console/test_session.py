@@ -42,6 +42,7 @@ from console.screens.compare import CompareView
 from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
+from console.simulated import SimDrain
 from console.travel import COMMANDS
 from tests.console.frames import SIZES, session, source
 
@@ -95,7 +96,7 @@ def test_a_paused_console_shows_the_same_values_until_it_continues() -> None:
 def test_a_drain_is_a_banner_on_every_screen() -> None:
     fake = source()
     shown = ConsoleSession(fake)
-    fake.simulation.paused[None] = fake.simulation.now
+    fake.simulation.drains[None] = SimDrain(since=fake.simulation.now)
     shown.accept(fake.step())
     for key in "1234567890":
         shown.run(f"screen {key}")
@@ -107,7 +108,7 @@ def test_a_drain_is_a_banner_on_every_screen() -> None:
 def test_the_banner_of_an_announced_drain_says_that_requests_are_still_accepted() -> None:
     fake = source()
     shown = ConsoleSession(fake)
-    fake.simulation.paused[None] = fake.simulation.now
+    fake.simulation.drains[None] = SimDrain(since=fake.simulation.now)
     snapshot = fake.step()
     snapshot.drains = [msgspec.structs.replace(one, state="announced") for one in snapshot.drains]
     shown.accept(snapshot)
