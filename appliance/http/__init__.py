@@ -1,5 +1,5 @@
-"""An HTTP/1.1 server for sockets that the core has bound or accepted. The front processes, the admin API and
-the metrics listener use it.
+"""The HTTP/1.1 server of the front processes, the admin API and the metrics listener. It serves sockets that
+the core has bound or accepted.
 
 A custom asyncio protocol drives the ASGI application, and httptools (llhttp) does the parsing. The protocol
 adds features that ASGI servers lack: the peer's identity (`SO_PEERCRED`), time limits for headers, bodies and

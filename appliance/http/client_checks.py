@@ -13,14 +13,14 @@ from appliance.background import Timer
 from appliance.http.exchange import CONTINUE
 
 FIRST_PROBE_S = 0.5
-"""Delay before the first probe of a half-closed TCP connection, whose client may be waiting for the response
-or may have disconnected. A probe sends `100 Continue`; if the client has closed the connection, its host
-replies with a reset. The delay doubles after each probe."""
+"""Delay before the first probe of a half-closed TCP connection. Its client may be waiting for the response or
+may have disconnected. A probe sends `100 Continue`; if the client has closed the connection, its host replies
+with a reset. The delay doubles after each probe."""
 _POLL_S = 0.5
 
 
 class HalfClosedCheck:
-    """Aborts a half-closed connection once its client has disconnected."""
+    """Aborts a half-closed connection when its client has disconnected."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -28,8 +28,8 @@ class HalfClosedCheck:
         self._timer = Timer()
 
     def start(self, may_probe: Callable[[], bool], waited_s: float = 0.0) -> None:
-        """Check now and at intervals, until `stop` is called or the connection closes. `may_probe` returns
-        whether `100 Continue` may be sent."""
+        """Check whether the client has disconnected, now and at regular intervals, until `stop` is called or
+        the connection closes. `may_probe` returns whether `100 Continue` may be sent."""
         if self._transport.is_closing():
             return
         if self._peer_has_closed():
@@ -46,8 +46,8 @@ class HalfClosedCheck:
         self._timer.stop()
 
     def _peer_has_closed(self) -> bool:
-        """Whether the client has closed both directions. The kernel reports this for Unix sockets, and for
-        TCP only after a reset."""
+        """Return whether the client has closed both directions of the connection. The kernel reports this for
+        Unix sockets, and for TCP only after a reset."""
         poll = select.poll()
         poll.register(self._transport.get_extra_info("socket").fileno(), 0)
         return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
@@ -57,18 +57,18 @@ class WriteLimit:
     """Aborts a connection if its client reads none of the response for `limit_s` seconds."""
 
     def __init__(self, transport: asyncio.Transport, limit_s: float, note: Callable[[], None]) -> None:
-        """`note` is called before the connection is aborted."""
+        """`note` is called before a connection is aborted."""
         self._transport = transport
         self._limit_s = limit_s
         self._note = note
         self._timer = Timer()
         self._is_running = False
         self._unsent_bytes = 0
-        """Number of unsent bytes when the timer was started."""
+        """Number of unsent bytes at the time when the timer was started."""
 
     def start(self) -> bool:
-        """If any bytes are unsent, start the time limit, unless it is already running. Return whether any
-        bytes are unsent."""
+        """If any bytes are unsent, start the timer, unless it is already running. Return whether any bytes
+        are unsent."""
         unsent = self._transport.get_write_buffer_size()
         if unsent and not self._is_running:
             self._is_running, self._unsent_bytes = True, unsent
@@ -76,11 +76,11 @@ class WriteLimit:
         return unsent > 0
 
     def restart(self) -> None:
-        """Record that the client has read some bytes, so that the full time limit applies again."""
+        """Record that the client has read some bytes. The full time limit applies again from now on."""
         self._unsent_bytes = sys.maxsize
 
     def stop(self) -> None:
-        """Cancel the time limit."""
+        """Cancel the timer."""
         self._timer.stop()
 
     def _late(self) -> None:

@@ -1,4 +1,4 @@
-"""One client connection: decides when to read, which time limits apply, and when to close."""
+"""One client connection, with the rules for reading from it, for time limits, and for closing it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
 LINGER_S = 2.0
-"""Time limit for reading and dropping the rest of a refused request before the connection is closed. If it
-were closed immediately, the client would get a reset before reading the response."""
+"""Time limit for reading and dropping the rest of a refused request before the connection is closed. If the
+connection were closed immediately, the client would get a reset before reading the response."""
 REFUSAL_DELAY_S = 1.0
 """Delay before a request whose head uses too much memory is refused. Without the delay, the client could
 reconnect and fill the memory again immediately."""
@@ -33,8 +33,8 @@ UNAUTHENTICATED_LINGER_BYTES = 1 << 20
 """Maximum number of bytes to read and drop before closing a connection without a valid key."""
 _SENT_CHECK_S = 0.01
 LARGE_READ_BYTES = 16 << 10
-"""After a read of at least this size, the client is probably sending a large head or body, so the connection
-must wait for a turn before it reads again."""
+"""A client that sends at least this many bytes in one read is probably sending a large head or body. Its
+connection must then wait for a turn before it reads again."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -45,8 +45,9 @@ class Connection(asyncio.BufferedProtocol):
     not reading its body, at most one read buffer of additional bytes is held. All other data stays in the
     kernel's buffer, which slows the sender down.
 
-    While a response is streamed, `write_chunk` passes bytes straight to the transport. It never waits, so the
-    writer must check `writable` first and, if it is false, keep its data until `on_writable` is called.
+    While a response is streamed, `write_chunk` passes bytes straight to the transport and never waits. The
+    writer must therefore check `writable` first. If `writable` is false, the writer must keep its data until
+    `on_writable` is called.
     """
 
     transport: asyncio.Transport
@@ -58,21 +59,21 @@ class Connection(asyncio.BufferedProtocol):
         self.authenticated = False
         """Whether the connection has a place in the pool of known clients."""
         self.on_writable: Callable[[], None] | None = None
-        """Called when the transport accepts bytes again."""
+        """Called when the transport can accept bytes again."""
         self.on_disconnect: Callable[[], None] | None = None
         """Called once, after the connection has closed. `on_writable` and `on_disconnect` belong to the
         response in progress."""
         self.on_chunk: Callable[[bytes], None] | None = None
-        """Called with each argument of `write_chunk`, even after the connection has closed."""
+        """Called with the argument of each call of `write_chunk`, even after the connection has closed."""
         self.last_chunk_at = 0.0
         """Time when part of a response was last written, in seconds of the monotonic clock."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
         self._source: Source
-        """The source (tenant, address or user) whose turns this connection uses."""
+        """The source (tenant, address or user) to which the turns of this connection are counted."""
         self.pool: Pool | None = None
-        """The pool in which this connection has a place. Set by the server."""
+        """The pool in which this connection has a place. The server sets this attribute."""
         self._parser = RequestParser(request)
         self._exchange: Exchange | None = None
         self._advancing = False
@@ -80,14 +81,14 @@ class Connection(asyncio.BufferedProtocol):
         self._waits_to_read = False
         """Whether the connection is waiting for a turn to read again after a large read."""
         self._given_up = False
-        """Whether the connection is about to refuse its request because unfinished heads use too much
-        memory."""
+        """Whether the connection will refuse its request because unfinished heads use too much memory."""
         self._begun: tuple[int, int] = 0, 0
-        """The last second in which a request began, and how many requests began in that second."""
+        """The second in which the latest request began, and how many requests began in that second."""
         self._ended = False
         """Whether the client has closed its sending side."""
         self._linger_bytes: int | None = None
-        """Number of bytes still to be dropped before the connection closes, or None if it is not closing."""
+        """Number of bytes that may still be dropped before the connection closes; None if it is not
+        closing."""
         self.writable = True
         """Whether the transport's buffer is below its high-water mark. Streams read this for each token."""
         self._may_write = asyncio.Event()
@@ -104,20 +105,20 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def owner(self) -> tuple[bool, str]:
-        """Whether the client is known, and the tenant of its latest request."""
+        """Whether the client is authenticated, and the tenant of its latest request."""
         return self.authenticated, self._tenant
 
     @property
     def date_line(self) -> bytes:
-        """The value of the Date header for a response that begins now."""
+        """The line with the Date header of a response that begins now."""
         return self.server.date_line
 
     async def drain(self) -> None:
-        """Wait until the transport accepts bytes again."""
+        """Wait until the transport can accept bytes again."""
         await self._may_write.wait()
 
     def write_chunk(self, data: bytes) -> None:
-        """Write part of a response that was started without a content length. `data` must not be empty."""
+        """Write a part of a response that was started without a content length. `data` must not be empty."""
         if self.on_chunk is not None:
             self.on_chunk(data)
             if self.disconnected:
@@ -128,22 +129,22 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.write(data)
 
     def release(self) -> None:
-        """Remove the callbacks, because the response has ended."""
+        """Remove the callbacks of the response, because the response has ended."""
         self.on_writable = self.on_disconnect = None
 
     def abort(self) -> None:
-        """Close immediately and drop unsent bytes."""
+        """Close the connection immediately, and drop unsent bytes."""
         self.transport.abort()
 
     def cut_off(self) -> None:
-        """Close immediately, because the client does not read its response."""
+        """Close the connection immediately, because the client does not read its response."""
         self.server.cut_off.note(self._peer)
         self.transport.abort()
 
     def authenticate(self, tenant: str = "") -> bool:
         """Move the connection to the pool of known clients and assign it to `tenant`, because its request has
-        a valid identity. Return False if no place can be freed for the connection, because all
-        eligible places belong to connections whose requests are being answered."""
+        a valid identity. Return False if the pool has no free place, and no place can be freed because all
+        other connections have requests in progress."""
         if not self.authenticated or self._tenant != tenant:
             if not self.server.promote(self, tenant):
                 return False
@@ -155,8 +156,8 @@ class Connection(asyncio.BufferedProtocol):
     # ── handing a request to another process ──
 
     async def leave(self) -> tuple[int, bytes]:
-        """Stop reading, and wait until earlier responses have been sent. Return the connection's descriptor,
-        and any bytes of later requests that have already been read."""
+        """Stop reading, and wait until earlier responses have been sent. Return the descriptor of the
+        connection, and the bytes of later requests that have already been read."""
         self._waits_to_read = False
         self._pause_reading(True)
         while self.transport.get_write_buffer_size() and not self.disconnected:
@@ -167,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── opening and closing the connection ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Identify the peer and claim a place in a pool."""
+        """Identify the peer, and reserve a place in a pool for the connection."""
         self.transport = transport
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
@@ -182,7 +183,7 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
             return
         self._timer.start(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
-        # First process the bytes that another process has already read from this connection.
+        # First process the bytes that another process had already read from this connection.
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -212,7 +213,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the part of the server's shared read buffer that the transport may fill. `buffer_updated`
-        empties it in the same step of the event loop.
+        empties the buffer in the same step of the event loop.
 
         One iteration of the loop reads from every connection that has data. To keep an iteration short, the
         whole buffer is returned only while the application is waiting for the body.
@@ -222,7 +223,7 @@ class Connection(asyncio.BufferedProtocol):
         return buffer if exchange is not None and exchange.wants_body else buffer[:LARGE_READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Process the bytes that were read."""
+        """Process the bytes that were read into the buffer."""
         if self._linger_bytes is not None:
             self._linger_bytes -= nbytes
             if self._linger_bytes < 0:
@@ -237,25 +238,26 @@ class Connection(asyncio.BufferedProtocol):
                 self._pause_reading(True)
 
     def _read_on(self) -> None:
-        """Resume reading after a large read, now that this connection has its turn."""
+        """Read again after a large read, because it is the connection's turn."""
         if self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = False
             self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
 
     def eof_received(self) -> bool:
-        """Keep the connection open if the client may still be waiting for a response."""
+        """After the client has closed its sending side, keep the connection open if it may expect a
+        response."""
         self._ended = True
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger_bytes is not None:
-            # The transport closes once everything has been sent. The write time limit applies.
+            # The transport closes once everything has been sent, within the time limit for writes.
             self.close()
             return False
         self._half_closed.start(self._may_probe)
         return True
 
     def advance(self) -> None:
-        """Parse as many of the received bytes as can be used now: at most the next request head, or the part
-        of the body that the application is waiting for."""
+        """Parse the received bytes that can be used now: at most the next head, or the body that is
+        awaited."""
         if self._advancing:
             return
         self._advancing = True
@@ -271,17 +273,17 @@ class Connection(asyncio.BufferedProtocol):
             self._count_memory()
 
     def _count_memory(self) -> None:
-        """Report to the server the memory that the connection's requests use. Body bytes that the application
-        has already read are not included."""
+        """Report to the server how much memory the requests of this connection use. Body bytes that the
+        application has already read are not included."""
         size = len(self._parser.received) + self._parser.head.collected_bytes
         if self._exchange is not None:
             size += self._exchange.head.memory_bytes
         self.server.request_memory.hold(self, size)
 
     def give_up_request(self) -> None:
-        """Drop the request, because unfinished request heads use too much memory in total, and refuse it
-        after a delay. If the request is already complete, close the connection instead, because the
-        application may be answering it."""
+        """Refuse the request after a delay, because unfinished request heads use too much memory in total. If
+        the request is already complete, close the connection instead, because the application may be
+        answering the request."""
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
             return
@@ -293,7 +295,7 @@ class Connection(asyncio.BufferedProtocol):
         self._timer.start(REFUSAL_DELAY_S, partial(self.refuse, refusal))
 
     def _step(self) -> bool:
-        """Parse one piece of the input. Return False if nothing can be parsed yet."""
+        """Parse one piece of the received bytes. Return False if no complete piece is left."""
         parser = self._parser
         if not parser.received:
             return False
@@ -339,12 +341,11 @@ class Connection(asyncio.BufferedProtocol):
         if self.pool is not None:
             self.pool.mark_busy(self)
         if self._parser.received and not self.authenticated:
-            # Known clients may pipeline requests; an unknown client's connection closes after one response.
+            # Known clients may send several requests at once, unknown clients only one.
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
-        """If the whole body has arrived, drop the part that the application has not read. Return whether the
-        whole body has arrived."""
+        """If the whole body has arrived, drop its unread part. Return whether the body has arrived."""
         parser = self._parser
         if parser.body is None or self._exchange is None:
             return True
@@ -359,8 +360,8 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _wants_bytes(self) -> bool:
-        """Whether the connection should read more bytes. While a request is being answered, one buffer of the
-        next request is read ahead, because a disconnection can be noticed only by reading."""
+        """Return whether to read more bytes. During a response, up to one buffer of the next request is read,
+        because only a read can detect that the client has disconnected."""
         exchange = self._exchange
         if self._given_up:
             return False
@@ -381,7 +382,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── the end of a response, and of the connection ──
 
     def finish(self, exchange: Exchange) -> None:
-        """Continue with the next request, or close the connection, after a complete response."""
+        """After a complete response, continue with the next request, or close the connection."""
         self._exchange = None
         parser = self._parser
         if self.pool is not None:
@@ -401,15 +402,14 @@ class Connection(asyncio.BufferedProtocol):
             self.advance()
 
     def close(self) -> None:
-        """Close after the bytes written so far have been sent."""
+        """Close the connection after the bytes written so far have been sent."""
         if not self.transport.is_closing():
             self._timer.stop()
             self._write_limit.start()
             self.transport.close()
 
     def refuse(self, error: RequestError) -> None:
-        """Send an error response in place of the application, then close. If a response has already begun,
-        close immediately."""
+        """Send an error response and close. If a response has already begun, close immediately."""
         exchange = self._exchange
         if exchange is not None and exchange.started:
             self.transport.abort()
@@ -421,7 +421,7 @@ class Connection(asyncio.BufferedProtocol):
         self._linger(2 * self.server.limits.max_body_bytes + PIECE_BYTES)
 
     def _linger(self, most_bytes: int) -> None:
-        """Close, but first read and drop incoming bytes for a short time, so that the client can read the
+        """Close after reading and dropping bytes for a short time, so that the client can read the
         response."""
         self._parser.drop()
         self._count_memory()
@@ -444,7 +444,7 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def _may_probe(self) -> bool:
-        """Whether `100 Continue` may be sent now, as a probe of a half-closed connection."""
+        """Return whether `100 Continue` may be sent now to probe a half-closed connection."""
         exchange = self._exchange
         return (
             exchange is not None
@@ -466,7 +466,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._parser.head.begun:
             self.refuse(RequestError(408, "the request headers did not arrive in time", "header_timeout"))
         elif self._write_limit.start():
-            # The last response has not been fully sent yet. The write timer checks that the client reads it.
+            # The last response has not been sent completely. The write timer checks that the client reads it.
             self._timer.start(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
             self.close()
@@ -476,7 +476,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is None or self._linger_bytes is not None:
             return
         if not exchange.wants_body and self._parser.received:
-            # The application has not yet read the bytes that have arrived.
+            # The application has not read the bytes that have already arrived.
             self._timer.start(self.server.limits.body_timeout_s, self._body_late)
         elif exchange.started:
             self.transport.abort()
@@ -486,15 +486,14 @@ class Connection(asyncio.BufferedProtocol):
     # ── writing, within a time limit ──
 
     def pause_writing(self) -> None:
-        """Record that the transport's buffer is full, and start the time limit within which the client must
-        read."""
+        """Handle that the transport's buffer is full: the client must now read within the time limit."""
         self.writable = False
         self._may_write.clear()
         self._write_limit.start()
         self.server.congested(self)
 
     def resume_writing(self) -> None:
-        """Record that the transport accepts bytes again."""
+        """Handle that the transport accepts bytes again."""
         self.writable = True
         self._may_write.set()
         self.server.relieved(self)

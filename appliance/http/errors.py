@@ -23,9 +23,12 @@ def error_document(message: str, kind: str, param: str | None, code: str | None)
 
 
 def drop_frames(error: BaseException) -> None:
-    """Release the stack frames of `error` and of the errors that caused it. The frames refer to the request's
-    body and texts. If a future in one of them also refers to the error, there is a reference cycle, which
-    would keep several megabytes alive until the garbage collector runs."""
+    """Drop the stack frames of `error` and of the errors that caused it.
+
+    The frames refer to the request's body and texts. If a future in one of them also refers to the error,
+    there is a reference cycle. This cycle would keep several megabytes alive until the garbage collector
+    runs.
+    """
     known: BaseException | None = error
     while known is not None:
         known.__traceback__ = None

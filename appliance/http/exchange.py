@@ -1,4 +1,4 @@
-"""One request and its response: calls the ASGI application and writes its response."""
+"""One request and its response. This module calls the ASGI application and writes the response."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ def status_line(status: int) -> bytes:
 
 
 def whole_response(error: RequestError) -> bytes:
-    """Return the complete response to a request that does not reach the application."""
+    """Return the complete response to a request for which the application is not called."""
     body = error_document(error.message, "invalid_request_error", None, error.code)
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
     return status_line(error.status) + head + body
 
 
 class Exchange:
-    """A request in progress on a connection. Receives body bytes from the connection and writes the
-    response."""
+    """A request in progress on a connection. It receives the bytes of the body from the connection, and
+    writes the response."""
 
     def __init__(self, connection: Connection, head: RequestHead, state: dict[str, Any]) -> None:
         self.head = head
         self.keep_alive = head.keep_alive
         self.started = False
-        """Whether the response head has been written."""
+        """Whether the head of the response has been written."""
         self.complete = False
         """Whether the whole response has been written."""
         self.chunked = False
-        """Whether the response is sent in chunks. Without chunks and without a length, closing the connection
-        marks the end of the response."""
+        """Whether the response is sent in chunks. If it has neither chunks nor a length, the end of the
+        connection marks the end of the response."""
         self.request_complete = False
         self.wants_body = False
-        """Whether the application is waiting for part of the body."""
+        """Whether the application is waiting for a part of the body."""
         self._connection = connection
         self._state = state
         self._content: list[bytes] = []
@@ -64,7 +64,7 @@ class Exchange:
     # ── called by `Connection` ──
 
     def receive_body(self, content: bytes, last: bool) -> None:
-        """Append part of the body."""
+        """Append a part of the body."""
         if content:
             self._content.append(content)
         self.request_complete = last
@@ -78,7 +78,7 @@ class Exchange:
         self._arrived.set()
 
     async def run(self, app: Any) -> None:
-        """Call the application. If it raises an error or sends no response, send a 500."""
+        """Call the application. If it raises an error or sends no response, send a 500 response."""
         head = self.head
         scope = {
             "type": "http",
@@ -116,7 +116,7 @@ class Exchange:
     # ── called by the ASGI application ──
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next ASGI event: a part of the body, or the client's disconnection."""
+        """Return the next ASGI event: a part of the body, or the disconnection of the client."""
         while not (self._disconnected or self.complete):
             if self._content or (self.request_complete and not self._end_delivered):
                 content = b"".join(self._content)
@@ -134,7 +134,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Write the part of the response that is in this ASGI event."""
+        """Write the part of the response that this ASGI event contains."""
         connection = self._connection
         if not connection.writable and not self._disconnected:
             await connection.drain()

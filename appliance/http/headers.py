@@ -1,4 +1,4 @@
-"""Helpers for header fields that several applications read."""
+"""Helper functions for reading header fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def header(headers: Headers, wanted: bytes) -> bytes | None:
 
 def bearer(headers: Headers) -> tuple[bytes, bytes]:
     """Return the scheme (in lower case) and the credentials of the first Authorization header. Both are empty
-    if there is no such header."""
+    if there is no Authorization header."""
     value = header(headers, b"authorization")
     if value is None:
         return b"", b""

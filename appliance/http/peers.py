@@ -12,27 +12,28 @@ from appliance.channel.core_messages import SocketKind
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
-"""The socket option's number, from asm-generic/socket.h (Linux 4.13 or later). Python's socket module does
-not define it."""
+"""Number of the socket option that returns the groups of a peer, from asm-generic/socket.h (Linux 4.13 or
+later). Python's socket module does not define the option."""
 _MAX_GROUPS_BYTES = 1024
-"""Maximum size, in bytes, of a socket option that Python can read. It is enough for 256 groups."""
+"""Maximum size in bytes of a socket option that Python can read. This is enough for 256 groups."""
 
 
 class Peer(NamedTuple):
-    """The properties of a client when it connected. `uid` and `pid` are -1 for TCP; `address` is empty for a
-    Unix socket."""
+    """The properties of a client at the time when it connected. For TCP, `uid` and `pid` are -1; for a Unix
+    socket, `address` is empty."""
 
     kind: SocketKind
     uid: int
     pid: int
     address: str
     gids: tuple[int, ...] = ()
-    """Groups of a Unix peer: the primary group first, then the other groups in ascending order."""
+    """Groups of the peer of a Unix socket: the primary group first, then the other groups in ascending
+    order."""
 
     @property
     def source(self) -> str:
-        """Origin of the connection: the address of a TCP peer, or the uid of a Unix peer. For IPv6 it is the
-        address's /64 network, because one host can use every address in that network."""
+        """Origin of the connection: the address of a TCP peer, or the uid of a Unix peer. For IPv6, the
+        origin is the /64 network of the address, because one host can use every address in that network."""
         if self.kind == "unix":
             return str(self)
         host = self.address.rpartition(":")[0].strip("[]")
@@ -51,19 +52,19 @@ def unix_peer(sock: socket.socket) -> Peer:
     more than 256 groups, only the primary group is returned."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
-    with contextlib.suppress(OSError):  # There are too many groups for the option, or the kernel is too old.
+    with contextlib.suppress(OSError):  # There are too many groups, or the kernel is too old.
         others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
     return Peer("unix", uid, pid, "", (gid, *gids))
 
 
 def peer_of(sock: socket.socket, address: str = "") -> Peer:
-    """Return the peer of a connected socket. Pass the TCP peer's address as `address` if it is already
-    known."""
+    """Return the peer of a connected socket. If the address of a TCP peer is already known, pass it as
+    `address`."""
     if sock.family == socket.AF_UNIX:
         return unix_peer(sock)
     if not address:
-        with contextlib.suppress(OSError):  # The client has disconnected.
+        with contextlib.suppress(OSError):  # The client has already disconnected.
             host, port = sock.getpeername()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Peer("tcp", -1, -1, address)

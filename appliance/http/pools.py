@@ -1,4 +1,5 @@
-"""Limits the number of connections, and selects a connection to close when a new one needs a place."""
+"""Limits the number of connections, and selects a connection to be closed when a new connection needs its
+place."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""Each tenant must leave the fraction 1 / `OTHERS_SHARE` of the places to other tenants."""
+"""Each tenant must leave this fraction of the places to other tenants: 1 / `OTHERS_SHARE`."""
 
 
 class Occupant(Protocol):
@@ -18,9 +19,8 @@ class Occupant(Protocol):
 class Pool:
     """Connections that share a limit.
 
-    Connections without a complete request are `waiting`, in the order in which they began to wait. If no
-    place is free for a new connection, the pool picks the source with the most waiting connections and closes
-    the connection of that source that has waited longest.
+    A connection without a complete request is *waiting*. If no place is free for a new connection, the pool
+    selects the source with the most waiting connections. Of these, it closes the one that has waited longest.
 
     A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """
@@ -28,9 +28,9 @@ class Pool:
     def __init__(self) -> None:
         self.limit = 0
         self.evicted = 0
-        """Number of connections that were closed to free a place."""
+        """Number of connections that were closed so that another connection could have their place."""
         self._members: dict[Occupant, str] = {}
-        """Tenant of each connection, or "" while the tenant is not known."""
+        """Tenant of each connection, or "" while the connection has no tenant."""
         self._by_tenant: Counter[str] = Counter()
         self._waiting: dict[Occupant, str] = {}
         """Source of each waiting connection."""
@@ -42,20 +42,21 @@ class Pool:
 
     @property
     def busy(self) -> int:
-        """Number of connections whose request is being answered."""
+        """Number of connections with a request that is being answered."""
         return len(self._members) - len(self._waiting)
 
     @property
     def max_per_tenant(self) -> int:
-        """Maximum number of places for one tenant's connections."""
+        """Maximum number of places for the connections of one tenant."""
         return max(self.limit - self.limit // OTHERS_SHARE, 1)
 
     def add(self, connection: Occupant, tenant: str = "", source: str = "") -> bool:
-        """Give the connection a place, closing a waiting connection if necessary. Return False if all places,
-        or all of the tenant's places, belong to connections whose requests are being answered.
+        """Give the connection a place in the pool. If no place is free, close a waiting connection first.
+        Return False if all places, or all places of the tenant, belong to connections with requests in
+        progress.
 
-        `source` identifies the origin of the connection. If it is empty for all connections, the one that has
-        waited longest is closed.
+        `source` identifies the origin of the connection. If `source` is empty for all connections, the
+        connection that has waited longest is closed.
         """
         if not self._make_room_of(tenant) or not self.make_room(1):
             return False
@@ -66,8 +67,8 @@ class Pool:
         return True
 
     def assign(self, connection: Occupant, tenant: str) -> bool:
-        """Assign a connection that already has a place to the tenant. Returns False under the same conditions
-        as `add`."""
+        """Assign a connection that already has a place to the tenant. Return False in the same cases as
+        `add`."""
         if self._members[connection] == tenant:
             return True
         if not self._make_room_of(tenant):
@@ -78,8 +79,8 @@ class Pool:
         return True
 
     def make_room(self, places: int = 0) -> bool:
-        """Close waiting connections until this many places are free. Return False if too few connections are
-        waiting."""
+        """Close waiting connections until this many places are free. Return False if there are too few
+        waiting connections."""
         while len(self._members) + places > self.limit:
             oldest = self._oldest_of_largest_source()
             if oldest is None:
@@ -88,7 +89,7 @@ class Pool:
         return True
 
     def remove(self, connection: Occupant) -> None:
-        """Free the connection's place."""
+        """Free the place of the connection."""
         if connection in self._members:
             self._leave_tenant(connection)
             del self._members[connection]
@@ -96,7 +97,7 @@ class Pool:
             del self._sources[connection]
 
     def mark_busy(self, connection: Occupant) -> None:
-        """Record that the connection has a complete request."""
+        """Record that the connection has a complete request, and is therefore not waiting."""
         source = self._waiting.pop(connection, None)
         if source is not None:
             self._waiting_by_source[source] -= 1
@@ -104,7 +105,7 @@ class Pool:
                 del self._waiting_by_source[source]
 
     def mark_waiting(self, connection: Occupant) -> None:
-        """Record that the connection's request has been answered."""
+        """Record that the connection is waiting, because its request has been answered."""
         if connection in self._members and connection not in self._waiting:
             source = self._sources[connection]
             self._waiting[connection] = source
@@ -116,8 +117,8 @@ class Pool:
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_room_of(self, tenant: str) -> bool:
-        """Close the tenant's longest-waiting connections until the tenant has a free place. Return False if
-        all of the tenant's places belong to connections that are not waiting."""
+        """Close waiting connections of the tenant, those that have waited longest first, until the tenant has
+        a free place. Return False if no connection of the tenant is waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

@@ -1,4 +1,4 @@
-"""Bounds the memory that request heads and read-ahead bytes use, summed over all connections."""
+"""Limits the memory of request heads and of bytes that were read in advance, summed over all connections."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 MAX_REQUEST_MEMORY_BYTES = 32 << 20
-"""Maximum total size, in bytes, of request heads and read-ahead data. Only connections that hold more than
-`SMALL_REQUEST_BYTES` are counted."""
+"""Maximum total size in bytes of request heads and of bytes that were read in advance. Only connections that
+hold more than `SMALL_REQUEST_BYTES` are counted."""
 SMALL_REQUEST_BYTES = 8 << 10
 """Connections that hold at most this many bytes are not counted. Typical request heads take 1 to 6 KiB."""
 
 
 class HeadHolder(Protocol):
-    """A connection."""
+    """A connection that holds a request in memory."""
 
     @property
     def owner(self) -> tuple[bool, str]:
-        """Whether the client is authenticated, and its tenant."""
+        """Whether the client is authenticated, and the client's tenant."""
         ...
 
     def give_up_request(self) -> None:
@@ -30,7 +30,7 @@ C = TypeVar("C", bound=HeadHolder)
 
 
 def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
-    """Find the owner whose connections hold the most memory in total, and return those connections in the
+    """Find the tenant whose connections hold the most memory in total, and return these connections in the
     order of `sizes`."""
     totals: Counter[tuple[bool, str]] = Counter()
     for connection, size in sizes.items():
@@ -58,8 +58,8 @@ class RequestMemory:
         self._total += size
         while self._total > MAX_REQUEST_MEMORY_BYTES:
             requests = sorted(of_largest_owner(self._sizes), key=self._sizes.__getitem__, reverse=True)
-            # Refuse one request, plus one for every 64 requests of the tenant. With many requests, this needs
-            # fewer searches.
+            # Refuse the largest request. If the tenant has many requests, refuse an additional one for every
+            # 64 requests, so that fewer searches are needed.
             for largest in requests[: 1 + len(requests) // 64]:
                 self._total -= self._sizes.pop(largest)
                 self.refused += 1

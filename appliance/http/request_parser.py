@@ -1,4 +1,4 @@
-"""Parses the bytes that a connection receives, one request at a time."""
+"""Parses the received bytes of a connection, one request at a time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ class RequestParser:
     """Parses the head of a request, and then its body in pieces."""
 
     def __init__(self, received: bytes) -> None:
-        """`received` contains the bytes that another process has already read from the connection."""
+        """`received` contains the bytes that another process had already read from the connection."""
         self.received = bytearray(received)
         """Received bytes that have not been parsed yet."""
         self.head = HeadReader()
-        """The head of the next request."""
+        """The head of the next request, or None."""
         self.body: Body | None = None
-        """The body of the request in progress until it is complete, otherwise None."""
+        """The body of the request in progress, or None if the body is complete."""
 
     def read_head(self) -> RequestHead | None:
-        """Return the next request's head, or None if it is not complete yet. Raises RequestError."""
+        """Return the head of the next request, or None if the head is not complete yet. Raises
+        RequestError."""
         head = self.head.feed(self.received)
         if head is not None:
             self.head, body = HeadReader(), body_of(head)
@@ -39,6 +40,6 @@ class RequestParser:
         return content
 
     def drop(self) -> None:
-        """Drop the unparsed bytes and the unfinished head."""
+        """Drop the bytes that have not been parsed, and the unfinished head."""
         self.received.clear()
         self.head = HeadReader()

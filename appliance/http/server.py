@@ -20,8 +20,9 @@ from appliance.http.turns import Turns
 WRITE_TIMEOUT_S = 60.0
 """Time after which a connection is closed if its client has read none of the response."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total number of unsent response bytes over all connections. If it is exceeded, the server selects
-the tenant with the most unsent bytes and closes that tenant's connection that has been congested longest."""
+"""Maximum total number of unsent response bytes of all connections. If the limit is exceeded, the server
+selects the tenant with the most unsent bytes. Of this tenant's connections, it closes the one that has been
+congested longest."""
 READ_BYTES = 64 << 10
 """Maximum number of body bytes in one read from a connection."""
 
@@ -31,11 +32,12 @@ class HttpServer:
 
     Each connection has a place in one of two pools: one for known clients and one for all other clients. A
     client is known if `known` returns True for its peer, or if one of the connection's requests had a valid
-    key. The pool for other clients is small, its time limits are short, and it never takes places from the
-    first pool.
+    key. The pool for unknown clients is small and has short time limits, and it never takes places from the
+    pool for known clients.
 
-    `tenant_of` returns a request's tenant, based on its headers and its state, or an empty string if the
-    request has no valid identity. It may add to the state. Tenants take turns (`Turns`).
+    `tenant_of` returns the tenant of a request, based on the request's headers and state, or an empty string
+    if the request has no valid identity. The function may add entries to the state. Tenants take turns
+    (`Turns`).
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class HttpServer:
         self.known_pool = Pool()
         self.unknown_pool = Pool()
         self.refused = 0
-        """Number of connections that were closed or answered with 503 because no place was free."""
+        """Number of connections that were closed, or answered with 503, because no place was free."""
         self.cut_off = CountedLog("connections closed because their clients did not read the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
@@ -60,15 +62,15 @@ class HttpServer:
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
-        """The read buffer, shared by all connections. Sharing is safe because a transport fills it and the
-        connection empties it in the same step of the event loop."""
+        """The read buffer that all connections share. Sharing is safe, because a transport fills the buffer
+        and the connection empties it in the same step of the event loop."""
         self._app = app
         self._known = known
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._congested: dict[Connection, None] = {}
-        """Connections whose transport accepts no more bytes, ordered by how long they have been congested,
-        longest first."""
+        """Connections whose transport accepts no more bytes. The connection that has been congested longest
+        comes first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
@@ -77,7 +79,7 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """The limits in effect. When they are replaced, an existing connection gets the new limits with its
+        """The limits in effect. If they are replaced, an existing connection gets the new limits with its
         next request."""
         return self._limits
 
@@ -93,7 +95,7 @@ class HttpServer:
         return len(self._connections)
 
     def make_room(self) -> None:
-        """Close waiting connections that exceed the limits, for example because the limits were lowered."""
+        """Close waiting connections until the limits are met, for example after the limits were lowered."""
         self.known_pool.make_room()
         self.unknown_pool.make_room()
 
@@ -104,11 +106,12 @@ class HttpServer:
         request: bytes = b"",
         begins: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve an accepted connection. The server takes ownership of the socket. If the server is stopping,
-        it answers only the request that another process has read, or closes the socket if there is none.
+        """Serve an accepted connection. The server becomes the owner of the socket. If the server is
+        stopping, it answers only the request that another process had read, or closes the socket if there is
+        none.
 
-        - `address` is the TCP peer's address. It is looked up if empty.
-        - `request` contains the bytes that another process has already read from the connection.
+        - `address` is the address of the TCP peer. If it is empty, the address is looked up.
+        - `request` contains the bytes that another process had already read from the connection.
         - `begins` is called before anything is read.
         """
         if self._stopping and not request:
@@ -141,8 +144,8 @@ class HttpServer:
         self._listening.append(server)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections, close idle connections, wait up to `grace_s` seconds for the responses
-        in progress, then close the remaining connections."""
+        """Stop the server: accept no more connections, close idle connections, wait up to `grace_s` seconds
+        for the responses in progress, and then close the remaining connections."""
         self._stopping = True
         for server in self._listening:
             server.close()
@@ -155,7 +158,7 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # The applications are notified that their connections were closed. Wait until they have returned.
+        # The applications have been told that their connections are closed. Wait until they have returned.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
@@ -167,8 +170,8 @@ class HttpServer:
         if known and self.known_pool.add(connection, source=peer.source):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # If the pool of known clients is full, a known client gets a place in this pool for its 503
-            # response.
+            # If the pool for known clients is full, a known client gets a place in the other pool, so that it
+            # receives a 503 response.
             connection.pool = self.unknown_pool
         else:
             self.refused += 1
@@ -177,8 +180,8 @@ class HttpServer:
         return True
 
     def promote(self, connection: Connection, tenant: str) -> bool:
-        """Move a connection whose request has a valid identity to the pool of authenticated clients and
-        assign it to the identity's tenant. Return False if no place is free."""
+        """Move a connection to the pool for known clients, because its request has a valid identity, and
+        assign it to the tenant of this identity. Return False if no place is free."""
         former = connection.pool
         if former is self.known_pool:
             if self.known_pool.assign(connection, tenant):
@@ -192,7 +195,7 @@ class HttpServer:
         return False
 
     def forget(self, connection: Connection) -> None:
-        """Free a closed connection's place."""
+        """Free the place of a connection that has closed."""
         self._connections.discard(connection)
         self._congested.pop(connection, None)
         self.request_memory.hold(connection, 0)
@@ -200,8 +203,8 @@ class HttpServer:
             connection.pool.remove(connection)
 
     def congested(self, connection: Connection) -> None:
-        """Record that this connection's client has stopped reading its response, and enforce the limit on the
-        total size of unread responses."""
+        """Record that the client of this connection no longer reads its response. If too many response bytes
+        are unsent, close a connection."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
         total = sum(unsent.values())
@@ -214,11 +217,11 @@ class HttpServer:
             oldest.cut_off()
 
     def relieved(self, connection: Connection) -> None:
-        """Record that the connection's client is reading its response again."""
+        """Record that the client of this connection reads its response again."""
         self._congested.pop(connection, None)
 
     def run(self, exchange: Exchange) -> None:
-        """Start the application's task for a request."""
+        """Start a task in which the application answers the request."""
         task = self._loop.create_task(exchange.run(self._app))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,4 +1,4 @@
-"""Listening sockets: Unix sockets with a file mode and a group, and TCP sockets."""
+"""Creates listening sockets: Unix sockets with a file mode and a group, and TCP sockets."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ class ListenError(Exception):
 
 
 def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
-    """Return a listening Unix socket with this file mode, replacing a stale socket file. The socket gets the
-    group `gid` if this process may change the group. Raises ListenError.
+    """Return a listening Unix socket with this file mode. A stale socket file is replaced. The socket gets
+    the group `gid` if this process may change the group.
 
-    The caller must hold the run directory's lock, which proves that no other process is using an existing
-    socket file at this path.
+    The caller must hold the lock of the run directory, which proves that no other process uses a socket file
+    at this path. Raises ListenError.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         remove_socket(path)
         sock.bind(str(path))
-        # No client can connect before listen(), so the socket is never accessible to more users than
-        # intended.
+        # No client can connect before listen(), so at no time can more users access the socket than intended.
         _set_access(path, mode, gid)
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -51,15 +50,15 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
 def bind_tcp(
     host: str, port: int, *, setting: str = "listen", beside: Iterable[socket.socket] = ()
 ) -> socket.socket:
-    """Return a listening TCP socket. Its address may overlap the addresses of the sockets in `beside`. Raises
-    ListenError, whose message names the setting."""
+    """Return a listening TCP socket. The address of the socket may overlap those of the sockets in `beside`.
+    Raises ListenError, whose message names the setting."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Set SO_REUSEPORT only while this socket is being bound, so that no other process can bind the
-            # service's address later.
+            # Set SO_REUSEPORT only while this socket is being bound. Otherwise, another process could later
+            # bind the service's address.
             with _reusing_port(sock, *beside):
                 sock.bind(address)
                 sock.listen(_BACKLOG)
@@ -76,7 +75,7 @@ def bind_tcp(
 
 @contextlib.contextmanager
 def _reusing_port(*sockets: socket.socket) -> Iterator[None]:
-    """Allow other sockets to be bound to overlapping addresses while the context is active."""
+    """While the context is active, allow other sockets to be bound to overlapping addresses."""
     if len(sockets) < 2:
         yield
         return
@@ -90,7 +89,7 @@ def _reusing_port(*sockets: socket.socket) -> Iterator[None]:
 
 
 def change_access(path: Path, mode: str, gid: int | None = None) -> None:
-    """Change the group and the file mode (octal) of a socket in use. Failures are logged."""
+    """Change the group and the file mode (in octal) of a socket in use. Failures are logged."""
     try:
         _set_access(path, mode, gid)
     except OSError as error:
@@ -112,7 +111,7 @@ def _set_access(path: Path, mode: str, gid: int | None) -> None:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Return the address a socket listens on: a path, or host:port."""
+    """Return the address on which a socket listens: a path, or host:port."""
     return format_address(sock.getsockname())
 
 
@@ -125,8 +124,8 @@ def format_address(name: str | tuple[object, ...]) -> str:
 
 
 def listens_on(address: str, wanted: tuple[str, int]) -> bool:
-    """Return whether a listener on `address` accepts connections to the wanted host and port. A wanted port
-    of 0 matches every port."""
+    """Return whether a listener on `address` accepts connections to this host and port. A port of 0 matches
+    every port."""
     host, port = wanted
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]

@@ -1,5 +1,5 @@
-"""Spreads work for clients over iterations of the event loop, and divides the loop's time fairly between
-clients."""
+"""Distributes work for clients over several iterations of the event loop, and divides the event loop's time
+fairly between clients."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
-"""The maximum number of turns in the next iteration of the event loop is the duration of the last iteration
-divided by this time, but at least 1 and at most `MAX_TURNS_PER_PASS`. A single turn usually takes less
-time."""
+"""The number of turns in the next iteration of the event loop is limited to the duration of the last
+iteration divided by this time, and is between 1 and `MAX_TURNS_PER_PASS`. A turn usually takes less time."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
-"""Maximum share of the event loop's time that the turns of one budget take in the long run."""
+"""Maximum share of the event loop's time that the turns of one budget may take on average."""
 BURST_S = 0.1
-"""A budget that has been idle may use this much of the event loop's time without a pause."""
+"""A budget that has been unused for a while may take this much of the event loop's time without a pause."""
 MAX_CHARGE_S = 0.004
-"""Maximum time charged for one turn. An iteration can take much longer than its turns, because it also
-delivers many tokens or because the process was waiting for a CPU."""
+"""Maximum time that is charged for one turn. An iteration can take much longer than its turns, because it
+also delivers tokens, or because the process was waiting for a CPU."""
 _MIN_REST_S = 0.001
-"""Resolution of the event loop's timers."""
+"""Resolution of the timers of the event loop."""
 
 
 class Source(NamedTuple):
     """The origin of work: a tenant, an address or a local user."""
 
     name: str
-    """The tenant's name, the address or the local user. Sources take turns."""
+    """The name of the tenant, the address or the local user."""
     budget: str
     """Name of the budget. Sources with the same budget share one allotment of the event loop's time."""
 
 
 def source_of_request(tenant: str, peer: Peer) -> Source:
-    """Return the source of a request. `tenant` is empty if the request has no valid identity. In that case
-    each local user has its own budget, but all TCP clients share one budget, because one client can use many
-    addresses."""
+    """Return the source of a request.
+
+    `tenant` is empty if the request has no valid identity. In this case, each local user has a separate
+    budget, but all TCP clients share one budget, because one client can use many addresses.
+    """
     if tenant:
         return Source(f"tenant {tenant}", f"tenant {tenant}")
     return Source(peer.source, peer.source if peer.kind == "unix" else "tcp")
@@ -50,32 +51,32 @@ def source_of_request(tenant: str, peer: Peer) -> Source:
 class Turns:
     """Queues the connections' next operations: beginning a request, or reading more of a large body.
 
-    An iteration of the event loop usually takes one turn, so events of other clients are handled after each
-    turn. Sources take turns. Within a source, the operation with the lowest rank comes first; among equal
-    ranks, the operation that has waited longest.
+    In one iteration of the event loop, usually only one operation has its turn, so events of other clients
+    are handled in between. Sources take turns. Among the operations of a source, the one with the lowest rank
+    comes first; among equal ranks, the one that has waited longest.
 
-    A budget that has used its share of the event loop's time pauses, even if nothing else is waiting. The
-    loop is then idle when another client's request arrives, and the CPU is free for the service's other
-    processes.
+    If a budget has used its share of the event loop's time, its sources must pause, even if nothing else is
+    waiting. The event loop is then idle when another client's request arrives, and the CPU is free for other
+    processes of the service.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Source, list[tuple[int, int, Callable[[], None]]]] = {}
-        """A heap of waiting work for each source. The first source in the dict has the next turn."""
+        """A heap of waiting operations for each source. The first source in the dict has the next turn."""
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._used: list[str] = []
-        """Budget of each turn taken in this iteration."""
+        """The budget of each turn in this iteration of the event loop."""
         self._serial = itertools.count()
         self._loop = asyncio.get_running_loop()
         self._last_pass = 0.0
         self._scheduled = False
-        """Whether `_take` is scheduled for the next iteration."""
+        """Whether `_take` is scheduled for the next iteration of the event loop."""
         self._rest: asyncio.TimerHandle | None = None
-        """Timer for the next turn while all waiting sources are paused."""
+        """Timer for the next turn while all sources with waiting operations must pause."""
 
     def add(self, source: Source, rank: int, work: Callable[[], None]) -> None:
-        """Call `work` when its source has a turn. If no turn was taken in this iteration of the event loop
-        and the source's budget is not used up, `work` is called immediately."""
+        """Call `work` when it is the turn of its source. If no turn was taken in this iteration of the event
+        loop, and the source does not have to pause, call `work` immediately."""
         now = time.monotonic()
         if self._scheduled or self._rest_s(source, now):
             heapq.heappush(self._waiting.setdefault(source, []), (rank, next(self._serial), work))
@@ -89,7 +90,8 @@ class Turns:
         self._loop.call_soon(self._take)
 
     def _pause(self, now: float) -> None:
-        """Schedule the next turn for the end of the shortest pause. All waiting sources must be paused."""
+        """Schedule the next turn for the end of the shortest pause. All sources with waiting operations must
+        be pausing."""
         if self._rest is not None:
             self._rest.cancel()
         rest_s = min(self._rest_s(source, now) for source in self._waiting)
@@ -118,8 +120,8 @@ class Turns:
             self._used.append(source.budget)
             work()
         if self._used:
-            # The event loop first runs the tasks that these turns started and processes the bytes it has
-            # read. Then it calls `_take` again.
+            # Before the event loop calls `_take` again, it runs the tasks that these turns started, and
+            # processes the bytes it has read.
             self._loop.call_soon(self._take)
             return
         self._scheduled = False
@@ -132,7 +134,8 @@ class Turns:
         return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
     def _charge(self, passed_s: float, now: float) -> None:
-        """Charge the duration of the last iteration to the budgets whose turns it included."""
+        """Charge the duration of the last iteration of the event loop to the budgets whose turns were part of
+        it."""
         for budget in self._used:
             self._budgets.charge(budget, min(passed_s / len(self._used), MAX_CHARGE_S), now)
         self._used.clear()
