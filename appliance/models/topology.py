@@ -16,6 +16,10 @@ from appliance.models.gpus import devices
 from appliance.models.numa import node_of_bus
 
 
+P2P_READ, P2P_WRITE, P2P_NVLINK = range(3)
+"""Values of `nvmlGpuP2PCapsIndex_t` in nvml.h. nvidia-ml-py 13.615 defines the first one as the tuple `(0,)`."""
+
+
 class Path(enum.IntEnum):
     """The PCIe path between two GPUs, ordered from fastest to slowest, as in `nvidia-smi topo`."""
 
@@ -151,11 +155,10 @@ def _read() -> Topology:
     links = {}
     for a, b in combinations(whole, 2):
         nvlinks = remotes[a].count(buses[b])
-        if not nvlinks and _p2p(whole[a], whole[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK):
+        if not nvlinks and _p2p(whole[a], whole[b], P2P_NVLINK):
             # The links of both GPUs all lead to NVSwitches.
             nvlinks = min(len(remotes[a]), len(remotes[b]))
-        both = (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
-        peer_access = all(_p2p(whole[a], whole[b], index) for index in both)
+        peer_access = all(_p2p(whole[a], whole[b], index) for index in (P2P_READ, P2P_WRITE))
         links[a, b] = GpuLink(nvlinks, _path(whole[a], whole[b]), peer_access)
     return Topology(
         [_text(pynvml.nvmlDeviceGetUUID(device.handle)) for device in found],

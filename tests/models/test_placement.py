@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
 from appliance.models.gpus import find_gpus
@@ -55,7 +57,6 @@ class FakeNvml:
     NVML_DEVICE_MIG_ENABLE = 1
     NVML_NVLINK_MAX_LINKS = 0
     NVML_P2P_STATUS_OK = 0
-    NVML_P2P_CAPS_INDEX_READ = NVML_P2P_CAPS_INDEX_WRITE = NVML_P2P_CAPS_INDEX_NVLINK = 0
 
     class NVMLError(Exception):
         value = 0
@@ -117,6 +118,32 @@ def test_mig_instances_replace_their_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert placement.uuids([1]) == ("MIG-b",)
     assert placement.choose(2) == []  # a replica's ranks need whole GPUs
     assert describe_links(topology, [0, 1, 2]) == ""
+
+
+class TwoWholeGpus(FakeNvml):
+    """Two GPUs that can access each other's memory, with the constants of the installed nvidia-ml-py."""
+
+    def __init__(self) -> None:
+        self.instances = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("NVML_"):
+            raise AttributeError(name)
+        return getattr(pynvml, name)
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, a: int, b: int) -> int:
+        return int(pynvml.NVML_TOPOLOGY_SYSTEM)
+
+    def nvmlDeviceGetP2PStatus(self, a: int, b: int, index: int) -> int:
+        # NVML is a C library: ctypes refuses an index that is not an integer.
+        denied = ctypes.c_int(index).value not in (0, 1)
+        return int(pynvml.NVML_P2P_STATUS_NOT_SUPPORTED if denied else pynvml.NVML_P2P_STATUS_OK)
+
+
+def test_peer_access_needs_reading_and_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", TwoWholeGpus())  # type: ignore[arg-type]
+    [link] = read_topology().links.values()
+    assert link.peer_access and link.nvlinks == 0
 
 
 def test_the_node_of_a_gpu_is_read_from_its_pci_address(tmp_path: Path) -> None:
