@@ -15,9 +15,8 @@ from typing import NamedTuple
 from appliance.models.gpus import devices
 from appliance.models.numa import node_of_bus
 
-
 P2P_READ, P2P_WRITE, P2P_NVLINK = range(3)
-"""Values of `nvmlGpuP2PCapsIndex_t` in nvml.h. nvidia-ml-py 13.615 defines the first one as the tuple `(0,)`."""
+"""Values of `nvmlGpuP2PCapsIndex_t` in nvml.h. nvidia-ml-py 13.615 defines the first as the tuple `(0,)`."""
 
 
 class Path(enum.IntEnum):
