@@ -16,12 +16,11 @@ from textual.widgets import Button, Checkbox, Input, Label, Static
 
 from appliance.actions import Action
 from appliance.quantities import span_text
-from console.commands import CommandError, build, equivalent, flag_of, is_hidden, is_switch
 from console.dialogs import Dialog, ScrollArea, hidden, lines_of, show_text, text
 from console.impact import Impact
 from console.lines import span
+from console.parameters import CommandError, Parameter, Values, build, entered, equivalent, parameters_of
 
-Values = dict[str, Any]
 _MIN_FORM, _MAX_FORM = 4, 20
 """Minimum and maximum height of an action's form, in lines."""
 _WHAT_IF = "Replay the requests of the last 15 minutes with these limits. Nothing is changed."
@@ -82,9 +81,8 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
             yield Static(text(action.description), id="description")
             yield hidden("impact")
             with ScrollArea(self.show_wanted, id="form"):
-                for field in msgspec.structs.fields(action.parameters):
-                    chosen = field.name == action.named_by and field.name in self._values
-                    if not chosen and not is_hidden(action, field.name):
+                for field in entered(action):
+                    if field.name != action.named_by or field.name not in self._values:
                         yield from self._field(field)
             if action.danger == "typed":
                 with Horizontal(classes="field"):
@@ -112,10 +110,10 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
     def on_mount(self) -> None:
         """Focus the button that changes nothing, or the first field that must be filled in."""
         super().on_mount()
-        required = [one.name for one in msgspec.structs.fields(self._action.parameters) if one.required]
-        empty = [name for name in required if name not in self._values]
-        if empty:
-            self.query_one(f"#field-{empty[0]}").focus()
+        empty = (one for one in entered(self._action) if one.required and one.name not in self._values)
+        first = next(empty, None)
+        if first is not None:
+            self.query_one(f"#field-{first.name}").focus()
         else:
             self.query_one("#cancel").focus()
         self._refresh()
@@ -138,15 +136,15 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         fields = [field for name in given for field in self.query(name)]
         return super().wanted() or next(iter(fields), None)
 
-    def _field(self, field: Any) -> ComposeResult:
+    def _field(self, field: Parameter) -> ComposeResult:
         value = self._values.get(field.name)
         with Horizontal(classes="field"):
-            yield Label(flag_of(field.name).removeprefix("--").replace("-", " "))
-            if is_switch(self._action, field.name):
+            yield Label(field.label)
+            if field.kind == "switch":
                 yield Switch(
                     value=bool(value or field.default is True), id=f"field-{field.name}", compact=True
                 )
-                yield Static(text(_description(self._action, field.name)), classes="help")
+                yield Static(text(field.description), classes="help")
             else:
                 shown = _default_text(field) if value is None else str(value)
                 absent = "none" if field.default is None else "unchanged"
@@ -164,7 +162,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         """Return the given values that have no field, and the values of the fields that differ from their
         defaults."""
         values = dict(self._values)
-        for field in msgspec.structs.fields(self._action.parameters):
+        for field in entered(self._action):
             for widget in self.query(f"#field-{field.name}"):
                 if isinstance(widget, Checkbox):
                     value: Any = widget.value
@@ -172,7 +170,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
                 else:
                     assert isinstance(widget, Input)
                     value = widget.value.strip()
-                    changed = value != _default_text(field)
+                    changed = value not in ("", _default_text(field))
                 if changed:
                     values[field.name] = value
                 else:
@@ -207,8 +205,9 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         """Explain the field that has the focus. The explanation of a checkbox is always shown beside it."""
         name = event.widget.id or ""
         explained = _WHAT_IF if name == "what-if" else ""
-        if isinstance(event.widget, Input):
-            explained = _description(self._action, name.removeprefix("field-"))
+        field = parameters_of(self._action).get(name.removeprefix("field-"))
+        if isinstance(event.widget, Input) and field is not None:
+            explained = field.description
         show_text(self.query_one("#hint", Static), text(explained))
         self.fit()
 
@@ -259,18 +258,9 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         self.action_cancel()
 
 
-def _default_text(field: msgspec.structs.FieldInfo) -> str:
+def _default_text(field: Parameter) -> str:
     """Return the default of a parameter as text, with its unit, or an empty string if it has no default."""
     default = field.default
     if default in (None, msgspec.UNSET, msgspec.NODEFAULT):
         return ""
-    return span_text(default) if isinstance(default, float) and field.name.endswith("_s") else str(default)
-
-
-def _description(action: Action, name: str) -> str:
-    """Return the description of a parameter, or an empty string."""
-    for field in msgspec.structs.fields(action.parameters):
-        kind = msgspec.inspect.type_info(field.type)
-        if field.name == name and isinstance(kind, msgspec.inspect.Metadata):
-            return (kind.extra_json_schema or {}).get("description", "")
-    return ""
+    return span_text(default) if field.kind == "span" else str(default)

@@ -22,7 +22,7 @@ from appliance.actions import action_named
 from appliance.protocol import Key, PeerMapping, Silence
 from console import units
 from console.action_runner import ActionRunner
-from console.commands import ALTERNATES, CommandError, Targets, listed, parse_action
+from console.commands import ALTERNATES, Targets, listed, parse_action
 from console.context import Context
 from console.dialogs import TextDialog
 from console.fingerprints import peer_name
@@ -30,6 +30,7 @@ from console.history import History
 from console.keymap import DEFAULT_KEYMAP, Keymap
 from console.keys import NO_KEY, SCREENS
 from console.palette import ConsoleCommands, ConsolePalette
+from console.parameters import CommandError
 from console.prompt import Closed, PromptLine
 from console.screens.table import TableView
 from console.session import ConsoleSession

@@ -113,6 +113,26 @@ class Declared(NamedTuple):
             case "text":
                 return f"1 to {MAX_TEXT_CHARS} printable characters"
 
+    def allows(self, value: Any) -> bool:
+        """Return whether the field may have this value. None is not checked here."""
+        match self.kind:
+            case "number" | "span" | "count" | "class":
+                return self.field.low <= value <= self.field.high
+            case "time":
+                return -MAX_TIME <= value <= MAX_TIME
+            case "choice":
+                return value in self.choices
+            case "text":
+                return _is_text(value)
+            case "list":
+                if self.choices and (len(set(value)) < len(value) or not set(value) <= set(self.choices)):
+                    return False
+                return 1 <= len(value) <= MAX_NAMES and all(map(_is_text, value))
+
+
+def _is_text(value: str) -> bool:
+    return 0 < len(value) <= MAX_TEXT_CHARS and value.isprintable()
+
 
 def declared(record: type[msgspec.Struct]) -> Mapping[str, Declared]:
     """Return the fields of a record that have a `Field`, by name, in the order of declaration."""

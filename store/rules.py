@@ -4,11 +4,10 @@ value and the remedy."""
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import msgspec
 
-from store.fields import MAX_NAMES, MAX_TEXT_CHARS, MAX_TIME, Declared, declared, either
+from store.fields import declared, either
 from store.policies import PEER_KINDS, KeyRecord, PeerRecord, Quota, TenantRecord
 
 MAX_PEER_NUMBER = 2**32 - 2
@@ -47,23 +46,6 @@ def check_tenant_name(name: str) -> None:
         raise wrong("name", name, "use 1 to 64 letters, digits and ._- and begin with a letter or digit")
 
 
-def allows(field: Declared, value: Any) -> bool:
-    """Return whether a field may have this value. None is not checked here."""
-    match field.kind:
-        case "number" | "span" | "count" | "class":
-            return field.field.low <= value <= field.field.high
-        case "time":
-            return -MAX_TIME <= value <= MAX_TIME
-        case "choice":
-            return value in field.choices
-        case "text":
-            return _is_text(value)
-        case "list":
-            if field.choices and (len(set(value)) < len(value) or not set(value) <= set(field.choices)):
-                return False
-            return 1 <= len(value) <= MAX_NAMES and all(map(_is_text, value))
-
-
 def wrong(name: str, value: object, remedy: str) -> ValueError:
     """Return the error for a field whose value is not allowed."""
     shown = list(value[:3]) if isinstance(value, tuple) else value
@@ -73,14 +55,10 @@ def wrong(name: str, value: object, remedy: str) -> ValueError:
 def _check_fields(record: msgspec.Struct) -> None:
     for field in declared(type(record)).values():
         value = getattr(record, field.name)
-        if (value is None and field.optional) or (value is not None and allows(field, value)):
+        if (value is None and field.optional) or (value is not None and field.allows(value)):
             continue
         lifted = f", or none for {field.field.none}" if field.optional else ""
         stop = (
             "; to stop a tenant or key, suspend or revoke it" if isinstance(record, Quota) and lifted else ""
         )
         raise wrong(field.name, value, f"use {field.expected}{lifted}{stop}")
-
-
-def _is_text(value: str) -> bool:
-    return 0 < len(value) <= MAX_TEXT_CHARS and value.isprintable()

@@ -54,7 +54,6 @@ def given_fields(options: Mapping[str, Any], fields: Iterable[Declared]) -> dict
 def _value(field: Declared, text: str) -> Any:
     from appliance.cli.failure import CommandLineError
     from appliance.cli.times import moment, span_s
-    from store.rules import allows
 
     name = flag(field.name)
     if field.optional and text == "none":
@@ -65,7 +64,7 @@ def _value(field: Declared, text: str) -> Any:
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
     # The service checks texts and lists, and reports errors just as clearly.
-    if value is None or (field.kind not in ("text", "list") and not allows(field, value)):
+    if value is None or (field.kind not in ("text", "list") and not field.allows(value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
         raise CommandLineError(f"{name} {text[:40]!r} is not valid: use {expected}{lifted}")

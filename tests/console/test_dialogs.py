@@ -324,7 +324,7 @@ def test_a_wrong_value_in_a_form_is_named_and_nothing_is_performed() -> None:
         await until(pilot, lambda: opened(app))
         dialog = app.screen
         dialog.query_one("#confirm", Button).press()
-        await until(pilot, lambda: "grace_s" in str(dialog.query_one("#error").render()))
+        await until(pilot, lambda: "--grace 'soon' is not valid" in str(dialog.query_one("#error").render()))
         assert not hasattr(app.source, "performed")
 
     run(steps, console(write=True))

@@ -32,11 +32,12 @@ from appliance.pages import AuditQuery
 from appliance.snapshot import Alert
 from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
-from console.commands import WORDS, build, equivalent
+from console.commands import WORDS
 from console.dialogs import TextDialog
 from console.keys import CHARACTERS, KEYS, offered
 from console.live import LiveSource
 from console.palette import ConsoleCommands
+from console.parameters import build, equivalent
 from console.screens.base import View
 from console.screens.registry import all_views, alternate_views
 from console.source import SourceError

@@ -6,14 +6,12 @@ import copy
 import csv
 import io
 import json
-from datetime import datetime
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import typer
 
-from appliance.actions import action_named
 from appliance.actions.parameters import (
     AddModel,
     CancelRequest,
@@ -25,18 +23,10 @@ from appliance.actions.parameters import (
 from appliance.cli.app import app
 from appliance.events.frames import let_pass
 from console import units
-from console.commands import (
-    CommandError,
-    build,
-    completions,
-    described,
-    equivalent,
-    flags,
-    listed,
-    parse_action,
-)
+from console.commands import completions, described, flags, listed, parse_action
 from console.keys import KEYS, offered
 from console.lines import plain
+from console.parameters import CommandError, build
 from console.screens.base import View
 from console.screens.compare import CompareView
 from console.screens.overview import OverviewView
@@ -266,49 +256,6 @@ def test_a_limit_can_be_set_and_removed() -> None:
 def test_a_wrong_command_is_refused_with_a_reason(text: str) -> None:
     with pytest.raises(CommandError, match=r"option|value|unexpected|quotation"):
         parse_action(text)
-
-
-def test_the_expiry_of_a_key_is_a_time_span_or_a_date_as_in_the_cli(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("console.commands.time", SimpleNamespace(time=lambda: 1000.0))
-    date = datetime(2031, 5, 1, 12, 30)
-    for text, at in (("90d", 1000.0 + 90 * 86_400), ("2031-05-01T12:30", date.timestamp()), ("none", None)):
-        found = parse_action(f"keys create --name ci --expires {text}")
-        assert found is not None
-        assert build(*found).expires_at == at  # type: ignore[attr-defined]
-        assert equivalent(*found) == f"appliance keys create --name ci --expires {text}"
-    action = action_named("keys.create")
-    in_seconds = equivalent(action, {"name": "ci", "expires_at": str(date.timestamp())})
-    assert in_seconds == "appliance keys create --name ci --expires '2031-05-01 12:30:00'"
-    with pytest.raises(CommandError, match="--expires 'soon' is not a time: use a time span such as 90d"):
-        build(action, {"name": "ci", "expires_at": "soon"})
-    unfinished = equivalent(action, {"name": "ci", "expires_at": "²"})
-    assert unfinished == "appliance keys create --name ci --expires '²'"
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("expires_at", "nan"), ("expires_at", "1e400"), ("kv_share", "inf")]
-)
-def test_a_number_that_json_cannot_express_is_refused(name: str, text: str) -> None:
-    with pytest.raises(CommandError, match=f"--.* '{text}' is not a number: enter a finite number"):
-        build(action_named("keys.create"), {"name": "ci", name: text})
-
-
-def test_a_dialog_shows_the_cli_command_with_quoted_values() -> None:
-    found = parse_action("drain --model 'my model' --grace 60s --queue")
-    assert found is not None
-    assert equivalent(*found) == "appliance drain --model 'my model' --grace 60s --queue --yes"
-    assert equivalent(action_named("requests.cancel"), {"request_id": "r-1"}) == (
-        "appliance requests cancel r-1 --yes"
-    )
-
-
-def test_the_share_of_a_shadow_is_a_percentage_as_in_the_cli() -> None:
-    found = parse_action("models shadow chat --to chat@2 --share 10%")
-    assert found is not None
-    assert msgspec.to_builtins(build(*found)) == {"name": "chat", "target": "chat@2", "share": 0.1}
-    assert equivalent(*found) == "appliance models shadow chat --to chat@2 --share 10%"
-    values = {"name": "chat", "target": "none", "share": "0.05"}
-    assert equivalent(found[0], values) == "appliance models shadow chat --clear --share 5%"
 
 
 def test_completion_offers_screens_actions_and_targets() -> None:

@@ -1,0 +1,249 @@
+"""The parameters of actions in forms and on the command line: converts their text to values, and to the
+equivalent command of the CLI."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shlex
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
+from typing import Any, Literal
+
+import msgspec
+
+from appliance.actions import Action, flag
+from appliance.quantities import span_seconds, span_text
+from console import units
+
+Values = dict[str, Any]
+"""The parameters of an action: text, or booleans for switches."""
+Kind = Literal[
+    "switch", "table", "list", "number", "count", "class", "choice", "share", "span", "time", "text"
+]
+_POSITIONAL = {
+    "models.add": ("name", "folder"),
+    "models.alias": ("name", "target"),
+    "models.split": ("name", "weights"),
+    "models.shadow": ("name",),
+}
+_OPTIONS = {"target": "--to"}
+"""Maps a parameter to its CLI option if their names differ."""
+_INVALID = re.compile(r"\$\.(\w+)")
+"""Matches the name of the parameter that a validation error concerns."""
+_NUMBER = re.compile(r"[0-9][0-9,_]*(\.[0-9]+)?")
+"""Matches a number with separators between its thousands."""
+_EXPECTED: dict[Kind, str] = {
+    "switch": "true or false",
+    "table": "TARGET=WEIGHT for each target, such as 1=90,2=10",
+    "list": "names separated by commas",
+    "class": "P0, P1, P2 or P3",
+    "share": "a percentage above 0% and at most 100%, such as 5%",
+    "span": "a time span such as 90s, 30m or 12h",
+    "time": "a time span such as 90d, or a date such as 2026-11-20 or 2026-11-20T14:30",
+}
+
+
+class CommandError(ValueError):
+    """Raised for an invalid command. The message says what to do."""
+
+
+class Parameter:
+    """One parameter of an action."""
+
+    def __init__(self, action: Action, field: msgspec.structs.FieldInfo) -> None:
+        self.name = field.name
+        self.default = field.default
+        self.required = field.required
+        self.declared = None if field.required else action.declared_fields.get(field.name)
+        """The declared field of a tenant or key that the parameter sets."""
+        kind = msgspec.inspect.type_info(field.type)
+        self.description = ""
+        if isinstance(kind, msgspec.inspect.Metadata):
+            self.description = (kind.extra_json_schema or {}).get("description", "")
+        types = _alternatives(kind)
+        self.optional = any(isinstance(one, msgspec.inspect.NoneType) for one in types)
+        """Whether "none" is a value."""
+        self.type = next(one for one in types if not isinstance(one, msgspec.inspect.NoneType))
+        self.kind: Kind = self._kind()
+
+    @property
+    def flag(self) -> str:
+        """The CLI's option."""
+        return _OPTIONS.get(self.name) or flag(self.name)
+
+    @property
+    def label(self) -> str:
+        """The label in forms."""
+        return self.flag.removeprefix("--").replace("-", " ")
+
+    def _kind(self) -> Kind:
+        if self.declared is not None:
+            return self.declared.kind
+        match self.type:
+            case msgspec.inspect.BoolType():
+                return "switch"
+            case msgspec.inspect.DictType():
+                return "table"
+            case msgspec.inspect.FloatType() if self.name.endswith("_s"):
+                return "span"
+            case msgspec.inspect.FloatType() if self.name.endswith("_at"):
+                return "time"
+            case msgspec.inspect.FloatType():
+                return "share"
+        return "text"
+
+    def value(self, text: Any) -> Any:
+        """Convert text to a value. Text that cannot be converted is returned unchanged. Raises
+        CommandError."""
+        if not isinstance(text, str):
+            return text
+        if text == "none" and self.optional:
+            return None
+        match self.kind:
+            case "table":
+                pairs = [part.rpartition("=") for part in text.split(",")]
+                table = {name.strip(): weight.removesuffix("%") for name, _, weight in pairs}
+                return text if "" in table or len(table) < len(pairs) else table
+            case "list":
+                return [part.strip() for part in text.split(",") if part.strip()]
+            case "class":
+                return text.upper().removeprefix("P")
+            case "number" | "count":
+                return _plain(text)
+            case "share" if text.endswith("%"):
+                with contextlib.suppress(ValueError):
+                    return float(text.removesuffix("%")) / 100
+            case "span":
+                seconds = span_seconds(text)
+                return text if seconds is None else seconds
+            case "time":
+                return self._time(text)
+        return text
+
+    def _time(self, text: str) -> float:
+        """Return a future time, given as a time span from now, as a date or in unix seconds."""
+        if (seconds := span_seconds(text)) is not None:
+            return time.time() + seconds
+        with contextlib.suppress(ValueError):
+            return float(text)
+        try:
+            return datetime.fromisoformat(text).timestamp()
+        except (ValueError, OverflowError, OSError):
+            raise self.invalid(text) from None
+
+    def cli_text(self, text: Any) -> str:
+        """Return a value as the CLI expects it."""
+        text = str(text)
+        match self.kind:
+            case "number" | "count":
+                return _plain(text)
+            case "share" if not text.endswith("%"):
+                with contextlib.suppress(ValueError):
+                    return f"{100 * float(text):g}%"
+            case "span" if text[-1:].isdigit():
+                return f"{text}s"
+            case "time" if text.replace(".", "", 1).isdecimal():
+                return units.date(float(text))
+        return text
+
+    def invalid(self, text: object) -> CommandError:
+        """Return the error for a value that is not valid."""
+        expected = _EXPECTED.get(self.kind, "")
+        low, high = (getattr(self.type, name, None) for name in ("min_length", "max_length"))
+        if self.declared is not None and (self.kind not in _EXPECTED or self.declared.choices):
+            expected = self.declared.expected
+        elif self.kind == "span" and (longest := getattr(self.type, "le", None)) is not None:
+            expected += f", at most {span_text(longest)}"
+        elif self.kind == "text":
+            expected = f"{low or 0} to {high} characters" if high else "another value"
+        if self.optional:
+            expected += ", or none"
+        return CommandError(f"{self.flag} {str(text)[:40]!r} is not valid: use {expected}")
+
+
+@cache
+def parameters_of(action: Action) -> Mapping[str, Parameter]:
+    """Return the parameters of an action, by name."""
+    return {field.name: Parameter(action, field) for field in msgspec.structs.fields(action.parameters)}
+
+
+def positional(action: Action) -> tuple[str, ...]:
+    """Return the CLI's positional parameters."""
+    if action.name in _POSITIONAL:
+        return _POSITIONAL[action.name]
+    return (action.named_by,) if action.is_target_required else ()
+
+
+def entered(action: Action) -> list[Parameter]:
+    """Return the parameters that can be entered in the console. Tables can be entered only if the CLI accepts
+    them as positional parameters."""
+    return [
+        one for one in parameters_of(action).values() if one.kind != "table" or one.name in positional(action)
+    ]
+
+
+def build(action: Action, values: Values) -> msgspec.Struct:
+    """Convert text values to an action's parameters. Raises a CommandError that names the invalid parameter,
+    its value and the remedy."""
+    known = parameters_of(action)
+    for one in known.values():
+        if one.required and values.get(one.name) in (None, ""):
+            raise CommandError(f"{one.flag} is missing: enter a value")
+    converted = {name: known[name].value(value) for name, value in values.items()}
+    try:
+        parameters = msgspec.convert(converted, action.parameters, strict=False)
+    except msgspec.ValidationError as error:
+        found = _INVALID.search(str(error))
+        if found is None:
+            raise CommandError(f"{action.name}: {error}") from error
+        raise known[found[1]].invalid(values[found[1]]) from error
+    for name, text in values.items():
+        value, declared = getattr(parameters, name), known[name].declared
+        # JSON has no infinite numbers: the service would receive null, which removes a limit.
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if infinite or (declared is not None and value is not None and not declared.allows(value)):
+            raise known[name].invalid(text)
+    return parameters
+
+
+def equivalent(action: Action, values: Values) -> str:
+    """Return the CLI command that performs the same action."""
+    known = parameters_of(action)
+    given = {name: value for name, value in values.items() if value not in (None, "", False)}
+    named = [known[name].cli_text(given.pop(name)) for name in positional(action) if name in given]
+    if action.name == "models.add":
+        named = ["=".join(named)]
+    if action.name == "models.alias" and named[1:] == ["none"]:
+        named[1] = "--delete"
+    if action.name == "models.shadow" and given.get("target") == "none":
+        del given["target"]
+        named.append("--clear")
+    if action.name == "models.split" and named[1:]:
+        named[1:] = ["--clear"] if named[1] == "none" else [one.strip() for one in named[1].split(",")]
+    words = ["appliance", *action.name.split("."), *named]
+    for name, value in given.items():
+        one = known[name]
+        if value is True:
+            words.append(one.flag)
+        elif value != "none" or one.declared is not None or not one.optional:
+            words += [one.flag, one.cli_text(value)]
+    needs_confirmation = action.danger != "none" and not given.get("dry_run")
+    return shlex.join(words) + (" --yes" if needs_confirmation else "")
+
+
+def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
+    """Return the types that a value can have, without annotations and UNSET."""
+    if isinstance(kind, msgspec.inspect.Metadata):
+        return _alternatives(kind.type)
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return [one for part in kind.types for one in _alternatives(part)]
+    return [kind]
+
+
+def _plain(text: str) -> str:
+    """Return a number without separators. Other text is returned unchanged."""
+    return re.sub("[,_]", "", text) if _NUMBER.fullmatch(text) else text
