@@ -63,7 +63,6 @@ class Backend(NamedTuple):
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
     """Return two applications. The first contains the routes; tests inspect its route table. The second is
     the application to serve: it authenticates each caller and then calls the first."""
-
     denials = CountedLog("requests on admin.sock were denied", functools.partial(backend.note, "admin"))
 
     @functools.cache
@@ -74,65 +73,22 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
     async def openapi(request: Request) -> Response:
         return Response(description(), media_type="application/json")
 
-    async def metrics(request: Request) -> Response:
-        return Response(backend.metrics(), headers={"content-type": CONTENT_TYPE})
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        caller: Caller = request.scope["state"]["caller"]
-        if caller.read_only:
-            error = PermissionError(_READ_ONLY)
-        denied = f"{caller.actor.name} was denied {_asked(request.scope)}: {error}"
-        denials.note(request.scope["state"].get("peer"), denied)
-        action = next((one for one in ACTIONS if request.scope["path"] == f"/actions/{one.name}"), None)
-        if action is not None and request.method == "POST":
-            backend.record_denied(caller.actor, action, str(error))
-        return error_answer(403, str(error))
-
-    async def fail(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        response = error_answer(error.status_code, error.detail)
-        response.headers.update(error.headers or {})
-        return response
-
     routes = [
-        _shown("/status", backend.status, Status, "Return the service's state"),
-        _shown(
-            "/requests",
-            backend.in_flight,
-            list[UnfinishedRequest],
-            "List the unfinished requests, oldest first",
-        ),
-        _shown("/keys", backend.keys, list[Key], "List all keys, without their secrets"),
-        _shown("/tenants", backend.tenants, list[Tenant], "List all tenants"),
-        _shown(
-            "/peers", backend.peers, list[PeerMapping], "List the local users and groups that need no key"
-        ),
-        _shown(
-            "/models",
-            backend.models,
-            list[RegisteredModel],
-            "List the models in the settings and in the registry, with their versions",
-        ),
-        _shown(
-            "/config",
-            backend.configuration,
-            Configuration,
-            "Return the settings in effect, each with its source",
-        ),
+        *_read_routes(backend),
         *backend.routes,
         *(_action_route(backend, action) for action in ACTIONS),
-        ScopedRoute(
-            "GET",
-            "/metrics",
-            metrics,
-            wanted="read",
-            operation=Operation("Return the metrics in Prometheus text format", answer=None),
-        ),
+        _metrics_route(backend),
         ScopedRoute("GET", "/openapi.json", openapi, wanted="read"),
     ]
-    app = Starlette(routes=routes, exception_handlers={InsufficientScopeError: refuse, HTTPException: fail})
+    refuse = functools.partial(_refuse, backend, denials)
+    app = Starlette(routes=routes, exception_handlers={InsufficientScopeError: refuse, HTTPException: _fail})
     app.router.redirect_slashes = False
     check_routes(app)
+    return app, _guarded(app, authenticator, denials)
+
+
+def _guarded(app: Starlette, authenticator: Authenticator, denials: CountedLog) -> App:
+    """Return an application that authenticates each caller before it calls `app`."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -157,7 +113,65 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         state["caller"], state["scopes"] = caller, caller.scopes
         await app(scope, receive, send)
 
-    return app, guarded
+    return guarded
+
+
+async def _refuse(backend: Backend, denials: CountedLog, request: Request, error: Exception) -> Response:
+    """Answer a caller without the required scope, and record a denied action."""
+    caller: Caller = request.scope["state"]["caller"]
+    if caller.read_only:
+        error = PermissionError(_READ_ONLY)
+    denied = f"{caller.actor.name} was denied {_asked(request.scope)}: {error}"
+    denials.note(request.scope["state"].get("peer"), denied)
+    action = next((one for one in ACTIONS if request.scope["path"] == f"/actions/{one.name}"), None)
+    if action is not None and request.method == "POST":
+        backend.record_denied(caller.actor, action, str(error))
+    return error_answer(403, str(error))
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_answer(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _read_routes(backend: Backend) -> list[ScopedRoute]:
+    """Return the routes that show one part of the service's state each."""
+    return [
+        _shown("/status", backend.status, Status, "Return the service's state"),
+        _shown(
+            "/requests",
+            backend.in_flight,
+            list[UnfinishedRequest],
+            "List the unfinished requests, oldest first",
+        ),
+        _shown("/keys", backend.keys, list[Key], "List all keys, without their secrets"),
+        _shown("/tenants", backend.tenants, list[Tenant], "List all tenants"),
+        _shown(
+            "/peers", backend.peers, list[PeerMapping], "List the local users and groups that need no key"
+        ),
+        _shown(
+            "/models",
+            backend.models,
+            list[RegisteredModel],
+            "List the models in the settings and in the registry, with their versions",
+        ),
+        _shown(
+            "/config",
+            backend.configuration,
+            Configuration,
+            "Return the settings in effect, each with its source",
+        ),
+    ]
+
+
+def _metrics_route(backend: Backend) -> ScopedRoute:
+    async def metrics(request: Request) -> Response:
+        return Response(backend.metrics(), headers={"content-type": CONTENT_TYPE})
+
+    operation = Operation("Return the metrics in Prometheus text format", answer=None)
+    return ScopedRoute("GET", "/metrics", metrics, wanted="read", operation=operation)
 
 
 def _asked(scope: Scope) -> str:

@@ -53,7 +53,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 class ModelAdmin:
     """Handles the actions on models. Models declared in the settings can only be changed in the settings."""
 
-    states: ModelStates
     operations: ModelOperations
     swaps: VersionSwaps
     on_demand: OnDemand
@@ -67,6 +66,16 @@ class ModelAdmin:
     """Returns the file or flag that declares a model, or an empty string if the settings do not declare
     it."""
     _background: Background = field(default_factory=Background, init=False)
+
+    def __post_init__(self) -> None:
+        self.states = ModelStates(
+            operations=self.operations,
+            on_demand=self.on_demand,
+            manager=self.manager,
+            routing=self.routing,
+            settings=self.settings,
+            declared_in=self.declared_in,
+        )
 
     # ── add and remove ──
 

@@ -4,9 +4,9 @@
         ▲                              │                                               │
         └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
 
-Two components need a component that is created after them, so each receives a function instead. The request
-manager sends its answers through the front pool, and the front pool gets the configuration of the fronts from
-`Readiness`.
+Two components need components that are created after them, so they receive functions instead. The request
+manager sends its answers through the front pool. The front pool gets the configuration of the fronts from
+`Readiness`, and tells `OnDemand` for which models requests wait.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from appliance.channel.front_messages import Keep
 from appliance.channel.served_models import ServedModel
@@ -23,10 +24,12 @@ from appliance.core.readiness import Readiness
 from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
-from appliance.models.operations import changed_files
+from appliance.models.on_demand import OnDemand
+from appliance.models.operations import ModelOperations, changed_files
 from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
 from appliance.models.replica import Launch
 from appliance.models.routing import Routing
+from appliance.models.version_swaps import VersionSwaps
 from appliance.settings import Settings
 from appliance.traffic.lifecycle import RowSink
 from appliance.traffic.quotas import Quotas
@@ -45,6 +48,7 @@ class ServingParts:
         served: list[ServedModel],
         *,
         registry: ModelRegistry,
+        model_flags: Mapping[str, Any],
         rows: RowSink,
         salt: Callable[[str], str],
         quotas: Quotas,
@@ -52,7 +56,6 @@ class ServingParts:
         keep: Callable[[Keep, int], None],
         note: Callable[[str, str], None],
         on_availability: Callable[[], None],
-        on_wanted: Callable[[str], None],
         launch: Launch = ReplicaGroup.launch,
         checks: ModelChecks = MODEL_CHECKS,
         broken: Mapping[str, str] = MappingProxyType({}),
@@ -75,7 +78,7 @@ class ServingParts:
             keep=keep,
             note=note,
             on_availability=on_availability,
-            on_wanted=on_wanted,
+            on_wanted=lambda name: self.on_demand.wanted(name),
             module=front_module,
         )
         self.models = ModelManager(
@@ -91,6 +94,16 @@ class ServingParts:
             broken=broken,
         )
         self.routing = Routing(lambda: registry.current, self.models)
+        self.operations = ModelOperations(registry, self.models, self.routing, self.fronts, note, model_flags)
+        self.on_demand = OnDemand(
+            settings,
+            operations=self.operations,
+            manager=self.models,
+            routing=self.routing,
+            requests=self.requests,
+            fronts=self.fronts,
+        )
+        self.swaps = VersionSwaps(self.operations, self.models, self.routing, self.fronts, note)
         self.canceller = RequestCanceller(self.requests, self.models)
         self.drains = Drains(
             DrainTools(self.requests, self.fronts, self.canceller.cancel),

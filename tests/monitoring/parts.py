@@ -10,8 +10,6 @@ from appliance.channel.front_messages import Admit
 from appliance.channel.identity import Identity
 from appliance.core.serving import ServingParts
 from appliance.front_pool.identities import IdentityRegistry
-from appliance.models.on_demand import OnDemand
-from appliance.models.operations import ModelOperations
 from appliance.models.registry import describe_models
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.families.service import ServiceSource
@@ -46,11 +44,11 @@ class Parts:
         self.control = ControlStore(folder / "control.db")
         self.control.start()
         self.counted = CountedRows(NoRows(), ShownTenants(200, lambda: policies.tenants))
-        registry = ModelRegistry(self.control)
         self.serving = ServingParts(
             lambda: loaded.settings,
             describe_models(loaded),
-            registry=registry,
+            registry=ModelRegistry(self.control),
+            model_flags={},
             rows=self.counted,
             salt=str,
             quotas=Quotas(time.monotonic),
@@ -58,18 +56,6 @@ class Parts:
             keep=lambda message, descriptor: None,
             note=lambda where, description: None,
             on_availability=lambda: None,
-            on_wanted=lambda name: None,
-        )
-        operations = ModelOperations(
-            registry, self.serving.models, self.serving.routing, self.serving.fronts, lambda *_: None, {}
-        )
-        on_demand = OnDemand(
-            lambda: loaded.settings,
-            operations=operations,
-            manager=self.serving.models,
-            routing=self.serving.routing,
-            requests=self.serving.requests,
-            fronts=self.serving.fronts,
         )
         self.serving.requests.set_policies(policies)
         source = ServiceSource(
@@ -86,7 +72,7 @@ class Parts:
             lambda: source,
             self.serving.requests.state,
             self.serving.models,
-            on_demand,
+            self.serving.on_demand,
             self.serving.fronts,
             self.control,
             [],
