@@ -84,11 +84,11 @@ class ControlStore:
             self._writer.close()
             raise explain_os(Path(error.filename or self.path), error) from error
         except BaseException as error:
-            why = self._writer.state().last_error
+            reason = self._writer.state().last_error
             self._writer.close()
-            if why is not None and isinstance(error, MissingDatabaseError | SchemaVersionError):
+            if reason is not None and isinstance(error, MissingDatabaseError | SchemaVersionError):
                 # Creating the database failed, so report the writer's error as the cause.
-                raise StorageFaultError(why) from error
+                raise StorageFaultError(reason) from error
             raise
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -233,13 +233,15 @@ class Writer:
                 return True
             self._dropped_rows += 1
             dropped = self._dropped_rows
-        why = "is closed" if closed else f"is full ({self._spool_rows} rows are waiting; {self._last_error})"
+        reason = (
+            "is closed" if closed else f"is full ({self._spool_rows} rows are waiting; {self._last_error})"
+        )
         if item.future is not None:
             error = WriterClosedError if closed else StorageFaultError
-            item.future.set_exception(error(f"{self.path}: the writer {why}; the change was not made"))
+            item.future.set_exception(error(f"{self.path}: the writer {reason}; the change was not made"))
         if dropped == 1 or dropped % 1000 == 0:
             log.error(
-                "%s: a row was lost, because the writer %s; %d rows lost so far", self.path, why, dropped
+                "%s: a row was lost, because the writer %s; %d rows lost so far", self.path, reason, dropped
             )
         return False
 
@@ -305,9 +307,9 @@ class Writer:
     def _write(self, batch: list[_Item]) -> None:
         if batch and (begin_by := batch[0].begin_by) is not None and time.monotonic() > begin_by:
             waited_s = time.monotonic() - batch[0].submitted_at
-            why = self._last_error or "another program may have locked the file, or the disk is slow"
+            reason = self._last_error or "another program may have locked the file, or the disk is slow"
             error = StorageFaultError(
-                f"{self.path} could not be written for {waited_s:.0f} s ({why}); the change was not made"
+                f"{self.path} could not be written for {waited_s:.0f} s ({reason}); the change was not made"
             )
             self._fail(batch[0], error)
             return
@@ -444,10 +446,10 @@ class Writer:
             rest = list(self._queue)
             self._pop(len(rest))
             self._dropped_rows += len(rest)
-            why = self._last_error or "the writer closed"
+            reason = self._last_error or "the writer closed"
         if rest:
-            log.error("%s: %d rows lost (%s)", self.path, len(rest), why)
-        message = f"{self.path}: the change was not made before the writer closed ({why})"
+            log.error("%s: %d rows lost (%s)", self.path, len(rest), reason)
+        message = f"{self.path}: the change was not made before the writer closed ({reason})"
         for item in rest:
             if item.future is not None:
                 item.future.set_exception(WriterClosedError(message))

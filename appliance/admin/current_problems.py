@@ -98,10 +98,10 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
             description=front.detail,
             remedy="raise the limit named in the message, or start more fronts",
         )
-    for model, why in front.problems.items():
+    for model, reason in front.problems.items():
         yield CurrentProblem(
             where=front.name,
-            description=f"model {model!r} cannot be used: {why}",
+            description=f"model {model!r} cannot be used: {reason}",
             remedy="fix the model's files; the service retries automatically",
         )
 

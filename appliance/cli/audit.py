@@ -234,10 +234,10 @@ def _from_journal(location: ChainLocation, wanted: bool | None) -> JournalHeads:
 
 
 def _say(report: ChainReport) -> None:
-    why = f" ({printable(report.journal_missing)})" if report.journal_missing else ""
+    reason = f" ({printable(report.journal_missing)})" if report.journal_missing else ""
     print(
         f"checked against: the chain itself, {_of_heads(report.heads - report.journal_heads, 'recorded')}, "
-        f"{_of_heads(report.journal_heads, 'journal')}{why}"
+        f"{_of_heads(report.journal_heads, 'journal')}{reason}"
     )
     for problem in report.problems:
         print(paint(f"problem: {printable(problem)}", "red"))

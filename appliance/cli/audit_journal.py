@@ -60,8 +60,8 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
             return JournalHeads(found, f"journalctl did not finish within {MAX_READ_S:g} s")
         if process.returncode != 0:
             said.seek(0)
-            why = said.read().decode(errors="replace").strip() or f"exit code {process.returncode}"
-            return JournalHeads(found, f"journalctl failed: {why}")
+            reason = said.read().decode(errors="replace").strip() or f"exit code {process.returncode}"
+            return JournalHeads(found, f"journalctl failed: {reason}")
     whose = UNIT if folder is None else f"{UNIT} with {folder}"
     missing = f"no audit heads of {whose} are readable by uid {os.geteuid()}"
     return JournalHeads(found, None if found else missing)

@@ -44,8 +44,8 @@ def take_backup(
         )
     except BaseException as error:
         if head is not None:
-            why = str(error) or type(error).__name__
-            _ended(run, EndBackup(path=str(path), error=why[:_MAX_ERROR_CHARS]))
+            reason = str(error) or type(error).__name__
+            _ended(run, EndBackup(path=str(path), error=reason[:_MAX_ERROR_CHARS]))
         if isinstance(error, StoreError | SettingsError):
             raise Failure(str(error)) from error
         raise

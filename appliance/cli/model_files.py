@@ -108,8 +108,8 @@ def _delete_unused(client: AdminClient, folders: Sequence[str]) -> list[Deleted]
     deleted = []
     for folder in dict.fromkeys(folders):
         if folder in used or not in_hub_cache(Path(folder)):
-            why = "another version uses it" if folder in used else "it was not downloaded with models pull"
-            print(printable(f"{folder} is kept, because {why}"), file=sys.stderr)
+            reason = "another version uses it" if folder in used else "it was not downloaded with models pull"
+            print(printable(f"{folder} is kept, because {reason}"), file=sys.stderr)
         elif Path(folder).exists():
             with as_failure(HubError):
                 deleted.append(Deleted(folder, delete_snapshot(Path(folder))))

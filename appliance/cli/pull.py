@@ -136,9 +136,9 @@ def _state_folder(run: Path) -> Path:
     return folder
 
 
-def _not_writable(folder: Path, why: str) -> str:
+def _not_writable(folder: Path, reason: str) -> str:
     return (
-        f"{folder} cannot be written ({why}): run the command as root, or choose another folder with "
+        f"{folder} cannot be written ({reason}): run the command as root, or choose another folder with "
         "--cache-dir"
     )
 

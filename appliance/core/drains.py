@@ -61,7 +61,7 @@ class Drain:
         tools: DrainTools,
         model: str | None,
         *,
-        why: str,
+        reason: str,
         grace_s: float,
         notice_s: float,
         hold: bool = False,
@@ -71,14 +71,14 @@ class Drain:
         """Create a drain. `run` performs it.
 
         - `model` is the model to drain, or None for the whole service.
-        - `why` is the message for clients.
+        - `reason` is the message for clients.
         - `notice_s` is the time in seconds that gateways have to notice the drain.
         - `hold` is true if new requests are held instead of being refused.
         - `hurry` is an event. When it is set, the drain stops waiting.
         - `abort_within_s` limits the time for ending the requests that remain after the grace period.
         """
         self.model = model
-        self.why = why
+        self.reason = reason
         self.grace_s = grace_s
         self.hold = hold
         self.state: DrainState = "announced"
@@ -131,12 +131,12 @@ class Drain:
         if not self._announced:
             await self._tools.fronts.configured()
             await self._poll(lambda: False, self._notice_s)
-        requests.pause_admission(self.model, self.why, hold=self.hold)
+        requests.pause_admission(self.model, self.reason, hold=self.hold)
         self.state, self._grace_ends_at = "draining", time.monotonic() + self.grace_s
         left = len(list(requests.state.unfinished(self.model)))
         log.info("draining %s: %d unfinished requests have %g s to finish", self.name, left, self.grace_s)
         if not await self._poll(self._finished, self.grace_s):
-            message = f"{self.why}, and this request did not finish within the grace period"
+            message = f"{self.reason}, and this request did not finish within the grace period"
             late = [request.request_id for request in requests.state.unfinished(self.model)]
             self.ended = sum([self._tools.cancel(request_id, message) for request_id in late])
             log.warning(
@@ -206,7 +206,7 @@ class Drains:
         drain = Drain(
             self._tools,
             model,
-            why=f"{_name(model)} is draining",
+            reason=f"{_name(model)} is draining",
             grace_s=grace_s,
             notice_s=self._settings().drain_notice_s,
             hold=hold,
@@ -240,7 +240,7 @@ class Drains:
         self.stopping = Drain(
             self._tools,
             None,
-            why=STOPPING,
+            reason=STOPPING,
             grace_s=settings.drain_grace_s,
             notice_s=settings.drain_notice_s,
             hurry=hurry,

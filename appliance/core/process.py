@@ -124,11 +124,11 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
     await stop.wait()
 
 
-def _tell_end(manager: Manager, why: str) -> None:
+def _tell_end(manager: Manager, reason: str) -> None:
     """Tell the service manager why the service was not ready. The service manager still shows this status
     after the process has exited."""
-    if why:
-        manager.tell(STATUS=f"stopped: {why}")
+    if reason:
+        manager.tell(STATUS=f"stopped: {reason}")
 
 
 def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:

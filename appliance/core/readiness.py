@@ -88,7 +88,7 @@ class Readiness:
     def silence(self, model: str) -> str:
         """Return the reason why the model does not answer requests, or an empty string if it answers them."""
         if drain := self.drains.of(model):
-            return drain.why
+            return drain.reason
         if self.models.is_parked(model):
             return self.routing.problems.get(model, "")  # its next request loads it
         replicas = self.models.of(model)
@@ -109,7 +109,7 @@ class Readiness:
         if self.drains.stopping is not None:
             return STOPPING
         drain = self.drains.of_service
-        return drain.why if drain is not None else ""
+        return drain.reason if drain is not None else ""
 
     def front_problems(self, model: str) -> str:
         """Return the reason why fronts cannot serve the model, or an empty string if all fronts can serve
@@ -118,7 +118,7 @@ class Readiness:
         for front in self.fronts.fronts:
             if model in front.problems:
                 names.setdefault(front.problems[model], []).append(front.name)
-        return "; ".join(f"{', '.join(fronts)}: {why}" for why, fronts in names.items())
+        return "; ".join(f"{', '.join(fronts)}: {text}" for text, fronts in names.items())
 
     def configuration(self) -> Configure:
         """Return the current configuration of the fronts."""
@@ -133,7 +133,7 @@ class Readiness:
             limits=settings.limits,
             ready=not reason,
             reason=reason,
-            silent={route.name: why for route in routes if (why := drain or self._silence_of(route))},
+            silent={route.name: text for route in routes if (text := drain or self._silence_of(route))},
             log_level=settings.log_level,
             retries=settings.idempotency,
             keeping=settings.log,

@@ -101,7 +101,9 @@ class Catalog:
     def problem(self) -> str:
         """The problems of all required models as one text, or an empty string if there are none."""
         required = {model.name for model in self._served if model.required}
-        return "; ".join(f"model {name}: {why}" for name, why in self._broken.items() if name in required)
+        return "; ".join(
+            f"model {name}: {reason}" for name, reason in self._broken.items() if name in required
+        )
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
@@ -307,7 +309,7 @@ def own_route(model: ServedModel, name: str) -> Route:
     return Route(name=name, unit=model.name, created=model.created, max_model_len=model.max_model_len)
 
 
-def _still_loading(name: str, why: str) -> ApiError:
+def _still_loading(name: str, reason: str) -> ApiError:
     return ApiError(
-        503, f"model {name!r} is still being loaded: {why}", code="model_loading", retry_after_s=5.0
+        503, f"model {name!r} is still being loaded: {reason}", code="model_loading", retry_after_s=5.0
     )

@@ -285,9 +285,9 @@ class Front:
             for problem in self._refusals.problems(message):
                 self._events.front_problem(self, problem)
             counted = before.template_problems if before is not None else {}
-            for model, (count, why) in message.template_problems.items():
+            for model, (count, reason) in message.template_problems.items():
                 if count > counted.get(model, (0, ""))[0]:
-                    self._events.front_problem(self, f"model {model!r}: {why}")
+                    self._events.front_problem(self, f"model {model!r}: {reason}")
         elif isinstance(message, FrontReady):
             if self.state == "starting":
                 self.state, self._ready_at = "ready", time.monotonic()

@@ -364,9 +364,9 @@ class FrontPool:
         self.progress.take(front.name, message)
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
-        for model, why in front.problems.items():
-            if former.get(model) != why:
-                self._note(front.name, f"model {model!r} cannot be used: {why}")
+        for model, reason in front.problems.items():
+            if former.get(model) != reason:
+                self._note(front.name, f"model {model!r} cannot be used: {reason}")
         self.publish_configuration()
 
     def front_exited(self, front: Front, name: str) -> None:

@@ -218,8 +218,8 @@ def hub_errors(hub: Hub, reference: Reference) -> Iterator[None]:
                 f"{hub.endpoint} does not accept the token: create a new one, and set $HF_TOKEN or run 'hf "
                 "auth login'"
             ) from error
-        why = error.server_message or error.response.reason_phrase
-        raise HubError(f"{hub.endpoint} refused {name}: HTTP status {status} ({why[:200]})") from error
+        reason = error.server_message or error.response.reason_phrase
+        raise HubError(f"{hub.endpoint} refused {name}: HTTP status {status} ({reason[:200]})") from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise HubError(
             f"{hub.endpoint} cannot be reached ({error or type(error).__name__}): check the network and the "

@@ -85,9 +85,9 @@ class Autoscaler:
         self._since: float | None = None
         """Time of the first observation."""
 
-    def refuse(self, now: float, why: str) -> None:
+    def refuse(self, now: float, reason: str) -> None:
         """Record that no additional replica can be started, and the reason."""
-        self.refusal, self._refused_at = why, now
+        self.refusal, self._refused_at = reason, now
 
     def changed(self, now: float) -> None:
         """Record that the number of replicas has been changed."""

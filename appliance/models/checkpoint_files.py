@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from appliance.models.readable import FileReader, hidden_by_unit, why_unreadable
+from appliance.models.readable import FileReader, hidden_by_unit, unreadable_reason
 from engine import sizing
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -39,7 +39,7 @@ def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
     FolderFault for the first problem."""
     _check_kind(folder, reader)
     for path in _needed(folder, weights):
-        if unreadable := why_unreadable(path, reader):
+        if unreadable := unreadable_reason(path, reader):
             raise FolderFault(unreadable.description, unreadable.remedy)
         _check_content(path, folder)
     if weights:
@@ -54,7 +54,7 @@ def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
 
 def _check_kind(folder: Path, reader: FileReader) -> None:
     """Check that `folder` contains a checkpoint, and not a model in another storage format."""
-    if unreadable := why_unreadable(folder, reader):
+    if unreadable := unreadable_reason(folder, reader):
         raise FolderFault(unreadable.description, unreadable.remedy)
     if not os.path.isdir(folder):
         raise _not_a_folder(folder)

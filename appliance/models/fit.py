@@ -181,7 +181,7 @@ class MemoryShortage(NamedTuple):
 
     bytes: int = 0
     """Missing memory in bytes, summed over all ranks; 0 if the model fits."""
-    why: str = ""
+    reason: str = ""
     """Reason why the model does not fit into memory, with the values; empty if the model fits."""
 
 

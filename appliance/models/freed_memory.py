@@ -24,11 +24,11 @@ GpuProcesses = Callable[[], Mapping[int, Collection[int]]]
 
 
 async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu_processes) -> str:
-    """Call `why_held` in a thread, and return its result. If the check itself fails or hangs, return a
+    """Call `held_reason` in a thread, and return its result. If the check itself fails or hangs, return a
     message about this."""
     try:
         return await in_own_thread(
-            lambda: why_held(pids, processes_on_gpus=processes_on_gpus), _CHECKED_WITHIN_S
+            lambda: held_reason(pids, processes_on_gpus=processes_on_gpus), _CHECKED_WITHIN_S
         )
     except TimeoutError:
         return (
@@ -40,7 +40,7 @@ async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu
         return f"its processes were stopped, but it is not known whether their memory was returned: {error}"
 
 
-def why_held(
+def held_reason(
     pids: Collection[int],
     within_s: float = _RETURNED_WITHIN_S,
     processes_on_gpus: GpuProcesses = gpu_processes,

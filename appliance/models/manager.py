@@ -398,10 +398,10 @@ class ModelManager:
         ]
         return await asyncio.to_thread(shortage_to_wake, needs)
 
-    async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
+    async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` replicas with these settings cannot run alongside the running
         replicas, or an empty string if they can."""
-        return (await self.shortage(settings, count)).why
+        return (await self.shortage(settings, count)).reason
 
     # ── replicas by load (ScaledModels) ──
 

@@ -292,10 +292,10 @@ class OnDemand:
             if self._manager.is_parked(unit):
                 await self._bring_back(unit, wanted)
         elif isinstance(step, Evict):
-            why = f"requests are waiting for {', '.join(wanted.units)}"
+            explanation = f"requests are waiting for {', '.join(wanted.units)}"
             for bundle in [one for one in bundles if set(one.units) & set(step.units)]:
                 reason = "group" if self._bundles.excluded(wanted, bundle) else "memory"
-                await self._evict(bundle.units, reason, why, wanted.units)
+                await self._evict(bundle.units, reason, explanation, wanted.units)
         elif isinstance(step, Refuse):
             asleep = [unit for unit in wanted.units if self._manager.is_parked_asleep(unit)]
             if asleep and not step.excluded:
@@ -305,7 +305,7 @@ class OnDemand:
                 return
             self._bundles.incomplete.discard(wanted.units)
             for unit in wanted.units:
-                self._fail(unit, step.why)
+                self._fail(unit, step.reason)
 
     async def _introduce_member(self, wanted: Bundle, unit: str) -> None:
         """Let the fronts accept requests for a version that must be loaded together with another version."""
@@ -334,7 +334,7 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     async def _evict(
-        self, units: tuple[str, ...], reason: str, why: str, wanted: tuple[str, ...] = ()
+        self, units: tuple[str, ...], reason: str, explanation: str, wanted: tuple[str, ...] = ()
     ) -> None:
         """Unload models or put them to sleep, and wait until their memory is free. The wait lasts at most
         `DRAIN_S` plus the time limit for replicas to go to sleep plus the time to stop them. `wanted`
@@ -345,7 +345,7 @@ class OnDemand:
             asleep = await self._sleep_limit.may_sleep(unit, wanted)
             if self._bundles.stays(unit):
                 continue  # Meanwhile, a command or new settings have changed the model.
-            log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", why)
+            log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", explanation)
             if self._bundles.occupies_memory(unit):
                 self.evictions[unit, reason] += 1
                 self._bundles.times(unit).left_at = self._clock()
@@ -404,21 +404,21 @@ class OnDemand:
             elif isinstance(step, Wait):
                 await asyncio.sleep(_POLL_S)
             elif isinstance(step, Refuse) and step.excluded:
-                raise LoadError(f"{unit} cannot be loaded: {step.why}")
+                raise LoadError(f"{unit} cannot be loaded: {step.reason}")
             else:
                 return
 
     # ── failures ──
 
-    def _fail(self, unit: str, why: str) -> None:
+    def _fail(self, unit: str, explanation: str) -> None:
         """Refuse requests for the model until the next attempt to load it is due."""
-        log.warning("%s could not be loaded on demand: %s", unit, why)
-        self._routing.failures[unit] = self._routing.problems[unit] = why
+        log.warning("%s could not be loaded on demand: %s", unit, explanation)
+        self._routing.failures[unit] = self._routing.problems[unit] = explanation
         record = self._operations.registry.current.versions.get(version_key(unit))
         if record is not None:
-            self._operations.note_failure(unit, record, why)
+            self._operations.note_failure(unit, record, explanation)
         if unit in self._requests.state.models:
-            self._requests.fail_model(unit, why)
+            self._requests.fail_model(unit, explanation)
         self._fronts.publish_configuration()
         asyncio.get_running_loop().call_later(_RETRY_S, self._forgive, unit)
 

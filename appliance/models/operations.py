@@ -104,10 +104,10 @@ class ModelOperations:
 
     # ── failures ──
 
-    def note_failure(self, unit: str, record: VersionRecord, why: str) -> None:
+    def note_failure(self, unit: str, record: VersionRecord, reason: str) -> None:
         """Record that the version could not be loaded, and call `on_repair` as soon as its files change."""
         self.forget_failure(unit)
-        self.failures[unit] = why
+        self.failures[unit] = reason
         self._watches[unit] = watch = StartTimer()
         changed = Watch(record.folder, lambda: log.info("%s: the files of the model have changed", unit))
         watch.start(math.inf, lambda: self.on_repair(unit), changed)
@@ -246,20 +246,20 @@ class ModelOperations:
         """Raise NoRoomError if the model does not fit into memory. If it is asleep, and only GPUs other than
         its own have enough memory, stop its replicas, so that the model can be loaded on the other GPUs."""
         manager = self._manager
-        why_not = (await manager.shortage_of(unit, settings)).why
-        if why_not and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).why:
+        refusal = (await manager.shortage_of(unit, settings)).reason
+        if refusal and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).reason:
             await manager.end_sleep(unit)
-        elif why_not:
+        elif refusal:
             raise NoRoomError(
-                f"{unit} does not fit alongside the models that are loaded: {why_not}; unload another model "
+                f"{unit} does not fit alongside the models that are loaded: {refusal}; unload another model "
                 "first with: appliance models unload"
             )
 
     async def _fronts_ready(self, unit: str) -> None:
         """Wait until every front has read the tokenizer of the version. Raises LoadError."""
         in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
-        if why := self._fronts.problem_with(unit):
-            raise LoadError(f"{unit} could not be loaded by {why}")
+        if reason := self._fronts.problem_with(unit):
+            raise LoadError(f"{unit} could not be loaded by {reason}")
         if not in_time:
             raise LoadError(f"the fronts did not read the tokenizer of {unit} within {_FRONTS_WITHIN_S:g} s")
 
@@ -475,8 +475,8 @@ class ModelOperations:
     async def _until_loaded(self, unit: str) -> None:
         """Wait until all replicas of the version are ready. Raises LoadError if they cannot become ready."""
         while not self._manager.loaded(unit):
-            if why := self._manager.load_failure(unit):
-                raise LoadError(f"{unit} could not be loaded: {why}")
+            if reason := self._manager.load_failure(unit):
+                raise LoadError(f"{unit} could not be loaded: {reason}")
             if unit not in self._manager.models:
                 raise LoadError(f"{unit} was unloaded while it was being loaded")
             await asyncio.sleep(_POLL_S)

@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.models.checkpoint_files import FolderFault, check_files
 from appliance.models.fit import MachineMemory, MemoryFit, UnfitError, fit
-from appliance.models.readable import FileReader, why_unreadable
+from appliance.models.readable import FileReader, unreadable_reason
 from appliance.protocol import precision
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
@@ -104,7 +104,7 @@ def _check(
 def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) -> Iterator[ModelFinding]:
     """Check the tokenizer and the chat template."""
     folder = Path(model.folder)
-    if model.chat_template and (unreadable := why_unreadable(Path(model.chat_template), reader)):
+    if model.chat_template and (unreadable := unreadable_reason(Path(model.chat_template), reader)):
         yield _problem(unreadable.description, unreadable.remedy)
         return
     # The tokenizer library is imported only when a model is checked.

@@ -53,7 +53,7 @@ def service_user() -> FileReader:
     return this_process()
 
 
-def why_unreadable(path: Path, reader: FileReader) -> Unreadable | None:
+def unreadable_reason(path: Path, reader: FileReader) -> Unreadable | None:
     """Return the reason why the user cannot read an existing file or list an existing directory. Return None
     if the user can, or if the path does not exist. Symbolic links are followed, because a hub cache consists
     of links."""

@@ -88,7 +88,7 @@ class Refuse(NamedTuple):
     """Step: refuse requests for these models, because the models cannot be loaded."""
 
     units: tuple[str, ...]
-    why: str
+    reason: str
     excluded: bool = False
     """Whether the reason is that a group forbids loading these models together with a model that stays
     loaded."""
@@ -141,8 +141,8 @@ def next_step(
     others = [one for one in bundles if one.in_memory and one is not wanted]
     victims = [one for one in others if excludes(one) and not one.asleep]
     if kept := next((one.kept for one in victims if one.kept), ""):
-        why = f"it must not be loaded together with a model that stays loaded: {kept}"
-        return Refuse(wanted.units, why, excluded=True)
+        reason = f"it must not be loaded together with a model that stays loaded: {kept}"
+        return Refuse(wanted.units, reason, excluded=True)
     since = now if wanted.waiting_since is None else wanted.waiting_since
 
     def order(one: Bundle) -> tuple[bool, bool, bool, float]:

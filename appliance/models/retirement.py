@@ -85,11 +85,11 @@ class ReplicaRetirements:
         pids = [] if replica.group is None else list(replica.group.pids)
         try:
             await replica.stop(STOP_S)
-            if why := await find_held(pids):
-                log.warning("%s: %s", replica.name, why)
-                self._note(replica.name, why)
-                self.unreturned[replica.model] = why
-                self._background.run(self._until_returned(replica.model, why, pids))
+            if reason := await find_held(pids):
+                log.warning("%s: %s", replica.name, reason)
+                self._note(replica.name, reason)
+                self.unreturned[replica.model] = reason
+                self._background.run(self._until_returned(replica.model, reason, pids))
         finally:
             self._replicas.remove(replica)
         log.info("%s ended", replica.name)
@@ -105,12 +105,12 @@ class ReplicaRetirements:
         )
         return self._drain_grace_s() if alone else None
 
-    async def _until_returned(self, unit: str, why: str, pids: list[int]) -> None:
+    async def _until_returned(self, unit: str, reason: str, pids: list[int]) -> None:
         """Wait until the memory of the model has been returned, then remove the model from `unreturned`."""
-        while self.unreturned.get(unit) == why:
+        while self.unreturned.get(unit) == reason:
             await asyncio.sleep(_RETURNED_AGAIN_S)
             if not await find_held(pids):
-                if self.unreturned.get(unit) == why:
+                if self.unreturned.get(unit) == reason:
                     del self.unreturned[unit]
                 log.info("the memory of %s was returned", unit)
                 return

@@ -37,7 +37,7 @@ class ScaledModels(Protocol):
     def begin_change(self, unit: str) -> None:
         """Start and stop replicas until the model has its target number of replicas."""
 
-    async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
+    async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` more replicas do not fit in memory, or an empty string if they
         do."""
 
@@ -143,9 +143,9 @@ class ModelScaling:
     async def _change(self, unit: str, settings: ModelSettings, scaled: _Scaled, decision: Decision) -> None:
         try:
             former = scaled.replicas
-            wanted, why_not = await self._that_fit(unit, settings, former, decision.replicas)
-            if why_not and why_not != scaled.scaler.refusal:
-                self._note(unit, f"no replica can be added, although {decision.reason}: {why_not}")
+            wanted, refusal = await self._that_fit(unit, settings, former, decision.replicas)
+            if refusal and refusal != scaled.scaler.refusal:
+                self._note(unit, f"no replica can be added, although {decision.reason}: {refusal}")
             if wanted != former:
                 scaled.scaler.changed(self._clock())
                 scaled.changes.append(
@@ -154,8 +154,8 @@ class ModelScaling:
                 log.info("model %s: %d → %d replicas: %s", unit, former, wanted, decision.reason)
                 scaled.replicas = wanted
                 self._models.begin_change(unit)
-            if why_not:
-                scaled.scaler.refuse(self._clock(), why_not)
+            if refusal:
+                scaled.scaler.refuse(self._clock(), refusal)
         finally:
             scaled.is_changing = False
 
@@ -164,12 +164,12 @@ class ModelScaling:
     ) -> tuple[int, str]:
         """Return how many replicas fit into memory, up to `wanted`. If fewer than `wanted` fit, also return
         the reason."""
-        why_not = ""
+        refusal = ""
         # Only ready replicas are subtracted, because replicas that are starting have not allocated all of
         # their memory yet.
         ready = sum(replica.answers for replica in self._models.of(unit))
         while wanted > former:
-            if not (found := await self._models.why_not_beside(settings, wanted - min(ready, former))):
+            if not (found := await self._models.shortage_beside(settings, wanted - min(ready, former))):
                 break
-            wanted, why_not = wanted - 1, found
-        return wanted, why_not
+            wanted, refusal = wanted - 1, found
+        return wanted, refusal

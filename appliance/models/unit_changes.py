@@ -45,7 +45,7 @@ class ChangedUnits(Protocol):
     def is_parked_asleep(self, unit: str) -> bool:
         """Return whether the model is parked and all its replicas are asleep."""
 
-    async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
+    async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` replicas with these settings cannot run alongside the running
         replicas, or an empty string if they can."""
 
@@ -173,9 +173,9 @@ class UnitChanges:
         """Replace a replica with a replica that has the wanted settings. Return False if the settings cannot
         be loaded."""
         if len(current) < self._scaling.count(old.model, wanted):
-            if why_not := await self._units.why_not_beside(wanted):
-                log.warning("%s is stopped before its replacement loads: %s", old.name, why_not)
-                self._note(old.name, f"stopped before its replacement loaded: {why_not}")
+            if refusal := await self._units.shortage_beside(wanted):
+                log.warning("%s is stopped before its replacement loads: %s", old.name, refusal)
+                self._note(old.name, f"stopped before its replacement loaded: {refusal}")
                 await self._retirements.retire(old)
                 return True
             new = self._new_replica(old.model, wanted)

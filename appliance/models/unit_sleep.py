@@ -47,7 +47,9 @@ class UnitSleep:
         them stay asleep, and the reason is returned."""
         replicas = self._replicas_of(unit)
         problems = await asyncio.gather(*(replica.wake() for replica in replicas))
-        asleep = [why for why, replica in zip(problems, replicas, strict=True) if replica.sleeping.asleep]
+        asleep = [
+            reason for reason, replica in zip(problems, replicas, strict=True) if replica.sleeping.asleep
+        ]
         if asleep:
             await asyncio.gather(*(replica.sleep() for replica in replicas if not replica.sleeping.asleep))
             return asleep[0]

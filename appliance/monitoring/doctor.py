@@ -34,7 +34,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | SettingsError) 
     now = time.time()
     findings: list[Finding] = []
     report = find_gpus()
-    status, why_not, kept_out, untrusted = _ask(run_dir)
+    status, refusal, kept_out, untrusted = _ask(run_dir)
     running = status is not None
 
     def look(area: Area, check: Callable[[], Iterable[Finding]]) -> None:
@@ -57,7 +57,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | SettingsError) 
     if untrusted:
         remedy = "ask the administrator of this machine about this process; no data was sent to it"
         findings.append(_finding("run directory", "problem", untrusted, remedy))
-    look("service", lambda: _service(status, why_not, kept_out, settings, now, run_dir))
+    look("service", lambda: _service(status, refusal, kept_out, settings, now, run_dir))
     look("sockets", lambda: places.sockets(run_dir, places.api_state(run_dir / "api.sock"), running))
     if status is not None:
         served = status.models
@@ -101,7 +101,7 @@ def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
 
 def _service(
     status: Status | None,
-    why_not: str,
+    refusal: str,
     kept_out: bool,
     settings: Settings | SettingsError,
     now: float,
@@ -114,14 +114,14 @@ def _service(
         yield _finding("settings", "ok", f"{settings.config_file} is valid")
     if status is None:
         if kept_out:
-            yield _finding("state", "warning", why_not, "run the doctor as the service's user, or as root")
+            yield _finding("state", "warning", refusal, "run the doctor as the service's user, or as root")
         else:
             yield _finding("state", "ok", f"no service is running here: {start_remedy(run_dir)}")
         return
     text = f"the service {status.version} (process {status.pid}, uid {status.uid}) is {status.state}"
     if status.state == "degraded":
-        why = f": {status.reason}" if status.reason else ""
-        yield _finding("state", "problem", f"{text}{why}", "see the problems below")
+        reason = f": {status.reason}" if status.reason else ""
+        yield _finding("state", "problem", f"{text}{reason}", "see the problems below")
     elif status.state == "ready":
         yield _finding("state", "ok", text)
     else:

@@ -21,9 +21,9 @@ def read_template_sources(folder: Path, replacement: str | None = None) -> dict[
         try:
             return {"default": read_regular_file(Path(replacement), MAX_TEMPLATE_BYTES).decode()}
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
+            reason = error.strerror if isinstance(error, OSError) else error
             raise TokenizerFilesError(
-                f"chat_template = {replacement!r} cannot be read as UTF-8 text ({why})",
+                f"chat_template = {replacement!r} cannot be read as UTF-8 text ({reason})",
                 "set it to a file with a Jinja template of at most 1 MiB",
             ) from error
     sources: dict[str, str] = {}

@@ -95,14 +95,14 @@ def refusal(
     waits = held or not model.starts_at_once(request, tenant, now)
     if waits:
         wait_s = model.wait_s(request, tenant, now) if model.predictable and not held else None
-        why = _no_place(request, model, tenants, waiting, wait_s, now) or _too_late(request, model, wait_s)
-        if why is not None:
-            return why
+        reason = _no_place(request, model, tenants, waiting, wait_s, now) or _too_late(request, model, wait_s)
+        if reason is not None:
+            return reason
     if (
         request.deadline_at is not None
-        and (why := _deadline(request, model, tenants, wait_s, now, waits=waits)) is not None
+        and (reason := _deadline(request, model, tenants, wait_s, now, waits=waits)) is not None
     ):
-        return why
+        return reason
     model.expect_load(request)
     return None
 
@@ -130,10 +130,10 @@ def timed_out(
     if now < (request.queued_at or now) + timeout_s:
         return None
     if held:
-        why = "the service was draining"
+        reason = "the service was draining"
     else:
-        why = "no replica had enough capacity" if model.accounts else "no replica of the model is ready"
-    message = f"the request waited {timeout_s:g} s, but {why}: try again later"
+        reason = "no replica had enough capacity" if model.accounts else "no replica of the model is ready"
+    message = f"the request waited {timeout_s:g} s, but {reason}: try again later"
     wait_s = max((wait or 0.0 for wait in model.waits_s(now)), default=None)
     return Refusal(503, "queue_timeout", message, _retry_after_s(wait_s, model.oldest_wait_s(now)))
 
@@ -164,9 +164,9 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     return Refusal(404, "model_not_found", message)
 
 
-def failed_model(name: str, why: str) -> Refusal:
+def failed_model(name: str, reason: str) -> Refusal:
     """Return a refusal for a request whose model cannot be served because none of its replicas can start."""
-    message = f"model {name!r} cannot be served: {why}"
+    message = f"model {name!r} cannot be served: {reason}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 
@@ -179,7 +179,7 @@ def no_replica(name: str) -> Refusal:
 
 def paused(pause: AdmissionPause) -> Refusal:
     """Return a refusal for a request that arrives while admission is paused."""
-    return Refusal(503, "draining", pause.why, _DRAIN_RETRY_S)
+    return Refusal(503, "draining", pause.reason, _DRAIN_RETRY_S)
 
 
 def suspended(tenant: TenantTraffic) -> Refusal:

@@ -11,7 +11,7 @@ from appliance.traffic.request import Request
 class AdmissionPause(NamedTuple):
     """The reason for a pause of admission, and whether new requests are held or refused during the pause."""
 
-    why: str
+    reason: str
     """The message for clients whose requests are refused."""
     hold: bool = False
     """Whether new requests are held until the pause ends, instead of being refused."""

@@ -127,11 +127,11 @@ class RequestLifecycle:
         for request in self._checks.due(now):
             model, held = self._state.models[request.unit], request in self._state.pauses
             timeout_s = self.rules.timeout_s
-            why = timed_out(request, model, timeout_s, now, held=held) or hopeless(request, model, now)
-            if why is None:
+            reason = timed_out(request, model, timeout_s, now, held=held) or hopeless(request, model, now)
+            if reason is None:
                 self._checks.push(request, timeout_s, now)
             else:
-                self.refuse(request, why)
+                self.refuse(request, reason)
 
     def _begin_waiting(self, request: Request) -> None:
         request.queued_at = now = self._state.clock()
@@ -157,8 +157,8 @@ class RequestLifecycle:
         state, now = self._state, self._state.clock()
         while (turn := model.next_turn(now)) is not None:
             request, account, _ = turn
-            if (why := hopeless(request, model, now)) is not None:
-                self.refuse(request, why)
+            if (reason := hopeless(request, model, now)) is not None:
+                self.refuse(request, reason)
                 continue
             if request.queue_ms is None and request.queued_at is not None:
                 request.queue_ms = (now - request.queued_at) * 1000
@@ -251,23 +251,25 @@ class RequestLifecycle:
 
     # ── end of a request ──
 
-    def refuse(self, request: Request, why: Refusal) -> None:
+    def refuse(self, request: Request, reason: Refusal) -> None:
         """Refuse a new or waiting request. If part of its answer has already been sent, the front ends the
         answer with an error."""
         self.stop_waiting(request)
-        if request.admit.may_fall_back and why.code in FALLBACK_CODES:
-            self._fall_back(request, why)
+        if request.admit.may_fall_back and reason.code in FALLBACK_CODES:
+            self._fall_back(request, reason)
             return
         self._state.refused += 1
-        limits = self._state.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
-        self._send(request.front, why.to_message(request, limits))
+        limits = (
+            self._state.quotas.rate_limits(request.tenant, request.key_id) if reason.status == 429 else None
+        )
+        self._send(request.front, reason.to_message(request, limits))
         if request.admit.attempt == 0:
-            request.settled = own_settle(request, why.status, "error", why.message, self._unix())
+            request.settled = own_settle(request, reason.status, "error", reason.message, self._unix())
             self.end_if_complete(request)
         # After the first attempt, the client may already have received part of the answer. The front will
         # report how many tokens were delivered to the client.
 
-    def _fall_back(self, request: Request, why: Refusal) -> None:
+    def _fall_back(self, request: Request, reason: Refusal) -> None:
         """Withdraw a request from a model that cannot run the request. The request's front then either admits
         the request for the fallback model or settles the request."""
         request.falls_back = True
@@ -278,7 +280,7 @@ class RequestLifecycle:
             request.reservation = None
             self._state.quotas.settle(held, 0)
             self._state.quotas.close(held)
-        message = msgspec.structs.replace(why.to_message(request, None), falls_back=True)
+        message = msgspec.structs.replace(reason.to_message(request, None), falls_back=True)
         self._send(request.front, message)
 
     def end_without_front(self, request: Request) -> None:

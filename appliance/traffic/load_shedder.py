@@ -31,7 +31,7 @@ class LoadShedder:
 
     def __init__(self) -> None:
         self.step = CALM
-        self._why = ""
+        self._reason = ""
         self._direction = 0
         self._since = 0.0
         """Time of the last change: when an overload began or ended, or when the step changed."""
@@ -40,7 +40,7 @@ class LoadShedder:
     def reason(self) -> str:
         """The cause of the overload, and a description of the requests that are being refused. Empty if there
         is no overload."""
-        return f"{self._why}: {_DONE[self.step]}" if self.step else ""
+        return f"{self._reason}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
         """Update the step of load shedding. `waits_s` contains, for each class, the predicted waiting time of
@@ -53,7 +53,7 @@ class LoadShedder:
             if wait_s > most_s and goal < given_up:
                 goal = given_up
                 name = CLASS_NAMES[number]
-                self._why = (
+                self._reason = (
                     f"the service is overloaded, because {name} requests would wait {wait_s:.1f} s, "
                     f"and the limit is {most_s:g} s"
                 )

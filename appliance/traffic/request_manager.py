@@ -113,11 +113,11 @@ class RequestManager:
         self._lifecycle.set_rules(rules)
         self._lifecycle.dispatch_all()
 
-    def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
+    def pause_admission(self, model: str | None, reason: str, *, hold: bool = False) -> None:
         """Stop admitting new requests to `model`, or to every model if `model` is None. New requests are
         refused, or held until `resume_admission` is called. Requests that are already waiting or running are
         not affected."""
-        self.state.pauses.begin(model, AdmissionPause(why, hold))
+        self.state.pauses.begin(model, AdmissionPause(reason, hold))
         self._release_held()
 
     def resume_admission(self, model: str | None) -> None:
@@ -180,13 +180,13 @@ class RequestManager:
         """Queue requests for the model again, because one of its replicas is starting."""
         self.state.models[name].failure = None
 
-    def fail_model(self, name: str, why: str) -> None:
+    def fail_model(self, name: str, reason: str) -> None:
         """Refuse the model's waiting requests and all new requests. None of its replicas can start until the
-        operator has fixed the cause `why`."""
+        operator has fixed the cause `reason`."""
         model = self.state.models[name]
-        model.failure = why
+        model.failure = reason
         for request in model.waiting():
-            self._lifecycle.refuse(request, failed_model(request.first.model, why))
+            self._lifecycle.refuse(request, failed_model(request.first.model, reason))
 
     def add_replica(self, account: CreditAccount) -> None:
         """Start dispatching requests to this replica, which is ready and connected to every front."""
@@ -303,7 +303,7 @@ class RequestManager:
         admit = msgspec.structs.replace(admit, identity=SHADOW_IDENTITY)
         model = state.models.get(admit.unit)
         request = Request(front, admit, "", model.version if model else "")
-        why = Refusal(503, "shadow_dropped", "the copy of the request could not start immediately")
+        reason = Refusal(503, "shadow_dropped", "the copy of the request could not start immediately")
         if (
             model is None
             or model.failure is not None
@@ -313,13 +313,13 @@ class RequestManager:
             or state.pauses.of(request.unit) is not None
             or not model.starts_at_once(request, state.tenants.of(request.tenant), now)
         ):
-            self._send(front, why.to_message(request, None))
+            self._send(front, reason.to_message(request, None))
             return
         state.in_flight[admit.request_id] = request
         request.due = now + self._lifecycle.rules.late_s(request.request_class)
         self._lifecycle.accept(request, model, hold=False)
         if request.queued_at is not None:
-            self._lifecycle.refuse(request, why)
+            self._lifecycle.refuse(request, reason)
 
     def shadow_done(self, done: ShadowDone) -> None:
         """Add the results of a copied request to the statistics of its shadow model."""
@@ -332,13 +332,13 @@ class RequestManager:
             self._lifecycle.refuse(request, unknown_model(request.first.model, state.models))
             return
         pause = state.pauses.of(request.unit)
-        why = self._refusal(request, model, pause)
-        if why is None:
+        reason = self._refusal(request, model, pause)
+        if reason is None:
             model.asked_at = state.clock()
             model.uses.accept(request.tenant, request.admit.keep_alive_s, model.asked_at)
             self._lifecycle.accept(request, model, hold=pause is not None)
         else:
-            self._lifecycle.refuse(request, why)
+            self._lifecycle.refuse(request, reason)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
         """Return a refusal for a new request, or None if the request is to be queued or held. If the result
@@ -356,8 +356,8 @@ class RequestManager:
         request.expected_tokens = each * request.admit.num_seqs
         request.due = request.deadline_at or now + self._lifecycle.rules.late_s(request.request_class)
         waiting = Waiting(state.waiting, state.waiting_tokens)
-        why = refusal(request, model, state.tenants, waiting, now, held=pause is not None)
-        return why or reserve(request, state.quotas)
+        reason = refusal(request, model, state.tenants, waiting, now, held=pause is not None)
+        return reason or reserve(request, state.quotas)
 
     def _readmit(self, front: str, request: Request, admit: Admit) -> None:
         fits = request.front == front and request.settled is None and request.queued_at is None
@@ -430,9 +430,9 @@ class RequestManager:
         for model in self.state.models.values():
             model.tick(now)
             if model.shedder.step >= DROP_BACKGROUND:
-                why = Refusal(503, "overloaded", model.shedder.reason, _DROPPED_RETRY_S)
+                reason = Refusal(503, "overloaded", model.shedder.reason, _DROPPED_RETRY_S)
                 for request in [t.item for t in islice(model.queue.classes[BACKGROUND], MAX_DROPPED)]:
-                    self._lifecycle.refuse(request, why)
+                    self._lifecycle.refuse(request, reason)
             self._lifecycle.dispatch(model)
         if now - self._tidied_at > _TIDY_EVERY_S:
             self._tidied_at = now

@@ -82,8 +82,8 @@ def test_entries_waiting_in_the_spool_are_listed_too(cli: Run, state: Path) -> N
     control.start()
     limit = "PRAGMA max_page_count=1"
     control._writer.call(lambda connection: connection.execute(limit).fetchone()).result(60)
-    actor, _ = control.trail.intend(Actor("uid:7"), "drain", {"why": "x" * 5000})
-    control.trail.conclude(actor, "drain", {"why": "x" * 5000}, "ok").result(60)
+    actor, _ = control.trail.intend(Actor("uid:7"), "drain", {"reason": "x" * 5000})
+    control.trail.conclude(actor, "drain", {"reason": "x" * 5000}, "ok").result(60)
     last = json.loads(cli("audit", "list", "--state-dir", state, "--json").out)[-1]
     assert (last["seq"], last["action"], last["result"]) == (None, "drain", "ok")
     assert "2 entries since" in cli("audit", "verify", "--state-dir", state).out
@@ -179,7 +179,7 @@ def test_a_rewrite_by_the_services_own_user_is_detected_with_the_journal_by_defa
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    ("script", "reason"),
     [
         ("echo no permission >&2; exit 1", "journalctl failed: no permission"),
         ("exit 0", "no audit heads of appliance.service"),
@@ -194,7 +194,7 @@ def test_missing_journal_heads_are_explained_and_are_not_an_error(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     script: str | None,
-    why: str,
+    reason: str,
 ) -> None:
     if script == "exec sleep 60":
         monkeypatch.setattr("appliance.cli.audit_journal.MAX_READ_S", 0.2)
@@ -203,8 +203,8 @@ def test_missing_journal_heads_are_explained_and_are_not_an_error(
     else:
         journalctl(script)
     outcome = cli("audit", "verify", "--state-dir", state)
-    assert outcome.code == 0 and f"no journal heads ({why}" in outcome.out
-    assert why in json.loads(cli("audit", "verify", "--state-dir", state, "--json").out)["journal_missing"]
+    assert outcome.code == 0 and f"no journal heads ({reason}" in outcome.out
+    assert reason in json.loads(cli("audit", "verify", "--state-dir", state, "--json").out)["journal_missing"]
 
 
 def test_a_requested_journal_without_heads_is_an_error(

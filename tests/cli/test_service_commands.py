@@ -139,11 +139,11 @@ def test_no_line_of_the_status_is_wider_than_the_terminal(run_dir: Path, width: 
 
 def test_a_failed_model_says_why_once(run_dir: Path) -> None:
     status = a_status(run_dir)
-    model, why = status.models[0], "model-2.safetensors is truncated"
-    model.state, model.detail = "failed", why
-    change_replica(status, state="failed", detail="restarts in 4.2 s", last_error=why)
+    model, reason = status.models[0], "model-2.safetensors is truncated"
+    model.state, model.detail = "failed", reason
+    change_replica(status, state="failed", detail="restarts in 4.2 s", last_error=reason)
     text = "\n".join(status_lines(status, None))
-    assert (text.count(why), text.count("restarts in 4.2 s")) == (1, 1)
+    assert (text.count(reason), text.count("restarts in 4.2 s")) == (1, 1)
 
 
 def test_the_status_shows_how_long_each_class_waits_and_what_an_overload_drops(run_dir: Path) -> None:

@@ -21,8 +21,8 @@ class FakeRequestManager:
         self.state = self
         """The fake request manager also serves as its own `state` attribute."""
 
-    def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
-        self.told.append(f"close {model} {hold}: {why}")
+    def pause_admission(self, model: str | None, reason: str, *, hold: bool = False) -> None:
+        self.told.append(f"close {model} {hold}: {reason}")
 
     def resume_admission(self, model: str | None) -> None:
         self.told.append(f"open {model}")
@@ -64,7 +64,7 @@ class FakeService:
 
 
 def drain(service: FakeService, model: str | None = None, **options: Any) -> Drain:
-    given = {"why": "it drains", "grace_s": 60.0, "notice_s": 0.0, **options}
+    given = {"reason": "it drains", "grace_s": 60.0, "notice_s": 0.0, **options}
     return Drain(service.tools, model, **given)
 
 
@@ -142,11 +142,11 @@ def test_a_drain_that_replaces_another_one_continues_it() -> None:
         second = drains.begin("m", grace_s=0.0, hold=True)
         await until(lambda: second.state == "drained")
         assert second.started_at == first.started_at
-        why = "model 'm' is draining"
+        reason = "model 'm' is draining"
         assert service.told[2:] == [
-            f"close m False: {why}",
-            f"close m True: {why}",
-            f"cancel r0: {why}, and this request did not finish within the grace period",
+            f"close m False: {reason}",
+            f"close m True: {reason}",
+            f"cancel r0: {reason}, and this request did not finish within the grace period",
         ]
         assert list(drains) == [second]
         with pytest.raises(DrainError, match="the service is not draining; active drains: model 'm'"):

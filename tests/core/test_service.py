@@ -209,8 +209,8 @@ def test_a_front_that_does_not_become_ready_is_a_problem_of_status_and_doctor(ma
 
 def test_a_bad_checkpoint_fails_its_model_and_no_other(make_service: Make) -> None:
     service = make_service(models=("good", "bad"))
-    why = "model-2.safetensors is truncated"
-    (service.folder / "bad" / "fake.json").write_text(json.dumps({"fatal": ["checkpoint", why]}))
+    reason = "model-2.safetensors is truncated"
+    (service.folder / "bad" / "fake.json").write_text(json.dumps({"fatal": ["checkpoint", reason]}))
     service.start()
     wait_until(lambda: service.state() == "degraded")
     seen: list[Status] = []
@@ -221,11 +221,11 @@ def test_a_bad_checkpoint_fails_its_model_and_no_other(make_service: Make) -> No
         return good.state == "ready" and bad.replicas[0].detail.startswith("restarts in ")
 
     wait_until(starts_again)
-    assert (seen[-1].models[1].state, seen[-1].models[1].detail) == ("failed", why)
+    assert (seen[-1].models[1].state, seen[-1].models[1].detail) == ("failed", reason)
     assert "bad-0 is failed" in seen[-1].reason
     assert read_answer(service.connect("good 2"))[-1] == "front-0 length"
     assert read_answer(service.connect("bad 2")) == [
-        f"front-0 refused 503 model 'bad' cannot be served: {why}"
+        f"front-0 refused 503 model 'bad' cannot be served: {reason}"
     ]
 
 
@@ -235,10 +235,10 @@ def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: 
     wait_until(lambda: service.state() == "degraded")
     wait_until(lambda: len(service.admin.status().problems) == 2)
     status = service.admin.status()
-    why = "front-0, front-1: tokenizer.json is missing"
-    assert (status.models[1].state, status.models[1].detail) == ("failed", why)
+    reason = "front-0, front-1: tokenizer.json is missing"
+    assert (status.models[1].state, status.models[1].detail) == ("failed", reason)
     assert status.models[0].state == "ready"
-    assert status.reason == f"model 'm' is unavailable ({why})"
+    assert status.reason == f"model 'm' is unavailable ({reason})"
     assert {problem.where for problem in status.problems} == {"front-0", "front-1"}
     assert status.problems[0].description == "model 'm' cannot be used: tokenizer.json is missing"
     assert status.fronts[0].problems == {"m": "tokenizer.json is missing"}

@@ -75,7 +75,7 @@ def first(tokens: list[int], finish_reason: str = "", **more: Any) -> Output:
         ),
         ([said(first([5], "length"))], "1 tokens instead of 2"),
         ([said(first([5, 6], "cancelled"))], "no cancel was sent"),
-        ([said(first([5, 6], "error", error="why"))], "failed: why"),
+        ([said(first([5, 6], "error", error="reason"))], "failed: reason"),
         ([said(first([5], finish_reason="")), said(finish_reason=["length"])], "but the outputs ended with"),
     ],
 )

@@ -152,8 +152,8 @@ class Requests:
     def __init__(self) -> None:
         self.state = SimpleNamespace(models={})
 
-    def fail_model(self, unit: str, why: str) -> None:
-        self.state.models[unit].failure = why
+    def fail_model(self, unit: str, reason: str) -> None:
+        self.state.models[unit].failure = reason
         self.state.models[unit].queued = 0
 
     def recover_model(self, unit: str) -> None:

@@ -57,13 +57,13 @@ def test_without_limits_no_group_is_created(tmp_path: Path) -> None:
 
 def test_a_service_without_delegation_says_why_there_are_no_limits(tmp_path: Path) -> None:
     tree = Tree(tmp_path, controllers="pids")
-    why = tree.groups.limit("m-0", [41], LIMITS)
-    assert why.startswith("cpu_limit and memory_limit_gb have no effect: ")
-    assert "does not have the controllers cpu and memory" in why
+    reason = tree.groups.limit("m-0", [41], LIMITS)
+    assert reason.startswith("cpu_limit and memory_limit_gb have no effect: ")
+    assert "does not have the controllers cpu and memory" in reason
     shared = Tree(tmp_path / "shared")
     (shared.base / "cgroup.procs").write_text("1\n2\n")
-    reason = shared.groups.limit("m-0", [41], LIMITS)
-    assert "contains processes that do not belong to the service (1, 2)" in reason
+    shared_reason = shared.groups.limit("m-0", [41], LIMITS)
+    assert "contains processes that do not belong to the service (1, 2)" in shared_reason
     version_1 = Tree(tmp_path / "v1")
     version_1.own.write_text("4:memory:/a\n")
     assert "no cgroup v2" in version_1.groups.limit("m-0", [41], LIMITS)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.models.freed_memory import find_held, why_held
+from appliance.models.freed_memory import find_held, held_reason
 
 
 @pytest.fixture
@@ -39,13 +39,13 @@ def rank() -> Iterator[subprocess.Popen[str]]:
 def test_processes_that_still_exist_are_named(rank: subprocess.Popen[str]) -> None:
     assert rank.stdout is not None
     child = int(rank.stdout.readline())
-    why = why_held([rank.pid], 0.0)
-    assert f"{rank.pid} (state " in why and f"{child} (state " in why
+    reason = held_reason([rank.pid], 0.0)
+    assert f"{rank.pid} (state " in reason and f"{child} (state " in reason
     rank.kill()
     rank.wait()
-    assert f"still exist although they were killed: {child} (state " in why_held([rank.pid], 0.0)
+    assert f"still exist although they were killed: {child} (state " in held_reason([rank.pid], 0.0)
     os.kill(child, signal.SIGKILL)
-    assert why_held([rank.pid], 60.0) == ""
+    assert held_reason([rank.pid], 60.0) == ""
 
 
 def test_a_process_whose_main_thread_has_ended_but_not_its_other_threads_is_named() -> None:
@@ -62,11 +62,11 @@ def test_a_process_whose_main_thread_has_ended_but_not_its_other_threads_is_name
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert f"{process.pid} (state Z)" in why_held([process.pid], 0.0)
+        assert f"{process.pid} (state Z)" in held_reason([process.pid], 0.0)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert why_held([process.pid], 0.0) == ""  # a zombie without threads
+    assert held_reason([process.pid], 0.0) == ""  # a zombie without threads
     process.wait()
 
 
@@ -74,18 +74,18 @@ def test_a_gpu_that_still_has_memory_of_an_ended_rank_is_reported() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     listed = {0: {1}, 1: {1, ended.pid}}
-    why = why_held([ended.pid], 0.0, lambda: listed)
-    assert f"the memory of GPU 1 was not returned: the driver still lists process {ended.pid}" in why
-    assert why_held([], 0.0, lambda: listed) == ""
+    reason = held_reason([ended.pid], 0.0, lambda: listed)
+    assert f"the memory of GPU 1 was not returned: the driver still lists process {ended.pid}" in reason
+    assert held_reason([], 0.0, lambda: listed) == ""
     listed[1] = {1}
-    assert why_held([ended.pid], 0.0, lambda: listed) == ""
+    assert held_reason([ended.pid], 0.0, lambda: listed) == ""
 
 
 def test_the_check_waits_for_memory_that_is_returned_late() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     reads = iter([{ended.pid}, {ended.pid}, {ended.pid}, {1}])
-    assert why_held([ended.pid], 60.0, lambda: {0: next(reads)}) == ""
+    assert held_reason([ended.pid], 60.0, lambda: {0: next(reads)}) == ""
     assert next(reads, None) is None
 
 
@@ -106,8 +106,8 @@ def test_a_check_that_hangs_or_fails_ends_with_a_message(monkeypatch: pytest.Mon
         async with asyncio.timeout(60):
             assert "the GPU driver did not answer within 0.05 s" in await find_held([ended.pid], hangs)
             monkeypatch.setattr("appliance.models.freed_memory._CHECKED_WITHIN_S", 60.0)
-            why = await find_held([ended.pid], fails)
-            assert "not known whether their memory was returned: the driver was removed" in why
+            reason = await find_held([ended.pid], fails)
+            assert "not known whether their memory was returned: the driver was removed" in reason
 
     try:
         asyncio.run(scenario())

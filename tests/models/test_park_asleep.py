@@ -440,4 +440,4 @@ def test_waking_needs_the_released_memory_on_the_own_gpus(monkeypatch: pytest.Mo
     assert fit.shortage_to_wake([([0], 71)]).bytes == 1
     assert fit.shortage_to_wake([([0], 40), ([0], 40)]).bytes == 10
     both = fit.shortage_to_wake([([0, 1], 40)])
-    assert both.bytes == 10 and "needs 20 B on GPU 1, but only 10 B are free" in both.why
+    assert both.bytes == 10 and "needs 20 B on GPU 1, but only 10 B are free" in both.reason

@@ -150,7 +150,7 @@ class Machine:
                 victim.state, victim.changes_at = "draining", self.now + DRAIN_S
                 victim.left_at = self.now
         elif isinstance(step, Refuse):
-            self.refused.append(f"{model.name}: {step.why}")
+            self.refused.append(f"{model.name}: {step.reason}")
             model.waiting.clear()
 
     def most_loads_in(self, window_s: float) -> int:

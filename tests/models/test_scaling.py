@@ -49,7 +49,7 @@ class World:
     def begin_change(self, unit: str) -> None:
         self.running[unit] = self.scaling.count(unit, self.settings[unit])
 
-    async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
+    async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
         self.asked.append(count)
         return f"{count} replicas need 9 GB" if count > self.room else ""
 

@@ -64,8 +64,8 @@ def test_numbers_of_removed_versions_are_not_reused(registry: ModelRegistry) -> 
 def test_a_default_or_aliased_version_is_not_removed(registry: ModelRegistry) -> None:
     add(registry), add(registry)
     registry.set_alias(actor="uid:0", name="next", target="chat@2").result(60)
-    for version, why in ((1, "default"), (2, "alias 'next'")):
-        with pytest.raises(ConflictError, match=why):
+    for version, reason in ((1, "default"), (2, "alias 'next'")):
+        with pytest.raises(ConflictError, match=reason):
             registry.remove(actor="uid:0", model="chat", version=version).result(60)
     registry.delete_alias(actor="uid:0", name="next").result(60)
     registry.remove(actor="uid:0", model="chat", version=2).result(60)

@@ -47,9 +47,9 @@ def test_entries_that_the_database_refuses_are_spooled_and_reach_the_chain_in_or
     with FullDatabase(control):
         actors = []
         for number in range(3):
-            actors.append(announced(control, "requests.cancel", number=number, why=LONG))
+            actors.append(announced(control, "requests.cancel", number=number, reason=LONG))
             control.trail.conclude(
-                actors[-1], "requests.cancel", {"number": number, "why": LONG}, "ok"
+                actors[-1], "requests.cancel", {"number": number, "reason": LONG}, "ok"
             ).result(60)
         state = control.trail.state()
         assert (state.spool.rows, state.spool.in_memory) == (6, 0)
@@ -93,8 +93,8 @@ def test_waiting_entries_survive_the_end_of_the_service(tmp_path):
     first = ControlStore(tmp_path / "control.db")
     first.start()
     with FullDatabase(first):
-        actor = announced(first, "requests.cancel", why=LONG)
-        first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(60)
+        actor = announced(first, "requests.cancel", reason=LONG)
+        first.trail.conclude(actor, "requests.cancel", {"reason": LONG}, "ok").result(60)
         # Save the spool as it would be if the process were killed here.
         kept = (tmp_path / "audit.spool").read_bytes()
     first.close()
@@ -114,7 +114,7 @@ def test_a_spool_line_that_was_changed_is_marked(tmp_path):
     first.start()
     with FullDatabase(first):
         for number in range(3):
-            announced(first, "requests.cancel", number=number, why=LONG)
+            announced(first, "requests.cancel", number=number, reason=LONG)
         kept = (tmp_path / "audit.spool").read_bytes()
     first.close()
     os.unlink(tmp_path / "control.db")

@@ -56,7 +56,7 @@ class BootError(Exception):
     """Raised if a machine did not boot. The message contains the machine's console output."""
 
 
-def why_not() -> str:
+def refusal() -> str:
     """Return the reason why a machine cannot be booted here, or "" if it can."""
     if os.geteuid():
         return "only root may mount an overlay and boot a machine"

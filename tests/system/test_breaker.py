@@ -66,16 +66,18 @@ def test_the_breaker_opens_after_repeated_kills_says_why_and_closes_on_command(t
 
         failed = model()
         assert (failed["state"], failed["replicas"][0]["breaker"]) == ("failed", "open")
-        why = f"the replica exited {DEATHS} times within 3600 s of service and will not be restarted for now"
-        assert why in failed["detail"] and "was killed by SIGKILL" in failed["detail"]
+        reason = (
+            f"the replica exited {DEATHS} times within 3600 s of service and will not be restarted for now"
+        )
+        assert reason in failed["detail"] and "was killed by SIGKILL" in failed["detail"]
         status = running.status()
         [problem] = [one for one in status["current_problems"] if one["where"] == "model chat@1"]
-        assert status["state"] == "degraded" and why in problem["description"]
+        assert status["state"] == "degraded" and reason in problem["description"]
         assert "appliance models retry chat@1" in problem["remedy"]
         [listed] = [one for one in running.command("models", "list") if one["name"] == "chat"]
-        assert listed["state"] == "failed" and why in listed["versions"][0]["detail"]
+        assert listed["state"] == "failed" and reason in listed["versions"][0]["detail"]
         refused = complete("chat")
-        assert refused.status_code == 503 and why in refused.json()["error"]["message"]
+        assert refused.status_code == 503 and reason in refused.json()["error"]["message"]
         assert complete("other").status_code == 200
 
         running.command("models", "retry", "chat")

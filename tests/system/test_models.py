@@ -178,7 +178,7 @@ def test_a_version_has_its_own_sampling_defaults_and_chat_template(
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "reason"),
     [
         (("add", "x=/nowhere"), "/nowhere"),
         (("add", "x=FOLDER", "--set", "sampling.temperature=3"), "sampling.temperature = 3 is not valid"),
@@ -197,13 +197,13 @@ def test_a_version_has_its_own_sampling_defaults_and_chat_template(
     ],
 )
 def test_a_command_that_cannot_be_performed_says_why(
-    running: Service, folders: list[Path], tmp_path: Path, words: tuple[str, ...], why: str
+    running: Service, folders: list[Path], tmp_path: Path, words: tuple[str, ...], reason: str
 ) -> None:
     (broken := tmp_path / "broken.jinja").write_text("{% for %}")
     replaced = {"FOLDER": str(folders[0]), "BROKEN": str(broken)}
     for name, value in replaced.items():
         words = tuple(word.replace(name, value) for word in words)
-    assert why in refused(running, *words)
+    assert reason in refused(running, *words)
 
 
 def test_every_command_is_audited(running: Service) -> None:
@@ -246,7 +246,7 @@ def test_a_split_sends_each_user_to_one_version_and_the_log_names_it(running: Se
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "reason"),
     [
         (("chat", "1=50", "9=50"), "no version 9; available versions: 1, 2"),
         (("chat", "1=50", "gone=50"), "there is no model 'gone'"),
@@ -259,8 +259,8 @@ def test_a_split_sends_each_user_to_one_version_and_the_log_names_it(running: Se
         (("gone", "1=1"), "there is no model or alias 'gone'"),
     ],
 )
-def test_a_split_that_cannot_be_set_says_why(running: Service, words: tuple[str, ...], why: str) -> None:
-    assert why in refused(running, "split", *words)
+def test_a_split_that_cannot_be_set_says_why(running: Service, words: tuple[str, ...], reason: str) -> None:
+    assert reason in refused(running, "split", *words)
 
 
 def token_for(running: Service, user: str) -> int:

@@ -76,7 +76,7 @@ def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "reason"),
     [
         (("chat", "--to", "gone"), "there is no model 'gone'"),
         (("chat", "--to", "chat"), "answers the requests for 'chat' itself"),
@@ -86,9 +86,9 @@ def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
         (("chat", "--clear"), "'chat' has no shadow"),
     ],
 )
-def test_a_shadow_that_cannot_be_set_says_why(running: Service, words: tuple[str, ...], why: str) -> None:
+def test_a_shadow_that_cannot_be_set_says_why(running: Service, words: tuple[str, ...], reason: str) -> None:
     done = running.run("models", "shadow", *words, "--json")
-    assert done.returncode != 0 and why in done.stderr, done
+    assert done.returncode != 0 and reason in done.stderr, done
 
 
 def test_shadows_are_audited(running: Service) -> None:

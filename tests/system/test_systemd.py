@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from appliance.settings import demo_model_folder
-from tests.system.machine import ROOT, BootError, Machine, machine, why_not
+from tests.system.machine import ROOT, BootError, Machine, machine, refusal
 from tests.system.memory_limit import memory_limit
 
 pytestmark = pytest.mark.system
@@ -150,7 +150,7 @@ def shown_to_the_sandbox() -> str:
 
 @pytest.fixture(scope="module")
 def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    if reason := why_not():
+    if reason := refusal():
         pytest.skip(f"no machine can be booted here: {reason}")
     unit, socket = "/etc/systemd/system/appliance.service", "/etc/systemd/system/appliance.socket"
     files = {
