@@ -160,8 +160,8 @@ class History:
                 slices.append(batch)
             elif batch.at > slices[-1].at:
                 slices[-1] = joined(slices[-1], batch)
-        for gone in set(self.batches) - {batch.replica for batch in batches}:
-            del self.batches[gone]
+        for removed in set(self.batches) - {batch.replica for batch in batches}:
+            del self.batches[removed]
 
     def last(self, value: Callable[[Point], float | None], points: int) -> list[float | None]:
         """Return the value of `value` for each of the newest `points` points, oldest first."""

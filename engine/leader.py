@@ -60,7 +60,7 @@ class LeaderLoop:
         self._scheduler = engine.scheduler
         self._control = control
         self._fronts: dict[str, Channel[DataInbound]] = {}
-        self._fronts_gone: list[str] = []
+        self._disconnected_fronts: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._register(control, self._read_control)
         # `run` polls `sleeping` after every wait, so its descriptor only needs to end the wait.
@@ -153,7 +153,7 @@ class LeaderLoop:
         invalid frame, or leaves too much output unread."""
         self._selector.unregister(self._fronts.pop(front))
         self._scheduler.cancel_origin(front)
-        self._fronts_gone.append(front)
+        self._disconnected_fronts.append(front)
         if not self._engine.has_work:
             self._report(None)
 
@@ -166,7 +166,7 @@ class LeaderLoop:
             steps = self._mixed_steps if result.timing.mixed else self._decode_steps
             steps.add(result.timing)
             self._forecast.learn(result.timing.plan, result.timing.ms / 1e3)
-        news = result.finished or result.credits_changed or self._fronts_gone
+        news = result.finished or result.credits_changed or self._disconnected_fronts
         if news or time.monotonic() - self._reported_at >= REPORT_S:
             self._report(result)
 
@@ -195,7 +195,7 @@ class LeaderLoop:
                 **msgspec.structs.asdict(self._engine.gauges()),
                 finished=result.finished if result else [],
                 longest_step=self._engine.take_longest_step(),
-                fronts_gone=self._fronts_gone,
+                disconnected_fronts=self._disconnected_fronts,
                 decode_steps=decode_steps,
                 step_ms=step_ms,
                 idle_us=idle_us,
@@ -205,7 +205,7 @@ class LeaderLoop:
                 log_dropped_lines=log_state().dropped_lines,
             )
         )
-        self._fronts_gone = []
+        self._disconnected_fronts = []
         self._reported_at = time.monotonic()
 
 

@@ -559,7 +559,7 @@ class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     finished: list[Finished] = []
     longest_step: LongestStep | None = None
     """The longest step with decodes since the previous report, or None if there was none."""
-    fronts_gone: list[str] = []
+    disconnected_fronts: list[str] = []
     """Front processes whose channels have closed. All of their submissions have been reported in
     `finished`."""
 

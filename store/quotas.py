@@ -71,19 +71,19 @@ class QuotaLog:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
 
-    def save(self, levels: Iterable[QuotaLevels], gone: Iterable[tuple[str, str]] = ()) -> bool:
-        """Store these levels, and delete the levels of the (scope, name) pairs in `gone`. Never blocks;
+    def save(self, levels: Iterable[QuotaLevels], deleted: Iterable[tuple[str, str]] = ()) -> bool:
+        """Store these levels, and delete the levels of the (scope, name) pairs in `deleted`. Never blocks;
         returns False if the snapshot was dropped. Call this after submitting the rows of all requests that
         the levels include, and before submitting any other rows."""
         values = [msgspec.structs.astuple(level) for level in levels]
-        return self._writer.submit(partial(_save, values, list(gone)))
+        return self._writer.submit(partial(_save, values, list(deleted)))
 
 
 def _save(
-    values: list[tuple[object, ...]], gone: list[tuple[str, str]], connection: sqlite3.Connection
+    values: list[tuple[object, ...]], deleted: list[tuple[str, str]], connection: sqlite3.Connection
 ) -> None:
     sequence = connection.execute("SELECT ifnull(max(sequence), 0) FROM requests").fetchone()[0]
-    connection.executemany("DELETE FROM quota_levels WHERE scope = ? AND name = ?", gone)
+    connection.executemany("DELETE FROM quota_levels WHERE scope = ? AND name = ?", deleted)
     connection.executemany(_SAVE, [(*row, sequence) for row in values])
 
 

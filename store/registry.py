@@ -94,8 +94,8 @@ class ModelRegistry:
                 records.select(connection, VersionRecord, "model = ?", model),
             )
             removed = every if version is None else [_version(connection, model, version)]
-            gone = len(removed) == len(every)
-            names = {f"{model}@{one.version}" for one in removed} | ({model} if gone else set())
+            removes_all = len(removed) == len(every)
+            names = {f"{model}@{one.version}" for one in removed} | ({model} if removes_all else set())
             if aliases := [
                 one.name for one in records.select(connection, AliasRecord) if one.target in names
             ]:
@@ -104,25 +104,25 @@ class ModelRegistry:
                     "change or delete the alias first",
                 )
             for split in records.select(connection, SplitRecord):
-                if names & split.weights.keys() and not (gone and split.name == model):
+                if names & split.weights.keys() and not (removes_all and split.name == model):
                     raise ConflictError(
                         f"the split of {split.name!r} includes a version that would be removed: change the "
                         f"split first, or end it with: appliance models split {split.name} --clear"
                     )
             for shadow in records.select(connection, ShadowRecord):
-                if shadow.target in names and not (gone and shadow.name == model):
+                if shadow.target in names and not (removes_all and shadow.name == model):
                     raise ConflictError(
                         f"the shadow of {shadow.name!r} uses a version that would be removed: end it first "
                         f"with: appliance models shadow {shadow.name} --clear"
                     )
-            if known.default_version == version and not gone:
+            if known.default_version == version and not removes_all:
                 raise ConflictError(
                     f"version {version} is the default of model {model!r}",
                     "make another version the default first",
                 )
             for one in removed:
                 records.delete(connection, one)
-            if gone:
+            if removes_all:
                 _end_split(connection, model)
                 _end_shadow(connection, model)
                 records.delete(connection, known)

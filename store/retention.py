@@ -45,23 +45,23 @@ class Removed(NamedTuple):
 def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
     """Remove a batch of closed requests that were admitted before `before` (unix seconds). The most recently
     changed row is kept, because readers that follow the log continue from its sequence number."""
-    gone = connection.execute(
+    removed = connection.execute(
         "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE created_at < ? "
         "AND finished_at IS NOT NULL AND sequence < (SELECT max(sequence) FROM requests) "
         "ORDER BY created_at LIMIT ?)",
         (before, BATCH_ROWS),
     ).rowcount
-    return _and_pages(connection, gone, gone == BATCH_ROWS)
+    return _and_pages(connection, removed, removed == BATCH_ROWS)
 
 
 def remove_usage(connection: sqlite3.Connection, before: float) -> Removed:
     """Remove a batch of usage rows for days before the day of `before` (unix seconds)."""
-    gone = connection.execute(
+    removed = connection.execute(
         "DELETE FROM usage WHERE (day, tenant, key_id, model) IN (SELECT day, tenant, key_id, model FROM "
         "usage WHERE day < date(?, 'unixepoch') LIMIT ?)",
         (before, BATCH_ROWS),
     ).rowcount
-    return Removed(gone, 0, gone == BATCH_ROWS)
+    return Removed(removed, 0, removed == BATCH_ROWS)
 
 
 def remove_contents(
@@ -73,41 +73,41 @@ def remove_contents(
     # Overwrite removed data instead of only unlinking its pages.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]
-    gone = 0
+    removed = 0
     for tenant in tenants:
         until = before.get(tenant, otherwise)
         if until is not None:
-            gone += _remove_of_tenant(connection, tenant, until, BATCH_ROWS - gone)
-        if gone >= BATCH_ROWS:
+            removed += _remove_of_tenant(connection, tenant, until, BATCH_ROWS - removed)
+        if removed >= BATCH_ROWS:
             break
-    return _and_pages(connection, gone, gone > 0)
+    return _and_pages(connection, removed, removed > 0)
 
 
 def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]) -> Removed:
     """Remove a batch of rows from the telemetry tables, and any layouts no longer used by a row. `before`
     maps each table to the time (unix seconds) before which its rows are removed."""
-    gone = 0
+    removed = 0
     layouts: set[tuple[int]] = set()
     for table, until in before.items():
-        removed = connection.execute(
+        layout_ids = connection.execute(
             f"DELETE FROM {table} WHERE at IN (SELECT at FROM {table} WHERE at < ? ORDER BY at LIMIT ?) "
             "RETURNING layout",
-            (until * 1000, BATCH_ROWS - gone),
+            (until * 1000, BATCH_ROWS - removed),
         ).fetchall()
-        gone += len(removed)
-        layouts.update(removed)
+        removed += len(layout_ids)
+        layouts.update(layout_ids)
     used = " OR ".join(f"EXISTS (SELECT 1 FROM {one.table} WHERE layout = id)" for one in RESOLUTIONS)
     connection.executemany(f"DELETE FROM telemetry_layouts WHERE id = ? AND NOT ({used})", layouts)
-    return _and_pages(connection, gone, gone == BATCH_ROWS)
+    return _and_pages(connection, removed, removed == BATCH_ROWS)
 
 
 def remove_details(connection: sqlite3.Connection, before: float) -> Removed:
     """Remove a batch of the details recorded before `before` (unix seconds)."""
-    gone = connection.execute(
+    removed = connection.execute(
         f"DELETE FROM {DETAILS} WHERE at IN (SELECT at FROM {DETAILS} WHERE at < ? ORDER BY at LIMIT ?)",
         (before * 1000, BATCH_ROWS),
     ).rowcount
-    return _and_pages(connection, gone, gone == BATCH_ROWS)
+    return _and_pages(connection, removed, removed == BATCH_ROWS)
 
 
 class Emptying:
@@ -154,16 +154,16 @@ def _remove_of_tenant(connection: sqlite3.Connection, tenant: str, until: float,
     return len(chosen)
 
 
-def _and_pages(connection: sqlite3.Connection, gone: int, more: bool) -> Removed:
+def _and_pages(connection: sqlite3.Connection, removed: int, more: bool) -> Removed:
     free, pages = (
         int(connection.execute(f"PRAGMA {n}").fetchone()[0]) for n in ("freelist_count", "page_count")
     )
     # Some of the free pages will soon be needed again. Return only the excess, and only after all rows have
     # been removed.
     if more or free <= max(BATCH_PAGES, pages * KEPT_FREE):
-        return Removed(gone, 0, more)
+        return Removed(removed, 0, more)
     for _ in range(BATCH_PAGES):
         # Free one page per statement. SQLite frees one page per step of the statement, and Python's sqlite3
         # module makes only one step for a statement without result columns.
         connection.execute("PRAGMA incremental_vacuum(1)")
-    return Removed(gone, BATCH_PAGES, True)
+    return Removed(removed, BATCH_PAGES, True)

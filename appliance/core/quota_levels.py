@@ -44,9 +44,9 @@ class LevelKeeper:
 
     def save(self) -> None:
         """Save the quota levels that have changed since the last save."""
-        levels, gone = self._quotas.news(time.time())
-        if (levels or gone) and not self._log.save(levels, gone):
-            self._quotas.remember(gone)
+        levels, deleted = self._quotas.news(time.time())
+        if (levels or deleted) and not self._log.save(levels, deleted):
+            self._quotas.remember(deleted)
 
     def close(self) -> None:
         """Save the quota levels one last time. Call this after the last request has ended."""

@@ -178,13 +178,13 @@ def _close(opened: Sequence[socket.socket | None]) -> None:
 def check_still_there(former: Loaded, loaded: Loaded) -> None:
     """Check that the settings file still exists. Without this check, removing the file would unload every
     model. Raises SettingsError."""
-    if not former.files or (gone := former.files[0]) in loaded.files:
+    if not former.files or (missing := former.files[0]) in loaded.files:
         return
-    if gone.parent.name == DROP_INS and loaded.files:
+    if missing.parent.name == DROP_INS and loaded.files:
         return
     raise SettingsError(
         Fault(
-            place=Place(str(gone)),
+            place=Place(str(missing)),
             description="the service was started with this settings file, but the file no longer exists",
             remedy="restore the file, or restart the service to run without it",
         )

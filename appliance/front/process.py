@@ -64,7 +64,7 @@ class FrontProcess:
 
     def start(self) -> None:
         """Start handling the core's messages and sending reports."""
-        self._channel.listen(self._take, _core_gone)
+        self._channel.listen(self._take, _core_exited)
         self._state.background.run(self._configure())
         self._state.background.run(self._report())
         self._state.background.run(self._mend())
@@ -253,7 +253,7 @@ class FrontProcess:
         )
 
 
-def _core_gone() -> None:
+def _core_exited() -> None:
     """Exit immediately because the core has exited. The exit closes the clients' connections."""
     os._exit(0)
 

@@ -92,7 +92,7 @@ class ReplicaConnections:
         self.stalls.add(replica.name, time.time(), report, request.tenant if request is not None else "")
         if replica.account is not None:
             self._requests.report(replica.account, report)
-        for front in report.fronts_gone:
+        for front in report.disconnected_fronts:
             self._channels.channel_closed(front, replica.name)
 
     def replica_silence_changed(self, replica: Replica) -> None:

@@ -11,7 +11,7 @@ request instead. A dispatched request leaves its replica in exactly one of four 
 - Its `Finished` message arrives. The engine returns the credit.
 - The front settles it without submitting it. The credit is refunded.
 - The front died, or closed its channel, before submitting it. The credit is refunded when the replica reports
-  the front in `Report.fronts_gone`.
+  the front in `Report.disconnected_fronts`.
 - The replica dies. The replica's account is discarded.
 """
 

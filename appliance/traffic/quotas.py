@@ -141,7 +141,7 @@ class Quotas:
         """Accounts by key id. A rotated key shares its account with its predecessors."""
         self._changed: dict[Account, None] = {}
         """Accounts whose levels have changed since the last call to `news`, in order of change."""
-        self._gone: set[Name] = set()
+        self._deleted: set[Name] = set()
         self._asked = False
 
     # ── changes by operators ──
@@ -165,7 +165,7 @@ class Quotas:
                 known = self._keys.get(latest.id) or keys.get(latest.id) or keys.get(key.id)
                 self._keys[key.id] = self._open("key", latest.id, latest.quota, known, now)
                 self._keys[latest.id] = self._keys[key.id]
-        self._gone = (self._gone | before.keys()) - self._accounts.keys()
+        self._deleted = (self._deleted | before.keys()) - self._accounts.keys()
 
     def _open(self, scope: str, name: str, quota: Quota, known: Account | None, now: float) -> Account:
         if known is None:
@@ -296,7 +296,7 @@ class Quotas:
         """Return the data to store at unix time `now`: the levels that changed since the last call, and the
         names of accounts that no longer exist."""
         monotonic = self._clock()
-        gone, self._gone = list(self._gone), set()
+        deleted, self._deleted = list(self._deleted), set()
         # Leave out deleted accounts. They may be in `_changed` because requests were still running when they
         # were deleted.
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
@@ -307,7 +307,7 @@ class Quotas:
             # stored.
             changed = list(self._accounts.values())[:1]
         self._asked = False
-        return [_levels(account, monotonic, now) for account in changed], gone
+        return [_levels(account, monotonic, now) for account in changed], deleted
 
     def used_levels(self, now: float) -> list[QuotaLevels]:
         """Return the levels, at unix time `now`, of all accounts that have used part of a limit."""
@@ -318,10 +318,10 @@ class Quotas:
             if any(bucket.level < bucket.rate.capacity for bucket in account.buckets.values())
         ]
 
-    def remember(self, gone: Iterable[Name] = ()) -> None:
+    def remember(self, deleted: Iterable[Name] = ()) -> None:
         """Include all levels in the next result of `news`. Call this if the last result of `news` could not
         be stored."""
-        self._gone |= set(gone) - self._accounts.keys()
+        self._deleted |= set(deleted) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
     def restore(self, state: QuotaState, now: float) -> None:
@@ -333,7 +333,7 @@ class Quotas:
             if account is not None:
                 known[account] = levels
             if (levels.scope, levels.name) not in self._accounts:
-                self._gone.add((levels.scope, levels.name))
+                self._deleted.add((levels.scope, levels.name))
         used: dict[Account, list[Used]] = {}
         for one in state.used:
             for account in (self._tenants.get(one.tenant), self._keys.get(one.key_id)):

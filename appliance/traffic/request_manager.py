@@ -234,7 +234,7 @@ class RequestManager:
         """Handle a replica's report: finished submissions, returned credits and disconnected fronts."""
         for finished in report.finished:
             self._lifecycle.finish(account, finished)
-        for front in report.fronts_gone:
+        for front in report.disconnected_fronts:
             self._lose_channel(front, account)
         account.learn(report)
         model = self.state.models[account.model]

@@ -423,15 +423,15 @@ def _choose(
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     # Padding and experts that are already chosen get the lowest value, below that of experts with a NaN
     # logit.
-    gone = -0x80000000
-    key = tl.where((index < EXPERTS)[None, :], key, gone)
+    excluded = -0x80000000
+    key = tl.where((index < EXPERTS)[None, :], key, excluded)
     rank = tl.full([ROWS, ALL], TOP_K, tl.int32)
     for turn in tl.static_range(TOP_K):
         highest = tl.max(key, axis=1)
         best = tl.min(tl.where(key == highest[:, None], index[None, :], ALL), axis=1)
         now = index[None, :] == best[:, None]
         rank = tl.where(now, turn, rank)
-        key = tl.where(now, gone, key)
+        key = tl.where(now, excluded, key)
     picked = rank < TOP_K
     counted = picked if NORMALISED else (index < EXPERTS)[None, :]
     top = tl.max(tl.where(rank == 0, logit, float("-inf")), axis=1)

@@ -117,7 +117,7 @@ def test_each_fault_of_the_settings_is_a_finding_with_its_remedy(doctor: Doctor)
 
 
 @pytest.mark.parametrize(
-    ("gone", "said"),
+    ("missing", "said"),
     [
         ("config.json", "has no config.json"),
         ("tokenizer.json", "tokenizer.json does not exist"),
@@ -128,8 +128,8 @@ def test_each_fault_of_the_settings_is_a_finding_with_its_remedy(doctor: Doctor)
         ),
     ],
 )
-def test_a_missing_file_of_a_model_is_named(doctor: Doctor, model: Path, gone: str, said: str) -> None:
-    (model / gone).unlink()
+def test_a_missing_file_of_a_model_is_named(doctor: Doctor, model: Path, missing: str, said: str) -> None:
+    (model / missing).unlink()
     code, findings = doctor()
     assert code == 1 and said in found(findings, "models", "problem")
 

@@ -67,7 +67,7 @@ class FakeReplica:
         self.returned_seqs, self.returned_tokens = [0] * LEVELS, [0] * LEVELS
         self.tokens = 0
         self.steps = 0
-        self.gone: list[str] = []
+        self.closed_fronts: list[str] = []
         self.finished: list[Finished] = []
         self.folder = Path()
 
@@ -78,7 +78,7 @@ class FakeReplica:
             channel: Channel[DataInbound] = Channel(socket.socket(fileno=self.control.take_fd()), DataInbound)
             name = message.front
             self.fronts[name] = channel
-            channel.listen(lambda said: self.take(name, said), lambda: self.front_gone(name))
+            channel.listen(lambda said: self.take(name, said), lambda: self.front_disconnected(name))
         elif isinstance(message, CancelSequences):
             for run in self.running:
                 run.cancelled |= run.submit.request_id == message.request_id
@@ -126,11 +126,11 @@ class FakeReplica:
             for run in self.running:
                 run.cancelled |= run.front == front and run.submit.handle == message.handle
 
-    def front_gone(self, front: str) -> None:
+    def front_disconnected(self, front: str) -> None:
         del self.fronts[front]
         for run in [run for run in self.running if run.front == front]:
             self.end(run, "cancelled")
-        self.gone.append(front)
+        self.closed_fronts.append(front)
 
     def end(self, run: Running, how: str) -> None:
         self.running.remove(run)
@@ -180,11 +180,11 @@ class FakeReplica:
                     returned_seqs=tuple(self.returned_seqs),
                     returned_tokens=tuple(self.returned_tokens),
                     finished=self.finished,
-                    fronts_gone=self.gone,
+                    disconnected_fronts=self.closed_fronts,
                     running=len(self.running),
                 )
             )
-            self.finished, self.gone = [], []
+            self.finished, self.closed_fronts = [], []
             await asyncio.sleep(STEP_S)
 
 

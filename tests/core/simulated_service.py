@@ -63,14 +63,14 @@ class FakeReplica:
     returned_seqs: list[int] = field(default_factory=lambda: [0] * LEVELS)
     returned_tokens: list[int] = field(default_factory=lambda: [0] * LEVELS)
     news: list[Finished] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)
+    closed_fronts: list[str] = field(default_factory=list)
 
     def take(self, front: str) -> None:
         submission = self.inbox[front].popleft()
         if submission is None:
             for disconnected in [s for s in self.running if s.front == front]:
                 self.finish(disconnected, "cancelled")
-            self.gone.append(front)
+            self.closed_fronts.append(front)
             del self.inbox[front]
         else:
             self.running.append(submission)
@@ -94,10 +94,10 @@ class FakeReplica:
             returned_seqs=tuple(self.returned_seqs),
             returned_tokens=tuple(self.returned_tokens),
             finished=self.news,
-            fronts_gone=self.gone,
+            disconnected_fronts=self.closed_fronts,
         )
         self.to_core.append(report)
-        self.news, self.gone = [], []
+        self.news, self.closed_fronts = [], []
 
 
 @dataclass
@@ -358,7 +358,7 @@ class SimulatedService:
         for submission in list(replica.running):
             replica.finish(submission)
             moved = True
-        if replica.news or replica.gone:
+        if replica.news or replica.closed_fronts:
             replica.report()
         while replica.to_core:
             self.core_reads_replica(replica)

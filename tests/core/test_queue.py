@@ -183,8 +183,8 @@ def test_a_timeline_sums_the_work_that_comes_before_a_request_property(
             timeline.add(time, serial, prompt, output, serial)
             plain.append((time, serial, prompt, output))
         else:
-            gone = plain.pop(prompt % len(plain))
-            timeline.remove(gone[0], gone[1])
+            removed = plain.pop(prompt % len(plain))
+            timeline.remove(removed[0], removed[1])
     plain.sort()
     assert list(timeline) == [serial for _, serial, _, _ in plain]
     assert timeline.first() == (plain[0][1] if plain else None)
@@ -208,8 +208,8 @@ def test_promises_know_the_latest_time_at_which_serving_must_begin_property(
             promises.add(begin_by, serial, work_s, serial)
             plain.append((begin_by, serial, work_s))
         else:
-            gone = plain.pop(pick % len(plain))
-            promises.remove(gone[0], gone[1])
+            removed = plain.pop(pick % len(plain))
+            promises.remove(removed[0], removed[1])
     assert promises.latest_begin() == latest(plain)
     ahead = [one for one in plain if one[0] <= time]
     # The new promise does not affect earlier promises, which were checked when they were added.

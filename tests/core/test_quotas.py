@@ -240,8 +240,8 @@ def test_a_rotated_key_continues_with_the_remaining_quota_of_the_old_key(time: T
     rotated = (key("old", quota=limits, replaced_by="new"), key("new", quota=limits))
     of.set_policies(Policies([tenant()], rotated))
     assert short(of, 10, 50, key_id="new").wait_s == short(of, 10, 50, key_id="old").wait_s == 12.0
-    levels, gone = of.news(0.0)
-    assert ([one.name for one in levels], gone) == (["new"], [("key", "old")])
+    levels, deleted = of.news(0.0)
+    assert ([one.name for one in levels], deleted) == (["new"], [("key", "old")])
     revoked = (key("old", quota=limits, replaced_by="new", revoked_at=1.0), key("new", quota=limits))
     of.set_policies(Policies([tenant()], revoked))
     assert used(of, "key", "new") == {"tokens_per_minute": 60}

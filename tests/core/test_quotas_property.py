@@ -179,8 +179,8 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        levels, gone = self.quotas.news(self.now)
-        assert not gone
+        levels, deleted = self.quotas.news(self.now)
+        assert not deleted
         told, limited = (
             {one.name for one in levels},
             {account.name for account in self.quotas._accounts.values()},

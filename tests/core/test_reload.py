@@ -143,8 +143,8 @@ def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_s
     assert "refused" in read_answer(service.connect("n 2"))[-1]
     assert read_answer(stream)[-1] == "front-0 length"
     wait_until(lambda: len(service.pids()) == 3, description="the end of the removed model's replica")
-    gone = "front-0 refused 404 there is no model 'n'; available models: m, new"
-    wait_until(lambda: read_answer(service.connect("n 2")) == [gone])
+    removed = "front-0 refused 404 there is no model 'n'; available models: m, new"
+    wait_until(lambda: read_answer(service.connect("n 2")) == [removed])
     assert replicas(service)[0].pids == kept
 
 

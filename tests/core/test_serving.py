@@ -78,7 +78,7 @@ def test_fronts_that_start_later_are_attached_to_ready_replicas_and_not_to_ended
 def test_nothing_is_remembered_of_an_ended_front(serving: ServingParts, replica_first: bool) -> None:
     replica: Any = SimpleNamespace(name="demo-0", account=CreditAccount("demo-0", "demo", "cpu"))
     front = serving.fronts.fronts[0]
-    report = Report(step=1, credit_seqs=1, credit_tokens=1, finished=[], fronts_gone=[front.name])
+    report = Report(step=1, credit_seqs=1, credit_tokens=1, finished=[], disconnected_fronts=[front.name])
 
     async def scenario() -> None:
         serving.requests.add_replica(replica.account)

@@ -211,7 +211,7 @@ def test_requests_of_a_dead_front_are_cancelled_and_others_continue(tmp_path: Pa
             dying.close()
             assert len((await going)[0]) == 60
             report = await watched.settled(5)
-            assert [name for r in watched.reports for name in r.fronts_gone] == ["front-0"]
+            assert [name for r in watched.reports for name in r.disconnected_fronts] == ["front-0"]
             assert report.blocks_used == 0
             dead = [entry for entry in watched.finished() if entry.request_id.startswith("dead")]
             assert [entry.finish_reason for entry in dead] == [["cancelled"]] * 4

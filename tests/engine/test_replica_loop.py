@@ -361,8 +361,8 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     silent: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     for handle in range(1, 4):
         silent.send(submit(handle, 1900))
-    report = served.wait_for(lambda report: report.fronts_gone)
-    assert report.fronts_gone == ["front-0"]
+    report = served.wait_for(lambda report: report.disconnected_fronts)
+    assert report.disconnected_fronts == ["front-0"]
     finished = [entry for each in served.reports for entry in each.finished]
     # The report does not include submissions that were still unread in the channel, because the core reclaims
     # their credit itself.
@@ -425,7 +425,7 @@ def test_a_protocol_violation_disconnects_only_that_front() -> None:
     broken = served.attach("front-0")
     well: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
     broken.send(b"\xff" * 100)
-    assert served.wait_for(lambda report: report.fronts_gone).fronts_gone == ["front-0"]
+    assert served.wait_for(lambda report: report.disconnected_fronts).disconnected_fronts == ["front-0"]
     well.send(submit(1, 5))
     served.wait_for(lambda report: report.finished)
     served.stop()

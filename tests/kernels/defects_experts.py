@@ -43,15 +43,15 @@ _EXPERTS_ROUTE = [
     Defect(
         "experts that do not exist are chosen",
         "experts_route.py",
-        "key = tl.where((index < EXPERTS)[None, :], key, gone)",
-        "key = tl.where((index < ALL)[None, :], key, gone)",
+        "key = tl.where((index < EXPERTS)[None, :], key, excluded)",
+        "key = tl.where((index < ALL)[None, :], key, excluded)",
         "highest or accurate",
     ),
     Defect(
         "a chosen expert is chosen again",
         "experts_route.py",
-        "key = tl.where(now, gone, key)",
-        "key = tl.where(index[None, :] < best[:, None], gone, key)",
+        "key = tl.where(now, excluded, key)",
+        "key = tl.where(index[None, :] < best[:, None], excluded, key)",
         "highest or accurate",
     ),
     Defect(

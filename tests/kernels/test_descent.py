@@ -148,14 +148,14 @@ def test_tiles_are_offered_only_on_a_hopper_gpu() -> None:
 def test_the_fastest_plans_of_an_earlier_search_are_preferred(tmp_path: Path) -> None:
     one = Product(BF16, *SHAPES["o"])
     fastest = [*candidates(one, 16, True)[:-9:-1], None]
-    gone = "wide 16 64 256 4 4 1"
-    tried = {gone: 1.0} | {plan_text(plan): 2.0 for plan in fastest}
+    dropped = "wide 16 64 256 4 4 1"
+    tried = {dropped: 1.0} | {plan_text(plan): 2.0 for plan in fastest}
     measurements = [{"shape": str(one), "rows": 16, "tried_layer_us": tried}]
     (tmp_path / "tune.json").write_text(json.dumps(measurements))
     read = read_tried(tmp_path / "tune.json")
     plans = shortlist(one, 16, True, [A], read, 6)
     assert plans[0] == A and [plan for plan in plans if plan in fastest] == fastest[: len(plans) - 3]
-    assert gone not in map(plan_text, plans)
+    assert dropped not in map(plan_text, plans)
     for text in ("{", "[1]", '[{"shape": "x", "rows": 1, "tried_layer_us": ["dot x"]}]'):
         (tmp_path / "tune.json").write_text(text)
         with pytest.raises(ValueError, match=r"tune\.json: not written by python -m engine\.tune --json"):

@@ -163,10 +163,10 @@ def test_a_file_removed_during_the_backup_is_named_without_the_remedy_for_a_lost
 ):
     target = tmp_path_factory.mktemp("backups") / "x"
 
-    def gone(*_: object) -> None:
+    def removed(*_: object) -> None:
         (running / "audit.heads").unlink()
 
-    monkeypatch.setattr(backup, "read_audit_head", lambda path: gone() or read_audit_head(path))
+    monkeypatch.setattr(backup, "read_audit_head", lambda path: removed() or read_audit_head(path))
     with pytest.raises(
         StoreError, match=r"audit\.heads was removed during the backup: start the backup again"
     ) as caught:

@@ -37,7 +37,7 @@ from appliance.models.gpus import find_gpus
 from appliance.settings import demo_model_folder
 from tests.system.attacks.reading import configured
 from tests.system.service import Service
-from tests.system.test_deaths import Stream, answer, wait_gone
+from tests.system.test_deaths import Stream, answer, wait_exited
 
 DEATH_LIMIT_S = 1.0
 STOP_LIMIT_S = 5.0
@@ -97,8 +97,8 @@ class Took:
     """Times of a fault, in seconds."""
 
     noticed: float
-    """Time until a rank logged the loss. Idle ranks may exit without logging it; then equal to `gone`."""
-    gone: float
+    """Time until a rank logged the loss. Idle ranks may exit without logging it; then equal to `exited`."""
+    exited: float
     """Time until every rank had exited."""
 
 
@@ -232,8 +232,8 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
         )
     psutil.Process(pids[victim]).send_signal(fault)
     began, began_at = time.monotonic(), time.time()
-    wait_gone(pids, 60.0)
-    gone_s = time.monotonic() - began
+    wait_exited(pids, 60.0)
+    exited_s = time.monotonic() - began
     wanted = expected.prompts if state == "prompt" else [expected.decode] * len(streams)
     for stream, undisturbed_one in zip(finished(streams), wanted, strict=True):
         check_tokens(stream, undisturbed_one, traffic.near_tie)
@@ -247,18 +247,18 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
     how = "was killed by SIGKILL" if fault == signal.SIGKILL else "was stopped by a signal"
     assert replica["restarts"] == restarts + 1
     assert replica["last_error"] == f"rank {victim} (pid {pids[victim]}) {how}"
-    return Took(_noticed_s(running, began_at, gone_s), gone_s)
+    return Took(_noticed_s(running, began_at, exited_s), exited_s)
 
 
-def _noticed_s(running: Service, began_at: float, gone_s: float) -> float:
+def _noticed_s(running: Service, began_at: float, exited_s: float) -> float:
     """Return the time in seconds after `began_at` at which a rank first logged that another rank was lost, or
-    `gone_s` if none did."""
+    `exited_s` if none did."""
     times = [
         datetime.fromisoformat(f"{when}+00:00").timestamp() - began_at
         for when in _NOTICED.findall(running.log_path.read_text())
     ]
     # The log rounds times down to milliseconds.
-    return min((max(0.0, each) for each in times if each > -0.01), default=gone_s)
+    return min((max(0.0, each) for each in times if each > -0.01), default=exited_s)
 
 
 def write_gpu_model(folder: Path) -> str:
@@ -287,11 +287,11 @@ def main() -> int:
     late = False
     for (name, state), took in worst.items():
         limit = DEATH_LIMIT_S if name == "SIGKILL" else STOP_LIMIT_S
-        noticed, gone = max(each.noticed for each in took), max(each.gone for each in took)
+        noticed, exited = max(each.noticed for each in took), max(each.exited for each in took)
         late |= noticed > limit
         print(
             f"{name:8} {state:7} {len(took)} times: noticed within {noticed:.2f} s (limit {limit:g} s), "
-            f"every rank exited within {gone:.2f} s",
+            f"every rank exited within {exited:.2f} s",
             flush=True,
         )
     return int(late)

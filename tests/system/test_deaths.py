@@ -81,7 +81,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int], timeout_s: float) -> None:
+def wait_exited(pids: list[int], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, f"processes {left} are still running after {timeout_s} s"
@@ -119,7 +119,7 @@ def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
             pids = running.replica()["pids"]
             assert len(pids) == 2
             psutil.Process(pids[victim]).kill()
-            wait_gone(pids, 60.0)
+            wait_exited(pids, 60.0)
             past_problem(running, "demo-0", f"(pid {pids[victim]}) was killed by SIGKILL")
             for stream in streams:
                 stream.join(180)
@@ -140,7 +140,7 @@ def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
             # This is the rendezvous directory of the new ranks.
             assert len(list(running.run_dir.glob("ranks-*"))) == 1
         running.stop()
-        wait_gone([process.pid for process in everybody], 60.0)
+        wait_exited([process.pid for process in everybody], 60.0)
         assert [path.name for path in running.run_dir.iterdir()] == ["service.lock"]
 
 
@@ -166,7 +166,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
             lambda: running.status()["sockets"][0]["accepted"] >= accepted + 6, 60, "the connections"
         )
         psutil.Process(fronts[0]["pid"]).kill()
-        wait_gone([fronts[0]["pid"]], 60.0)
+        wait_exited([fronts[0]["pid"]], 60.0)
         for stream in unread:
             stream.join(180)
             assert stream.finish_reason == "length", stream.error
@@ -208,7 +208,7 @@ def test_a_killed_core_ends_all_processes_and_the_rows_survive() -> None:
         assert len(children) == 3
         running.process.kill()
         running.process.wait()
-        wait_gone(children, 60.0)
+        wait_exited(children, 60.0)
         for stream in streams:
             stream.join(180)
             assert not stream.is_alive()

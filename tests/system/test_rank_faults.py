@@ -44,4 +44,4 @@ def expected(two_ranks: Service) -> Expected:
 def test_a_fault_of_a_rank_ends_its_group_and_streams_continue(
     two_ranks: Service, expected: Expected, fault: signal.Signals, state: str, victim: int
 ) -> None:
-    assert inflict(two_ranks, expected, fault, state, victim).gone < BUSY_LIMIT_S
+    assert inflict(two_ranks, expected, fault, state, victim).exited < BUSY_LIMIT_S
