@@ -118,16 +118,16 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
             self.query_one("#cancel").focus()
         self._refresh()
 
-    def fit_body(self, room: int, width: int) -> bool:
+    def fit_body(self, space: int, width: int) -> bool:
         """Limit the height of the form so that the texts above and below it stay visible. If the form would
         become too small, the texts scroll with it instead."""
         body, form = self.query_one("#body"), self.query_one("#form")
         form.styles.max_height = None
-        left = room - sum(self.height_of(one, width) for one in body.children if one is not form)
+        left = space - sum(self.height_of(one, width) for one in body.children if one is not form)
         form_scrolls = False
         if left >= min(_MIN_FORM, self.height_of(form, width)):
             form_scrolls = self.limit(form, min(_MAX_FORM, left), width)
-        return super().fit_body(room, width) or form_scrolls
+        return super().fit_body(space, width) or form_scrolls
 
     def wanted(self) -> Widget | None:
         """Return the field that has the focus or, if there is space for the texts above it as well, the first

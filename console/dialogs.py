@@ -221,10 +221,10 @@ class Dialog(ModalScreen[R]):
             height = min(height, limit.cells)
         return height + widget.styles.margin.height
 
-    def fit_body(self, room: int, width: int) -> bool:
-        """Limit the height of the body to `room` lines. `width` is its number of columns. Return whether the
+    def fit_body(self, space: int, width: int) -> bool:
+        """Limit the height of the body to `space` lines. `width` is its number of columns. Return whether the
         body scrolls."""
-        return self.limit(self.query_one("#body"), room, width)
+        return self.limit(self.query_one("#body"), space, width)
 
     def limit(self, area: Widget, lines: int, width: int) -> bool:
         """Limit the height of an area, and return whether it scrolls."""
@@ -311,8 +311,8 @@ class ChoiceDialog(Dialog[str | None]):
             KeyHint("↑↓", "move"),
         ]
 
-    def fit_body(self, room: int, width: int) -> bool:
-        super().fit_body(room, width)
+    def fit_body(self, space: int, width: int) -> bool:
+        super().fit_body(space, width)
         return False  # The cursor keys scroll the list.
 
     def on_mount(self) -> None:

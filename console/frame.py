@@ -71,18 +71,18 @@ def frame(state: FrameState, width: int, height: int) -> list[Line]:
             top += timeline_lines(state.past, width, state.context.glyphs)
     top += _banners(state, width)
     bottom = _footer(state, width) if state.footer else []
-    room = max(0, height - len(top) - len(bottom))
-    body = _frozen(state, width, height, room) if state.context.jumping else _body(state, width, room)
-    body = body[:room]
-    lines = [*top, *body, *[BLANK] * (room - len(body)), *bottom]
+    space = max(0, height - len(top) - len(bottom))
+    body = _frozen(state, width, height, space) if state.context.jumping else _body(state, width, space)
+    body = body[:space]
+    lines = [*top, *body, *[BLANK] * (space - len(body)), *bottom]
     return [clip(one, width) for one in lines[:height]]
 
 
-def _frozen(state: FrameState, width: int, height: int, room: int) -> list[Line]:
+def _frozen(state: FrameState, width: int, height: int, space: int) -> list[Line]:
     """Return the lines of the screen in jump mode. They change only if the terminal's size does."""
     drawn = (state.view, width, height)
     if state.frozen is None or state.frozen[0] != drawn:
-        state.frozen = drawn, _body(state, width, room)
+        state.frozen = drawn, _body(state, width, space)
     return state.frozen[1]
 
 
@@ -234,8 +234,8 @@ def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
         state = "DRAIN ANNOUNCED" if announced else one.state.upper()
         effect = "are still accepted" if announced else "wait" if one.queue else "are refused"
         text = f" {name} {state}: {', '.join([*facts, f'new requests {effect}'])}"
-        room = max(0, width - width_of(remedy))
-        lines.append(clip([span(fit(span(text).text, room), "badge"), *remedy], width))
+        space = max(0, width - width_of(remedy))
+        lines.append(clip([span(fit(span(text).text, space), "badge"), *remedy], width))
     return lines
 
 

@@ -84,22 +84,22 @@ def clip(spans: Sequence[Span], width: int) -> Line:
 def spread(left: Sequence[Span], right: Sequence[Span], width: int) -> Line:
     """Return a line with one part at the left edge and one at the right edge. If they do not both fit, the
     right part is kept."""
-    room = width - width_of(right)
-    if room <= 0:
+    space = width - width_of(right)
+    if space <= 0:
         return clip(right, width)
-    return [*clip(left, room), *right]
+    return [*clip(left, space), *right]
 
 
 def heading(title: str, width: int, note: str = "") -> Line:
     """Return the title line of a panel. `note` names the unit or the window of its values."""
     start = [_HEADING, span(title, "title"), Span(" ", "rule")]
     end = [Span(" ", "rule"), span(note, "dim"), Span(" ─", "rule")] if note else []
-    room = width - width_of(start) - width_of(end)
-    if room < 0 and end:
+    space = width - width_of(start) - width_of(end)
+    if space < 0 and end:
         # If space is short, the note is truncated first, and the title only if that is not enough.
         have = width - width_of(start) - 3
         return heading(title, width, fit(note, have).rstrip() if have > 4 else "")
-    return clip([*start, Span("─" * max(0, room), "rule"), *end], width)
+    return clip([*start, Span("─" * max(0, space), "rule"), *end], width)
 
 
 def is_heading(row: Sequence[Span]) -> bool:
@@ -125,9 +125,9 @@ def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Li
     divided."""
     rows: list[str] = []
     current = ""
-    room = width - len(indent)
-    for word in (piece for whole in text.split() for piece in _pieces(whole, room)):
-        if current and cells(current) + 1 + cells(word) > room:
+    space = width - len(indent)
+    for word in (piece for whole in text.split() for piece in _pieces(whole, space)):
+        if current and cells(current) + 1 + cells(word) > space:
             rows.append(current)
             current = word
         else:

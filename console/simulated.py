@@ -104,8 +104,8 @@ class SimReplica:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV cache on all GPUs of the replica."""
-        room = (GPU_MEMORY_BYTES - (6 << 30)) * len(self.gpus) - self.weight_bytes
-        return min(self.blocks * BLOCK_TOKENS * _KV_TOKEN_BYTES, room)
+        space = (GPU_MEMORY_BYTES - (6 << 30)) * len(self.gpus) - self.weight_bytes
+        return min(self.blocks * BLOCK_TOKENS * _KV_TOKEN_BYTES, space)
 
     @property
     def load_seconds(self) -> float:

@@ -259,8 +259,8 @@ class Simulation:
                 (one for one in self.replicas if one.model == request.model), key=lambda one: len(one.running)
             )
             blocks = -(-request.prompt // BLOCK_TOKENS) + 1
-            room = len(replica.free) + len(replica.cached) - blocks
-            if len(replica.running) >= replica.max_num_seqs or room < replica.blocks // 50:
+            space = len(replica.free) + len(replica.cached) - blocks
+            if len(replica.running) >= replica.max_num_seqs or space < replica.blocks // 50:
                 request.waited = True
                 waiting.append(request)
                 continue

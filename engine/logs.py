@@ -168,9 +168,9 @@ class LineWriter(QueueListener):
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
             except BlockingIOError:  # another process made the shared descriptor non-blocking
-                room = select.poll()
-                room.register(self._descriptor, select.POLLOUT)
-                room.poll()
+                poller = select.poll()
+                poller.register(self._descriptor, select.POLLOUT)
+                poller.poll()
             except OSError:  # the reader has closed its end of the pipe
                 self._lines.dropped += 1
                 self._reported += 1

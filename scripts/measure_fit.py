@@ -214,9 +214,9 @@ def _cases(arguments: argparse.Namespace, scratch: Path) -> Any:
                 continue
             whole = msgspec.structs.replace(settings, gpu_memory_utilization=1.0)
             found = fit(whole, memory)
-            room = found.usable_bytes - found.weight_bytes - found.workspace_bytes
+            space = found.usable_bytes - found.weight_bytes - found.workspace_bytes
             for edge, share in EDGES.items():
-                edged = msgspec.structs.replace(whole, kv_blocks=int(share * room / found.block_bytes))
+                edged = msgspec.structs.replace(whole, kv_blocks=int(share * space / found.block_bytes))
                 yield Case(f"{shape} {name}, {edge}", edged, fit(edged, memory))
 
 

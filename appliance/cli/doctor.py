@@ -98,14 +98,14 @@ def _finding_lines(finding: Finding, width: int | None) -> Iterable[str]:
     for line in lines[1:]:
         yield " " * _INDENT + line
     if finding.remedy:
-        for number, line in enumerate(_wrapped(printable(finding.remedy), width, room=2)):
+        for number, line in enumerate(_wrapped(printable(finding.remedy), width, space=2)):
             yield " " * _INDENT + ("→ " if number == 0 else "  ") + line
 
 
-def _wrapped(text: str, width: int | None, room: int = 0) -> list[str]:
+def _wrapped(text: str, width: int | None, space: int = 0) -> list[str]:
     if width is None:
         return [text]
-    return textwrap.wrap(text, max(24, width - _INDENT - room), break_on_hyphens=False) or [""]
+    return textwrap.wrap(text, max(24, width - _INDENT - space), break_on_hyphens=False) or [""]
 
 
 def _verdict(examination: Examination) -> str:

@@ -26,7 +26,7 @@ _EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
 """Interval between progress lines when standard error is not a terminal."""
 _DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
-_ROOM_FOR_CTRL_C = 3
+_CTRL_C_CELLS = 3
 """Number of columns left free for the echoed ^C, because a line that wraps cannot be overwritten."""
 INTERRUPTED = 130
 """Exit code that shells use for a command stopped by Ctrl-C."""
@@ -91,7 +91,7 @@ class _Watch:
         if self._as_json:
             print_json(status, line=True)
         elif self._live:
-            text = shorten(line(status), (terminal_width(sys.stderr) or 80) - _ROOM_FOR_CTRL_C)
+            text = shorten(line(status), (terminal_width(sys.stderr) or 80) - _CTRL_C_CELLS)
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self._said_at >= _LINE_EVERY_S:
             self._said_at = time.monotonic()

@@ -63,10 +63,10 @@ class Layout:
             wanted, column = self._widths[index], self._columns[index]
             last = index == self._shown[-1] and not column.right
             text = shorten(row[index], wanted) if column.flexible and self._bounded else row[index]
-            room = 0 if last else max(0, wanted - cells(text))
+            space = 0 if last else max(0, wanted - cells(text))
             if column.colours and text in column.colours:
                 text = paint(text, column.colours[text])
-            parts.append(" " * room + text if column.right else text + " " * room)
+            parts.append(" " * space + text if column.right else text + " " * space)
         return (self._indent + _GAP.join(parts)).rstrip()
 
     def _fit(self, width: int) -> None:

@@ -48,7 +48,7 @@ _COLUMNS = (
     Column("ERROR", flexible=True, drop=3),
 )
 # Minimum column widths, which keep lines printed later aligned with the first lines.
-_ROOM = (
+_MIN_CELLS = (
     "00-00 00:00:00",
     "req-" + "0" * 24,
     *["_" * 12] * 5,
@@ -139,7 +139,7 @@ def _show_as_they_come(rows: list[NamedRequest], more: Iterator[NamedRequest] | 
             print_json(row, line=True)
         return
     cells = [_cells(row) for row in rows]
-    layout = Layout(_COLUMNS, cells if more is None else [*cells, _ROOM], terminal_width())
+    layout = Layout(_COLUMNS, cells if more is None else [*cells, _MIN_CELLS], terminal_width())
     print(paint(layout.heading(), "dim"), flush=True)
     for row, line in zip(rows, cells, strict=True):
         _print_line(layout, row, line)

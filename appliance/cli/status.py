@@ -87,8 +87,8 @@ def _head(status: Status, width: int | None) -> Iterable[str]:
         ("state", status.state_dir),
         ("settings", status.config_file),
     ):
-        room = None if width is None else width - _INDENT
-        yield f"{_label(name)}{_cut(printable(path) or 'no settings file; defaults and flags apply', room)}"
+        space = None if width is None else width - _INDENT
+        yield f"{_label(name)}{_cut(printable(path) or 'no settings file; defaults and flags apply', space)}"
 
 
 def _sockets(status: Status, width: int | None) -> list[str]:
@@ -154,11 +154,11 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
     if model.fallback:
         facts.append(f"fallback {printable(model.fallback)}")
     detail = f": {printable(model.detail)}" if model.detail else ""
-    room = None if width is None else width - _INDENT
+    space = None if width is None else width - _INDENT
     lines = [
         f"{_label('MODEL')}{paint(printable(model.name), 'bold')} {_state(model.state)}{detail}",
-        " " * _INDENT + _cut(" · ".join(facts), room),
-        " " * _INDENT + _cut(printable(model.folder), room),
+        " " * _INDENT + _cut(" · ".join(facts), space),
+        " " * _INDENT + _cut(printable(model.folder), space),
         *_scaling(model.scaling, width),
         *_replicas(model.replicas, width),
     ]

@@ -125,14 +125,14 @@ def _in_memory(transcript: Transcript, rules: KeepRules) -> int:
 
 def _parts(transcript: Transcript, rules: KeepRules) -> Iterator[KeptText]:
     redactor = Redactor(rules.redact, rules.secret_prefixes)
-    room = MAX_REQUEST_CHARS
+    space = MAX_REQUEST_CHARS
     texts: list[tuple[Literal["prompt", "answer"], int, Text]] = [
         *(("prompt", number, text) for number, text in enumerate(transcript.prompts)),
         *(("answer", number, text) for number, text in enumerate(transcript.answers)),
     ]
     for name, number, text in texts:
-        part = _part(name, number, text, transcript, min(room, rules.max_text_chars), redactor)
-        room -= len(part.text or "")
+        part = _part(name, number, text, transcript, min(space, rules.max_text_chars), redactor)
+        space -= len(part.text or "")
         yield part
 
 
@@ -175,16 +175,16 @@ def _plain(text: Text) -> str:
 class _Clean:
     """The redacted beginning of a text. It is slightly longer than the part that is stored."""
 
-    def __init__(self, redactor: Redactor, room: int) -> None:
+    def __init__(self, redactor: Redactor, space: int) -> None:
         self.secrets = 0
         self.cut = False
         """Whether the rest of the text was dropped because the text is too long."""
         self._redactor = redactor
-        self._room = room
+        self._space = space
 
     def text(self, text: str) -> str:
         """Return the redacted beginning of the text."""
-        most = max(0, self._room) + _BEYOND_CHARS
+        most = max(0, self._space) + _BEYOND_CHARS
         self.cut = self.cut or len(text) > most
         pieces: list[str] = []
         for piece in self._redactor.pieces(text[:most]):
@@ -192,14 +192,14 @@ class _Clean:
             self.secrets += piece.secrets
             time.sleep(_PAUSE_S)
         shown = "".join(pieces)
-        self._room -= len(shown)
+        self._space -= len(shown)
         return shown
 
     def conversation(self, messages: list[Message]) -> list[Message]:
         """Return the redacted messages, up to the maximum number of kept characters."""
         shown: list[Message] = []
         for message in messages:
-            if self._room < 0:
+            if self._space < 0:
                 self.cut = True
                 break
             shown.append({name: self.text(value) for name, value in message.items()})

@@ -136,7 +136,7 @@ class FrontProcess:
                 sock.close()
             self._unreceived += 1
             self._limit_connections()
-            self._server.make_room()
+            self._server.make_space()
             self._channel.send(NotTaken(message.number))
             return
         # If this process exits before it has sent `Taken`, the core gives the connection to another front.

@@ -40,10 +40,10 @@ class ConnectionBalancer:
     def _next_front(self) -> Front | None:
         """Return the next front that has a free place for a connection. If all fronts are full, return the
         next front anyway; it refuses the connection with 503. Return None if no front accepts connections."""
-        for needs_room in (True, False):
+        for needs_capacity in (True, False):
             for step in range(len(self._fronts)):
                 front = self._fronts[(self._next + step) % len(self._fronts)]
-                if front.takes_connections and (front.has_room or not needs_room):
+                if front.takes_connections and (front.has_capacity or not needs_capacity):
                     self._next += step + 1
                     return front
         return None

@@ -141,7 +141,7 @@ class Front:
         return child.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < self._max_untaken
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether the front has a free place for another connection, counting the connections that have been
         sent but not yet taken. A full front still accepts connections, but refuses them with 503."""
         report = self._report

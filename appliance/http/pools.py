@@ -58,7 +58,7 @@ class Pool:
         `source` identifies the origin of the connection. If `source` is empty for all connections, the
         connection that has waited longest is closed.
         """
-        if not self._make_room_of(tenant) or not self.make_room(1):
+        if not self._make_space_of(tenant) or not self.make_space(1):
             return False
         self._members[connection] = tenant
         self._by_tenant[tenant] += 1
@@ -71,14 +71,14 @@ class Pool:
         `add`."""
         if self._members[connection] == tenant:
             return True
-        if not self._make_room_of(tenant):
+        if not self._make_space_of(tenant):
             return False
         self._leave_tenant(connection)
         self._members[connection] = tenant
         self._by_tenant[tenant] += 1
         return True
 
-    def make_room(self, places: int = 0) -> bool:
+    def make_space(self, places: int = 0) -> bool:
         """Close waiting connections until this many places are free. Return False if there are too few
         waiting connections."""
         while len(self._members) + places > self.limit:
@@ -116,7 +116,7 @@ class Pool:
         by_source = self._waiting_by_source
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
-    def _make_room_of(self, tenant: str) -> bool:
+    def _make_space_of(self, tenant: str) -> bool:
         """Close waiting connections of the tenant, those that have waited longest first, until the tenant has
         a free place. Return False if no connection of the tenant is waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:

@@ -94,10 +94,10 @@ class HttpServer:
         """Number of open connections."""
         return len(self._connections)
 
-    def make_room(self) -> None:
+    def make_space(self) -> None:
         """Close waiting connections until the limits are met, for example after the limits were lowered."""
-        self.known_pool.make_room()
-        self.unknown_pool.make_room()
+        self.known_pool.make_space()
+        self.unknown_pool.make_space()
 
     async def adopt(
         self,

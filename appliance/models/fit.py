@@ -154,8 +154,8 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
         raise UnfitError(error.cause, error.remedy) from error
     except Exception as error:  # for example, a size in config.json overflows
         raise UnfitError(str(error), "fix the model's folder or settings") from error
-    room = max(0, usable - predicted.fixed_bytes)
-    most = room if on_gpu else min(room, sizing.CPU_MAX_KV_BYTES // ranks)
+    space = max(0, usable - predicted.fixed_bytes)
+    most = space if on_gpu else min(space, sizing.CPU_MAX_KV_BYTES // ranks)
     return MemoryFit(
         model_type=config.model_type,
         parameters=sizing.parameters(config),

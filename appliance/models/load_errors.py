@@ -10,7 +10,7 @@ class LoadError(Exception):
     remedy."""
 
 
-class NoRoomError(LoadError):
+class MemoryShortageError(LoadError):
     """Raised if a model version does not fit into memory alongside the models that are loaded."""
 
 

@@ -26,7 +26,7 @@ from appliance.background import Background
 from appliance.models.bundles import Bundles
 from appliance.models.fit import MemoryShortage
 from appliance.models.front_routes import FrontRoutes
-from appliance.models.load_errors import LoadError, NoRoomError, outcome
+from appliance.models.load_errors import LoadError, MemoryShortageError, outcome
 from appliance.models.manager import ModelManager
 from appliance.models.operations import ModelOperations
 from appliance.models.residency import (
@@ -146,7 +146,7 @@ class OnDemand:
         async with self._changing:
             if (record is not None and unit not in self._routing.usable) or self._manager.is_parked(unit):
                 self._forgive(unit)
-                await self._make_room(unit, self._settings_of(unit, record))
+                await self._free_memory(unit, self._settings_of(unit, record))
                 self._bundles.note_load(unit)
             if record is None:
                 await self._operations.load_declared(unit)
@@ -212,7 +212,7 @@ class OnDemand:
         log.info("waking %s because of a request", unit)
         try:
             await self.load(record)
-        except NoRoomError as error:
+        except MemoryShortageError as error:
             log.info("unloading %s, which will be loaded again: %s", unit, error)
             await self._operations.unload(record, 0.0)
 
@@ -376,7 +376,7 @@ class OnDemand:
             self._bundles.incomplete.add(bundle.units)
         self._bundles.times(unit).ready_at = self._clock()
 
-    async def _make_room(self, unit: str, settings: ModelSettings) -> None:
+    async def _free_memory(self, unit: str, settings: ModelSettings) -> None:
         """Unload idle models until the model `unit` fits into memory or no more models can be unloaded. If
         `unit` is asleep and cannot wake on its own GPUs, but can be loaded on other GPUs, unload it first."""
         wanted = Bundle((unit,), waiting_since=self._clock())

@@ -18,7 +18,7 @@ import msgspec
 from appliance.background import Background, in_own_thread
 from appliance.channel.served_models import ServedModel
 from appliance.models.front_routes import FrontRoutes
-from appliance.models.load_errors import LoadError, NoRoomError, not_loaded, outcome
+from appliance.models.load_errors import LoadError, MemoryShortageError, not_loaded, outcome
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import difference, find_problem, not_checked
 from appliance.models.registry import describe
@@ -145,7 +145,7 @@ class ModelOperations:
             await asyncio.wait([unloading])
         if unit in self._routing.usable:
             if self._manager.is_parked(unit):
-                await self._check_room(unit, self.settings_of(record.folder, record.settings))
+                await self._check_memory(unit, self.settings_of(record.folder, record.settings))
                 await self.bring_back(unit)
                 await self._store_loaded(record, True)
                 return
@@ -205,7 +205,7 @@ class ModelOperations:
                 await self._start(unit, record, settings)
         except BaseException as error:
             await self._manager.unload(unit, 0.0)
-            if isinstance(error, LoadError) and not isinstance(error, NoRoomError):
+            if isinstance(error, LoadError) and not isinstance(error, MemoryShortageError):
                 self.note_failure(unit, record, str(error))
                 log.warning("%s could not be loaded: %s", unit, error)
             raise
@@ -217,7 +217,7 @@ class ModelOperations:
     async def _start(self, unit: str, record: VersionRecord, settings: ModelSettings) -> None:
         """Start the version's replicas, and wait until they and the fronts are ready. Raises LoadError."""
         served = await self._described(unit, record, settings)
-        await self._check_room(unit, settings)
+        await self._check_memory(unit, settings)
         self._manager.load(served, settings)
         await self._until_loaded(unit)
         await self._fronts_ready(unit)
@@ -242,7 +242,7 @@ class ModelOperations:
         if problem:
             raise LoadError(problem)
 
-    async def _check_room(self, unit: str, settings: ModelSettings) -> None:
+    async def _check_memory(self, unit: str, settings: ModelSettings) -> None:
         """Raise NoRoomError if the model does not fit into memory. If it is asleep, and only GPUs other than
         its own have enough memory, stop its replicas, so that the model can be loaded on the other GPUs."""
         manager = self._manager
@@ -250,7 +250,7 @@ class ModelOperations:
         if refusal and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).reason:
             await manager.end_sleep(unit)
         elif refusal:
-            raise NoRoomError(
+            raise MemoryShortageError(
                 f"{unit} does not fit alongside the models that are loaded: {refusal}; unload another model "
                 "first with: appliance models unload"
             )
@@ -294,7 +294,7 @@ class ModelOperations:
         LoadError."""
         settings = self._manager.settings_of(unit)
         if settings is not None and self._manager.is_parked(unit):
-            await self._check_room(unit, settings)
+            await self._check_memory(unit, settings)
         try:
             await self.bring_back(unit)
         except LoadError as error:
@@ -457,7 +457,7 @@ class ModelOperations:
     async def _wake(self, unit: str, record: VersionRecord) -> None:
         async with self._one_at_a_time:
             if problem := await self._manager.sleeping.wake(unit):
-                raise NoRoomError(f"{unit} stays asleep: {problem}")
+                raise MemoryShortageError(f"{unit} stays asleep: {problem}")
             try:
                 await self._until_loaded(unit)
             except BaseException as error:

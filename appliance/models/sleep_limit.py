@@ -34,12 +34,12 @@ class SleepLimit:
         replicas = self._manager.of(unit)
         if not self._bundles.occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
             return False  # On a CPU, a sleeping model would keep its weights in memory.
-        room = self.limit_bytes() - sum(replica.weight_bytes for replica in replicas)
+        capacity = self.limit_bytes() - sum(replica.weight_bytes for replica in replicas)
         parked = self._manager.parked_host_bytes()
-        if sum(parked.values()) - sum(parked[one] for one in self._unused(wanted)) > room:
+        if sum(parked.values()) - sum(parked[one] for one in self._unused(wanted)) > capacity:
             return False
-        await self.unload_down_to(room, wanted)
-        return sum(self._manager.parked_host_bytes().values()) <= room
+        await self.unload_down_to(capacity, wanted)
+        return sum(self._manager.parked_host_bytes().values()) <= capacity
 
     async def unload_down_to(self, limit_bytes: int, wanted: tuple[str, ...] = ()) -> None:
         """Of the models that were put to sleep without a command, unload the least recently used until the

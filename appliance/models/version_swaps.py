@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from appliance.models.front_routes import FrontRoutes
-from appliance.models.load_errors import LoadError, NoRoomError
+from appliance.models.load_errors import LoadError, MemoryShortageError
 from appliance.models.manager import ModelManager
 from appliance.models.operations import ModelOperations
 from appliance.models.routing import Routing, unit_name
@@ -74,7 +74,7 @@ class VersionSwaps:
         if any(unit in self._routing.usable and not self._manager.is_parked(unit) for unit in served):
             try:
                 await self._operations.load(wanted)
-            except NoRoomError:
+            except MemoryShortageError:
                 await self._swap_in_place(former, wanted, commit, grace_s)
                 return
         try:

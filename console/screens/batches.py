@@ -127,8 +127,8 @@ class BatchesView(View):
         """Return the number of lines for each replica."""
         if self.zoomed:
             return height - 1
-        room = height - 1 - (_STALL_ROWS if height >= 30 else 0)
-        return max(_MIN_ROWS, min(_MAX_ROWS, room // replicas))
+        space = height - 1 - (_STALL_ROWS if height >= 30 else 0)
+        return max(_MIN_ROWS, min(_MAX_ROWS, space // replicas))
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
         facts = []

@@ -78,8 +78,8 @@ class KvView(View):
         if one.blocks is None:
             reason = "Blocks unknown: the replica has not reported them, or they were not recorded."
             lines += [[span(reason, "dim")], BLANK]
-            room = height - len(lines)
-            rows = max(2, room - 1 if self.zoomed else min(12, room // 2 - 2))
+            space = height - len(lines)
+            rows = max(2, space - 1 if self.zoomed else min(12, space // 2 - 2))
             lines.append(heading("Blocks in use", width, f"all replicas, last {shown_span(context, width)}"))
             lines += history_chart(context, lambda point: point.kv, width, rows, "used")
             if not self.zoomed:
@@ -87,8 +87,8 @@ class KvView(View):
             return lines[:height]
         contexts = _CONTEXT_ROWS if height >= 30 and not self.zoomed else 0
         tenants = self._tenant_lines(context, one.blocks, width, 3 if contexts else 2)
-        room = max(3, height - len(lines) - 1 - len(tenants) - (contexts + 1 if contexts else 0))
-        lines += [*self._map(context, one.blocks, width, room)]
+        space = max(3, height - len(lines) - 1 - len(tenants) - (contexts + 1 if contexts else 0))
+        lines += [*self._map(context, one.blocks, width, space)]
         lines += self._legend(context, one.blocks, width, tenants)
         lines.append(self._under_cursor(context, one.blocks, width))
         if not self.zoomed and height - len(lines) >= 4:

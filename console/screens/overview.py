@@ -98,12 +98,12 @@ class OverviewView(View):
         left = {"throughput": panel("throughput", left_width, max(7, min(20, height - used))), **left}
         order = ("gpus", "kv", "alerts") if tall else ("alerts", "gpus", "kv")
         right = {name: panel(name, right_width, 8 if tall else 4) for name in order}
-        room = height - sum(len(one) + gap for one in right.values())
-        if tall and room >= 12:
-            right["tenants"] = panel("tenants", right_width, min(room - 7, len(snapshot.tenants) + 2))
-            room -= len(right["tenants"]) + gap
-        if room >= 3:
-            right["processes"] = panel("processes", right_width, room)
+        space = height - sum(len(one) + gap for one in right.values())
+        if tall and space >= 12:
+            right["tenants"] = panel("tenants", right_width, min(space - 7, len(snapshot.tenants) + 2))
+            space -= len(right["tenants"]) + gap
+        if space >= 3:
+            right["processes"] = panel("processes", right_width, space)
         self._columns = [list(left), list(right)]
         for column in (left, right):
             if self.chosen in column:

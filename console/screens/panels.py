@@ -106,17 +106,17 @@ def latency(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     note = "not reported" if window is None else f"{units.count(counted)} finished in {units.seconds(window)}"
     lines = [heading("Latency", width, note)]
     size = 9 if width >= 44 else 8
-    room = width - 7 - 3 * size - 1
+    space = width - 7 - 3 * size - 1
     top = titles(("", 7), ("p50", size), ("p90", size), ("p99", size))
-    wide = room >= 12
+    wide = space >= 12
     if wide:
-        top.append(span(f" {f'p99, last {shown_span(context, room)}':>{room}}", "dim"))
+        top.append(span(f" {f'p99, last {shown_span(context, space)}':>{space}}", "dim"))
     lines.append(top)
     for index, (name, one) in enumerate(zip(LATENCIES, _each(snapshot), strict=True)):
         title = name.upper() if name != "queue" else name
         row = _percentiles(title, one, size)
         if wide:
-            trend = history_chart(context, _latency_of(index), room, 1, "accent")[0]
+            trend = history_chart(context, _latency_of(index), space, 1, "accent")[0]
             row += [Span(" "), *trend]
         lines.append(row)
     return [clip(row, width) for row in lines]
@@ -164,10 +164,10 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
         lines.append(row)
     # In wide panels, the space beside the classes is filled with a chart of the waiting requests.
     used = 39 + 5
-    if (room := width - used) >= 10 and len(lines) > 2:
-        trend = history_chart(context, lambda point: point.waiting, room, len(lines) - 2, "warn")
-        lines[1] = spread(lines[1], [span(f"waiting, last {shown_span(context, room)}", "dim")], width)
-        lines[2:] = beside(lines[2:], trend, used - 1, room, 1)
+    if (space := width - used) >= 10 and len(lines) > 2:
+        trend = history_chart(context, lambda point: point.waiting, space, len(lines) - 2, "warn")
+        lines[1] = spread(lines[1], [span(f"waiting, last {shown_span(context, space)}", "dim")], width)
+        lines[2:] = beside(lines[2:], trend, used - 1, space, 1)
     lines.append(_errors(snapshot.rates, width))
     if queue.overload:
         lines += wrap(queue.overload, width, "bad")
@@ -279,9 +279,9 @@ def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     lines = [heading("Alerts", width, f"{len(active)} active" if active else "")]
     if not active:
         lines.append([span("✓ ", "good"), span("no active alerts", "dim")])
-    room = height - 1
+    space = height - 1
     for number, one in enumerate(active):
-        if len(lines) - 1 >= room - 1 and number < len(active) - 1:
+        if len(lines) - 1 >= space - 1 and number < len(active) - 1:
             lines.append([span(f"… {len(active) - number} more on the Alerts screen", "dim")])
             break
         lines.append(alert_line(one, width))

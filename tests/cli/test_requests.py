@@ -13,7 +13,7 @@ import pytest
 
 from appliance.cli.output import Layout, cells, printable, shorten
 from appliance.cli.request_sources import FileLog, named
-from appliance.cli.requests import _COLUMNS, _ROOM, _cells, unseen
+from appliance.cli.requests import _COLUMNS, _MIN_CELLS, _cells, unseen
 from appliance.pages import RequestLogQuery
 from appliance.protocol import Contents
 from appliance.rundir import RunDirLock
@@ -202,7 +202,7 @@ def test_a_log_that_is_followed_from_its_first_row_fits_the_terminal(
     history.log.end(a_row("req-" + "8" * 24, model="a-model-with-a-long-name", ttft_ms=12.5, error=error))
     history.flush()
     (row,) = RequestReader(tmp_path / "history.db").changes(0)
-    layout = Layout(_COLUMNS, [_ROOM], width)
+    layout = Layout(_COLUMNS, [_MIN_CELLS], width)
     line = layout.line(_cells(named(row)))
     assert cells(line) <= width
     # Numbers and their column headings are right-aligned.

@@ -220,7 +220,7 @@ def test_the_asynchronous_client_says_that_no_service_runs(tmp_path: Path) -> No
         asyncio.run(AsyncAdminClient(tmp_path).call(calls.STATUS))
 
 
-def test_streams_leave_room_for_calls_and_end_when_the_service_stops(
+def test_streams_leave_capacity_for_calls_and_end_when_the_service_stops(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service().start_and_wait()

@@ -324,8 +324,8 @@ def test_the_maximum_kv_blocks_of_a_request_count_against_the_tenants_share(
 ) -> None:
     front, replica = service.new_front(), service.new_replica()
     read_all(service)
-    room = Report(step=1, credit_seqs=SLOTS, credit_tokens=TOKENS, blocks_total=16)
-    service.requests.report(replica.account, room)
+    capacity = Report(step=1, credit_seqs=SLOTS, credit_tokens=TOKENS, blocks_total=16)
+    service.requests.report(replica.account, capacity)
     limited(service, kv_share=0.2)
     for _ in range(4):
         service.ask(front)

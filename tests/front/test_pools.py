@@ -62,12 +62,12 @@ def test_after_the_limit_is_lowered_waiting_connections_are_closed() -> None:
     pool.limit = 4
     made = filled(pool, "a", 3)
     pool.mark_busy(made[0])
-    assert pool.make_room() and not any(one.closed for one in made)
+    assert pool.make_space() and not any(one.closed for one in made)
     pool.limit = 2
-    assert pool.make_room()
+    assert pool.make_space()
     assert [one.closed for one in made] == [False, True, False]
     pool.limit = 0
-    assert not pool.make_room()
+    assert not pool.make_space()
     assert [one.closed for one in made] == [False, True, True]
 
 

@@ -195,15 +195,15 @@ def with_stopped_front(
 class Full(Front):
     """A front that can be marked as full."""
 
-    def __init__(self, number: int, *, room: bool) -> None:
+    def __init__(self, number: int, *, capacity: bool) -> None:
         super().__init__(number, Events(), hang_timeout_s=60, load_timeout_s=60)  # type: ignore[arg-type]
-        self.room, self.got, self.fails = room, 0, False
+        self.capacity, self.got, self.fails = capacity, 0, False
 
     takes_connections = True
 
     @property
-    def has_room(self) -> bool:
-        return self.room
+    def has_capacity(self) -> bool:
+        return self.capacity
 
     def give(self, untaken: Untaken) -> None:
         if self.fails:
@@ -221,13 +221,13 @@ def note(location: str, problem: str) -> None:
     """Ignore a problem."""
 
 
-def test_full_fronts_are_skipped_while_another_one_has_room() -> None:
+def test_full_fronts_are_skipped_while_another_one_has_capacity() -> None:
     async def scenario() -> None:
-        full, free = Full(0, room=False), Full(1, room=True)
+        full, free = Full(0, capacity=False), Full(1, capacity=True)
         balancer = ConnectionBalancer([full, free], note)
         balancer.assign(*(connection() for _ in range(4)))
         assert (full.got, free.got) == (0, 4)
-        free.room = False
+        free.capacity = False
         balancer.assign(*(connection() for _ in range(4)))
         assert (full.got, free.got) == (2, 6)
 
@@ -236,7 +236,7 @@ def test_full_fronts_are_skipped_while_another_one_has_room() -> None:
 
 def test_connections_wait_while_no_front_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        front = Full(0, room=True)
+        front = Full(0, capacity=True)
         balancer = ConnectionBalancer([front], note)
         before = held()
         with monkeypatch.context() as closed:
@@ -253,7 +253,7 @@ def test_connections_wait_while_no_front_takes_any(monkeypatch: pytest.MonkeyPat
 
 def test_connections_keep_waiting_while_too_many_files_are_open() -> None:
     async def scenario() -> None:
-        front = Full(0, room=True)
+        front = Full(0, capacity=True)
         problems: list[str] = []
         balancer = ConnectionBalancer([front], lambda where, description: problems.append(description))
         before = held()

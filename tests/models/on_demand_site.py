@@ -42,8 +42,8 @@ class Traffic:
 
 
 class Manager(SimulatedManager):
-    """Loads and parks units immediately. A parked unit has no replicas but still accepts requests. `room` is
-    the number of units that fit into memory."""
+    """Loads and parks units immediately. A parked unit has no replicas but still accepts requests. `capacity`
+    is the number of units that fit into memory."""
 
     def __init__(self, requests: Requests, declared: dict[str, ModelSettings]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Manager(SimulatedManager):
 
     def _shortage(self, held: bool) -> MemoryShortage:
         used = sum(bool(self.of(unit)) and unit not in self.asleep for unit in self.models) + held
-        return MemoryShortage(1, "there is no room") if used >= self.room else MemoryShortage()
+        return MemoryShortage(1, "there is no room") if used >= self.capacity else MemoryShortage()
 
 
 class Requests:
@@ -169,7 +169,7 @@ class Site:
         self.manager = Manager(self.requests, settings.models)
         manager: Any = self.manager
         requests: Any = self.requests
-        self.manager.room = 1
+        self.manager.capacity = 1
         self.routing = Routing(lambda: self.world.registry.current, manager)
         self.fronts = SimulatedFronts(lambda: self.routing)
         self.operations = ModelOperations(

@@ -119,7 +119,7 @@ def test_an_unload_cancels_every_load_of_the_version_also_one_that_waits(tmp_pat
     site = Site(tmp_path, Settings())
 
     async def scenario() -> None:
-        site.manager.room = 2
+        site.manager.capacity = 2
         site.manager.slow.add("chat@1")
         first, second = site.world.version(1), site.world.version(2)
         loads = [asyncio.ensure_future(site.on_demand.load(one)) for one in (first, first, second)]
@@ -138,7 +138,7 @@ def test_an_unload_cancels_every_load_of_the_version_also_one_that_waits(tmp_pat
 
 def test_optional_models_of_the_settings_are_loaded_at_startup_as_far_as_they_fit(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings(models={name: optional() for name in "abc"}))
-    site.manager.room = 2
+    site.manager.capacity = 2
 
     async def scenario() -> None:
         await site.until(lambda: site.manager.loaded("b"), "the second load")
@@ -154,7 +154,7 @@ def test_a_command_loads_an_optional_model_of_the_settings(tmp_path: Path) -> No
     site = Site(
         tmp_path, Settings(models={name: optional() for name in "ab"} | {"kept": optional(pinned=True)})
     )
-    site.manager.room = 2
+    site.manager.capacity = 2
 
     async def scenario() -> None:
         await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
@@ -176,9 +176,9 @@ def test_a_command_loads_an_optional_model_of_the_settings(tmp_path: Path) -> No
     play(site, scenario)
 
 
-def test_a_command_unloads_idle_models_to_make_room_but_no_pinned_ones(tmp_path: Path) -> None:
+def test_a_command_unloads_idle_models_to_free_memory_but_no_pinned_ones(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings(models={"a": optional(), "b": optional(pinned=True)}))
-    site.manager.room = 2
+    site.manager.capacity = 2
 
     async def scenario() -> None:
         await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
@@ -195,7 +195,7 @@ def test_a_command_unloads_idle_models_to_make_room_but_no_pinned_ones(tmp_path:
 def test_models_that_must_be_loaded_together_are_loaded_and_unloaded_together(tmp_path: Path) -> None:
     groups = {"pair": GroupSettings(models=["a", "chat"], load="all")}
     site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}, groups=groups))
-    site.manager.room = 2
+    site.manager.capacity = 2
 
     async def scenario() -> None:
         await site.until(lambda: site.manager.loaded("chat@1"), "the load of both at startup")
@@ -216,7 +216,7 @@ def test_models_that_must_be_loaded_together_are_loaded_and_unloaded_together(tm
 def test_a_unit_that_is_still_being_removed_from_memory_is_not_loaded(tmp_path: Path) -> None:
     groups = {"pair": GroupSettings(models=["a", "b"], load="all")}
     site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}, groups=groups))
-    site.manager.room = 9
+    site.manager.capacity = 9
 
     async def scenario() -> None:
         await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
@@ -234,7 +234,7 @@ def test_a_unit_that_is_still_being_removed_from_memory_is_not_loaded(tmp_path: 
 def test_models_that_exclude_each_other_take_turns_although_both_fit(tmp_path: Path) -> None:
     groups = {"rivals": GroupSettings(models=["a", "b"], load="one")}
     site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}, groups=groups))
-    site.manager.room = 9
+    site.manager.capacity = 9
 
     async def scenario() -> None:
         await site.until(lambda: site.manager.loaded("a"), "the load at startup")

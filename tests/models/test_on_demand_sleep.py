@@ -185,7 +185,7 @@ def test_a_sleeping_version_that_can_only_be_loaded_on_other_gpus_becomes_the_de
     tmp_path: Path,
 ) -> None:
     site = Site(tmp_path, Settings())
-    site.manager.cannot_wake, site.manager.room = True, 2
+    site.manager.cannot_wake, site.manager.capacity = True, 2
 
     async def scenario() -> None:
         await site.operations.load(site.world.version(1))
@@ -201,7 +201,7 @@ def test_a_sleeping_version_that_can_only_be_loaded_on_other_gpus_becomes_the_de
 def test_only_models_on_the_same_gpus_leave_for_a_model_that_wakes(tmp_path: Path) -> None:
     site = Site(tmp_path, sleepy(a=optional(), b=optional(), c=optional()))
     site.manager.gpus = {"a": [0], "b": [1], "c": [0]}
-    site.manager.room = 2
+    site.manager.capacity = 2
 
     async def scenario() -> None:
         await site.exchange("b", "c")
@@ -216,7 +216,7 @@ def test_a_model_that_must_not_wake_beside_a_pinned_model_stays_asleep(tmp_path:
     groups = {"rivals": GroupSettings(models=["a", "b"], load="one")}
     settings = msgspec.structs.replace(sleepy(a=optional(), b=optional(pinned=True)), groups=groups)
     site = Site(tmp_path, settings)
-    site.manager.room = 9
+    site.manager.capacity = 9
 
     async def scenario() -> None:
         await site.exchange("a", "b")
@@ -231,7 +231,7 @@ def test_a_sleeping_model_does_not_keep_another_model_of_its_group_from_loading(
     groups = {"rivals": GroupSettings(models=["a", "b"], load="one")}
     settings = msgspec.structs.replace(sleepy(a=optional(), b=optional()), groups=groups)
     site = Site(tmp_path, settings)
-    site.manager.room = 9
+    site.manager.capacity = 9
 
     async def scenario() -> None:
         await site.exchange("a", "b")

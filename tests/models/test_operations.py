@@ -26,11 +26,11 @@ WITHIN_S = 60.0
 
 
 class SimulatedManager:
-    """Loads units immediately. `room` is the number of units that fit into memory."""
+    """Loads units immediately. `capacity` is the number of units that fit into memory."""
 
     def __init__(self) -> None:
         self.models: dict[str, ServedModel] = {}
-        self.room = 2
+        self.capacity = 2
         self.load_timeout_s = WITHIN_S
         self.broken: set[str] = set()
         self.slow: set[str] = set()
@@ -89,7 +89,9 @@ class SimulatedManager:
 
     async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
         return (
-            MemoryShortage(1, "each rank needs 2 GB") if len(self.models) >= self.room else MemoryShortage()
+            MemoryShortage(1, "each rank needs 2 GB")
+            if len(self.models) >= self.capacity
+            else MemoryShortage()
         )
 
 
@@ -247,7 +249,7 @@ def test_a_rollback_uses_a_version_again_that_is_still_draining(world: World) ->
 
 def test_a_swap_without_enough_memory_holds_requests_until_the_new_version_is_loaded(world: World) -> None:
     async def scenario() -> None:
-        world.manager.room = 1
+        world.manager.capacity = 1
         await world.operations.load(world.version(1))
         world.fronts.routes.clear()
         await world.make_default(2)
@@ -257,10 +259,10 @@ def test_a_swap_without_enough_memory_holds_requests_until_the_new_version_is_lo
     run(scenario)
 
 
-@pytest.mark.parametrize("room", [1, 2])
-def test_a_version_that_cannot_be_loaded_leaves_the_former_one_in_place(world: World, room: int) -> None:
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_a_version_that_cannot_be_loaded_leaves_the_former_one_in_place(world: World, capacity: int) -> None:
     async def scenario() -> None:
-        world.manager.room = room
+        world.manager.capacity = capacity
         await world.operations.load(world.version(1))
         world.manager.broken.add("chat@2")
         with pytest.raises(LoadError, match="the weights are broken"):
@@ -272,10 +274,10 @@ def test_a_version_that_cannot_be_loaded_leaves_the_former_one_in_place(world: W
     run(scenario)
 
 
-@pytest.mark.parametrize("room", [1, 2])
-def test_a_change_that_cannot_be_stored_is_undone(world: World, room: int) -> None:
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_a_change_that_cannot_be_stored_is_undone(world: World, capacity: int) -> None:
     async def scenario() -> None:
-        world.manager.room = room
+        world.manager.capacity = capacity
         await world.operations.load(world.version(1))
         with pytest.raises(OSError, match="disk is full"):
             await world.make_default(2, commit_fails=True)

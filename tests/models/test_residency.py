@@ -71,11 +71,11 @@ class Model:
 
 
 class Machine:
-    """Runs requests on models that share `room` bytes, in the same way as `OnDemand`."""
+    """Runs requests on models that share `capacity` bytes, in the same way as `OnDemand`."""
 
-    def __init__(self, *models: Model, room: int = 1, load_s: float = 2.0) -> None:
+    def __init__(self, *models: Model, capacity: int = 1, load_s: float = 2.0) -> None:
         self.models = {model.name: model for model in models}
-        self.room, self.load_s = room, load_s
+        self.capacity, self.load_s = capacity, load_s
         self.now = 0.0
         self.absences: list[float] = []
         """For each load, how long requests had been waiting for it."""
@@ -137,7 +137,7 @@ class Machine:
             self.now,
             wanted,
             bundles,
-            missing_bytes=used + model.bytes - self.room,
+            missing_bytes=used + model.bytes - self.capacity,
             min_residence_s=RESIDENCE_S,
             excludes=lambda other: bool(model.group) and self.models[other.units[0]].group == model.group,
         )
@@ -194,11 +194,11 @@ def test_no_arrival_pattern_makes_a_request_wait_longer_than_the_bound(
     st.integers(2, 5),
 )
 def test_models_of_different_sizes_stay_within_the_memory_and_none_starves(
-    arrivals: list[tuple[float, str, float]], room: int
+    arrivals: list[tuple[float, str, float]], capacity: int
 ) -> None:
-    machine = Machine(Model("a"), Model("b"), Model("c", 2), Model("d", 2), room=room)
+    machine = Machine(Model("a"), Model("b"), Model("c", 2), Model("d", 2), capacity=capacity)
     machine.run(arrivals)
-    assert machine.most_bytes <= room and not machine.refused
+    assert machine.most_bytes <= capacity and not machine.refused
     # Preempted requests wait for several turns, and each turn is bounded.
     assert max(machine.waits) <= longest_wait_s(2.0, models=4)
 
@@ -313,9 +313,11 @@ def test_no_model_leaves_whose_memory_would_not_help() -> None:
     assert step == Evict(("large",))
 
 
-@pytest.mark.parametrize(("group", "room"), [("", 1), ("g", 2)])
-def test_a_model_that_always_stays_loaded_is_named_in_the_refusal(group: str, room: int) -> None:
-    machine = Machine(Model("a", kept="'a' is pinned", group=group), Model("b", group=group), room=room)
+@pytest.mark.parametrize(("group", "capacity"), [("", 1), ("g", 2)])
+def test_a_model_that_always_stays_loaded_is_named_in_the_refusal(group: str, capacity: int) -> None:
+    machine = Machine(
+        Model("a", kept="'a' is pinned", group=group), Model("b", group=group), capacity=capacity
+    )
     machine.run([(0.0, "a", 0.1), (60.0, "b", 0.1)])
     [refused] = machine.refused
     assert refused.startswith("b: ") and "'a' is pinned" in refused
@@ -323,7 +325,7 @@ def test_a_model_that_always_stays_loaded_is_named_in_the_refusal(group: str, ro
 
 
 def test_models_of_a_group_take_turns_although_both_fit() -> None:
-    machine = Machine(Model("a", group="g"), Model("b", group="g"), Model("c"), room=3)
+    machine = Machine(Model("a", group="g"), Model("b", group="g"), Model("c"), capacity=3)
     machine.run([(0.0, "a", 0.1), (0.0, "c", 0.1), (30.0, "b", 0.1), (60.0, "c", 0.1)])
     assert [name for _, name in machine.loads] == ["a", "c", "b"]
     assert machine.most_bytes == 2

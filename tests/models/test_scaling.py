@@ -21,7 +21,7 @@ class World:
         self.demand, self.wait_s = 0.1, 0.0
         self.settings = {"m": SCALED, "fixed": ModelSettings(folder="/f")}
         self.running = {"m": 1, "fixed": 1}
-        self.room = 10
+        self.capacity = 10
         """Number of additional replicas for which there is memory."""
         self.asked: list[int] = []
         self.notes: list[str] = []
@@ -51,7 +51,7 @@ class World:
 
     async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
         self.asked.append(count)
-        return f"{count} replicas need 9 GB" if count > self.room else ""
+        return f"{count} replicas need 9 GB" if count > self.capacity else ""
 
     async def advance(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -86,7 +86,7 @@ def test_replicas_follow_the_load_and_the_changes_are_shown_with_their_reasons()
 def test_only_as_many_replicas_are_added_as_fit_into_memory() -> None:
     async def scenario() -> None:
         world = World()
-        world.room, world.demand = 1, 2.0
+        world.capacity, world.demand = 1, 2.0
         await world.advance(15)
         assert world.running["m"] == 2
         [note] = world.notes
@@ -95,7 +95,7 @@ def test_only_as_many_replicas_are_added_as_fit_into_memory() -> None:
         )
         status = world.scaling.status("m", SCALED)
         assert status is not None and status.refusal == "2 replicas need 9 GB"
-        world.room = 10
+        world.capacity = 10
         await world.advance(70)
         status = world.scaling.status("m", SCALED)
         assert world.running["m"] == 3 and status is not None and not status.refusal

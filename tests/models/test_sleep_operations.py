@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.models.load_errors import LoadError, NoRoomError
+from appliance.models.load_errors import LoadError, MemoryShortageError
 from tests.models.test_operations import WITHIN_S, World, run
 
 
@@ -84,7 +84,7 @@ def test_a_version_that_cannot_wake_stays_asleep_and_can_be_woken_later(world: W
         await world.operations.load(world.version(1))
         await world.operations.sleep(world.version(1), WITHIN_S)
         world.manager.stuck = "no device memory"
-        with pytest.raises(NoRoomError, match="chat@1 stays asleep: no device memory"):
+        with pytest.raises(MemoryShortageError, match="chat@1 stays asleep: no device memory"):
             await world.operations.wake(world.version(1))
         assert world.operations.asleep == {"chat@1"} and world.unit == ""
         world.manager.stuck = ""

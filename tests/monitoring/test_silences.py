@@ -17,7 +17,7 @@ class Nothing:
         return lambda *arguments: True
 
 
-def test_silences_are_limited_and_an_ended_one_makes_room() -> None:
+def test_silences_are_limited_and_an_ended_one_makes_space() -> None:
     now = [1000.0]
     nothing: Any = Nothing()
     manager = AlertManager(effective_rules([], []), nothing, nothing, clock=lambda: now[0])

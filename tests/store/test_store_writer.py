@@ -136,7 +136,7 @@ def test_a_full_disk_keeps_the_rows_and_recovers_by_itself(tiny_disk, eventually
     assert writer.state().dropped_rows == 0
 
 
-def test_a_start_on_a_full_disk_spools_until_there_is_room(tiny_disk):
+def test_a_start_on_a_full_disk_spools_until_there_is_space(tiny_disk):
     ballast = tiny_disk / "ballast"
     fill(ballast)
     writer = Writer(tiny_disk / "notes.db", NOTES, synchronous="FULL")

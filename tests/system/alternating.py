@@ -180,14 +180,15 @@ def memory_gb(folder: Path, models: float) -> float:
 
 @contextmanager
 def alternating(
-    folder: Path, room: float = 1.5, more: str = "", min_residence_s: float = MIN_RESIDENCE_S
+    folder: Path, capacity: float = 1.5, more: str = "", min_residence_s: float = MIN_RESIDENCE_S
 ) -> Iterator[Alternating]:
-    """Run a service that may use memory for `room` models at a time. `more` contains additional settings."""
+    """Run a service that may use memory for `capacity` models at a time. `more` contains additional
+    settings."""
     config = folder / "appliance.toml"
     config.write_text(
         # The service must not kill a process that a test has stopped.
-        f"fronts = 2\nhang_timeout_s = 600\n[models]\n[on_demand]\nmemory_gb = {memory_gb(folder, room)}\n"
-        f"min_residence_s = {min_residence_s}\n{more}"
+        "fronts = 2\nhang_timeout_s = 600\n[models]\n[on_demand]\nmemory_gb = "
+        f"{memory_gb(folder, capacity)}\nmin_residence_s = {min_residence_s}\n{more}"
     )
     with service("--config", str(config), "--device", "cpu") as running:
         yield Alternating(running, folder, min_residence_s)

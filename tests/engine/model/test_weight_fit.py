@@ -156,10 +156,10 @@ def test_loading_without_enough_memory_is_reported_with_sizes(
     decoder = Decoder(tiny, single(), select_backend("cpu"), torch.float32, CPU)
     gpu(monkeypatch, free=0, total=1)
 
-    def no_room(*arguments: object) -> None:
+    def out_of_memory(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("engine.model.loader._randomise", no_room)
+    monkeypatch.setattr("engine.model.loader._randomise", out_of_memory)
     with pytest.raises(WeightsTooLarge, match=r"on NVIDIA Z9 \(1\.0 GiB in total\)"):
         load_dummy(decoder, seed=0)
 
