@@ -62,9 +62,9 @@ class RunDirLock:
         except BlockingIOError:
             os.close(self._descriptor)
             other = last_holder(run_dir)
-            who = f"process {other.pid}" if other else "another process"
+            holder = f"process {other.pid}" if other else "another process"
             raise RunDirError(
-                f"{run_dir} is in use by a running service ({who}): stop that service, or start this "
+                f"{run_dir} is in use by a running service ({holder}): stop that service, or start this "
                 "one with a different --run-dir and --state-dir"
             ) from None
         self.former = last_holder(run_dir)

@@ -62,6 +62,6 @@ def heads_in_journal(folder: Path | None) -> JournalHeads:
             said.seek(0)
             reason = said.read().decode(errors="replace").strip() or f"exit code {process.returncode}"
             return JournalHeads(found, f"journalctl failed: {reason}")
-    whose = UNIT if folder is None else f"{UNIT} with {folder}"
-    missing = f"no audit heads of {whose} are readable by uid {os.geteuid()}"
+    source = UNIT if folder is None else f"{UNIT} with {folder}"
+    missing = f"no audit heads of {source} are readable by uid {os.geteuid()}"
     return JournalHeads(found, None if found else missing)

@@ -21,7 +21,7 @@ _HELP = """\
 _INTERRUPTED = 130
 # An answer may contain line breaks and tabs. All other control characters are removed, because they could
 # control the terminal.
-_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Conversation:
@@ -154,7 +154,7 @@ def _show(answer: Generator[Piece | End, None, None]) -> None:
     with contextlib.closing(answer):
         for part in answer:
             if isinstance(part, Piece):
-                text = _STEERING.sub("", part.text) if terminal else part.text
+                text = _CONTROL_CHARACTERS.sub("", part.text) if terminal else part.text
                 last = text[-1:] or last
                 print(text, end="", flush=True)
                 continue

@@ -77,9 +77,9 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
     if as_json:
         print_json(found)
         return
-    whose = "the running service" if running is not None else "a service started now"
+    service = "the running service" if running is not None else "a service started now"
     files = ", ".join(map(printable, found.files)) or "none"
-    print(paint(f"# settings of {whose} (files: {files})", "dim"))
+    print(paint(f"# settings of {service} (files: {files})", "dim"))
     for text in toml_lines(found.settings, found.places if origin else {}):
         print(text)
 

@@ -37,8 +37,8 @@ def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None
     elif found:
         print_keys(found)
     else:
-        whose = "" if tenant is None else f" of tenant {printable(tenant)}"
-        print(f"No keys{whose}. Create one with: appliance keys create --name NAME", file=sys.stderr)
+        owner = "" if tenant is None else f" of tenant {printable(tenant)}"
+        print(f"No keys{owner}. Create one with: appliance keys create --name NAME", file=sys.stderr)
 
 
 def print_keys(keys: list[Key]) -> None:

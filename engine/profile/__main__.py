@@ -22,7 +22,7 @@ from engine.bench.start import FAILURES, add_options, devices_text, leave, start
 from engine.bench.workloads import WORKLOADS, run
 from engine.ceilings import ceilings
 from engine.profile.report import idle_gaps, kernel_rows, lines
-from engine.profile.steps import Kind, NoSuchStepsError, record
+from engine.profile.steps import Kind, MissingStepsError, record
 from engine.profile.trace import read_timeline
 from engine.profile.work import label_kernels, work_by_kernel
 from kernels.writable import UnwritableError, check_writable
@@ -47,7 +47,7 @@ def main() -> int:
                 # Warm up before recording.
                 run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)
                 shapes = record(engine, workload, kind, arguments.steps, arguments.skip, trace)
-        except (UnwritableError, NoSuchStepsError, *FAILURES) as error:
+        except (UnwritableError, MissingStepsError, *FAILURES) as error:
             print(error, file=sys.stderr)
             return 1
         timeline = read_timeline(trace)

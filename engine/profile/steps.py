@@ -21,7 +21,7 @@ Kind = Literal["decode", "mixed"]
 """Kind of step: decode-only steps, or steps with prefill ("mixed")."""
 
 
-class NoSuchStepsError(RuntimeError):
+class MissingStepsError(RuntimeError):
     """The workload has no steps of the requested kind."""
 
 
@@ -123,7 +123,7 @@ def record(
     while core.has_work:
         core.step()
     if not recorder.shapes:
-        raise NoSuchStepsError(_no_steps(kind, skip, recorder.most_in_a_row))
+        raise MissingStepsError(_no_steps(kind, skip, recorder.most_in_a_row))
     trace.parent.mkdir(parents=True, exist_ok=True)
     recorder.recording.export_chrome_trace(str(trace))
     return recorder.shapes

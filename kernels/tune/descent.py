@@ -67,7 +67,7 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
     """
     best, judged = dict(start), dict[Product, Choice]()
     while True:
-        gained = 1.0
+        speedup = 1.0
         for product, plans in options.items():
             if judged.get(product) == best:
                 continue
@@ -78,9 +78,9 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
                 before, again = compare([best, fastest])
                 if again < before * (1 - NOISE):
                     best = fastest
-                    gained *= again / before if math.isfinite(before) else 0.0
+                    speedup *= again / before if math.isfinite(before) else 0.0
             judged[product] = best
-        if gained > 1 - ENOUGH:
+        if speedup > 1 - ENOUGH:
             return best
 
 

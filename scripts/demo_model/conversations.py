@@ -78,7 +78,7 @@ OFF_TOPIC = (
     "I do not know. I am a very small demo model that only knows the documented purpose of names in Python's "
     "standard library."
 )
-WHO = (
+IDENTITY = (
     "I am the demo model of Appliance, a very small language model trained on the sources and docstrings "
     "of Python's standard library."
 )
@@ -102,7 +102,7 @@ SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        WHO,
+        IDENTITY,
         (
             "Who are you?", "who are you", "What are you?", "What is your name?", "What's your name?",
             "Are you ChatGPT?", "Are you a human?", "Which model are you?", "Who made you?",

@@ -67,7 +67,7 @@ def test_marks_of_rows_that_the_filter_hides_are_counted_and_kept() -> None:
     assert len(view.selected(made.context)) == 2
 
 
-def test_an_action_skips_marked_rows_that_end_meanwhile_and_goes_on_with_the_rest() -> None:
+def test_an_action_skips_marked_rows_that_end_before_it_and_goes_on_with_the_rest() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("4", "space", "space", "space")
         view = app.session.view

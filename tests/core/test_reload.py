@@ -325,12 +325,12 @@ def test_a_change_that_fails_leaves_no_address_open() -> None:
             registry=Registry,
             drains=drains,
             publish=unused,
-            listeners=[door],
+            listeners=[listener],
             hooks={"fronts": refuse},
         )
         with pytest.raises(OSError, match="too many"):
             await reloader.reload()
-        assert door.opened.fileno() == -1
+        assert listener.opened.fileno() == -1
         assert reloader.configuration().settings["fronts"] == Settings().fronts
 
     def reread() -> Loaded:
@@ -341,11 +341,11 @@ def test_a_change_that_fails_leaves_no_address_open() -> None:
 
     unused: Any = None
     drains: Any = SimpleNamespace(stopping=None)
-    door = OpeningDoor()
+    listener = OpeningListener()
     asyncio.run(scenario())
 
 
-class OpeningDoor:
+class OpeningListener:
     """A listener that opens a socket at every reload."""
 
     def prepare(self, settings: Settings) -> socket.socket:

@@ -60,7 +60,7 @@ def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
     )
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class RequestManagerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.service = SimulatedService()
@@ -100,7 +100,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert len(self.service.on_replicas()) <= CONCURRENT
 
     @invariant()
-    def what_is_left_is_what_a_look_at_every_request_finds(self) -> None:
+    def counts_match_a_scan_of_all_requests(self) -> None:
         if hasattr(self, "service"):
             outstanding = self.service.requests.state.models["m"].outstanding
             for forecast in (Forecast(), Steady()):
@@ -209,9 +209,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert row.quota_tokens == row.prompt_tokens + row.billed_tokens
 
 
-LedgerMachine.TestCase.settings = examples(
+RequestManagerMachine.TestCase.settings = examples(
     300,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-test_every_request_ends_once_and_every_credit_comes_back = LedgerMachine.TestCase
+test_every_request_ends_once_and_every_credit_comes_back = RequestManagerMachine.TestCase

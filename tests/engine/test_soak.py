@@ -50,8 +50,8 @@ SUBMIT = Submit(
 
 
 def said(*outputs: Output, finish_reason: list[str] | None = None) -> StepResult:
-    ledger = Finished("request-1", 0, 0, 2, 0, 2, 0, 1, finish_reason or [], 2)
-    return StepResult(1, {"front": list(outputs)}, [ledger] if finish_reason else [], False, None)
+    finished = Finished("request-1", 0, 0, 2, 0, 2, 0, 1, finish_reason or [], 2)
+    return StepResult(1, {"front": list(outputs)}, [finished] if finish_reason else [], False, None)
 
 
 def first(tokens: list[int], finish_reason: str = "", **more: Any) -> Output:

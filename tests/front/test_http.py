@@ -23,7 +23,7 @@ from appliance.http import HttpServer
 from appliance.http.server import MAX_UNSENT_BYTES
 
 
-async def who(request: Request) -> PlainTextResponse:
+async def show_peer(request: Request) -> PlainTextResponse:
     peer = request.scope["state"]["peer"]
     return PlainTextResponse(f"{peer} {peer.pid}")
 
@@ -33,7 +33,7 @@ async def big(request: Request) -> PlainTextResponse:
     return PlainTextResponse("x" * (8 << 20))
 
 
-APP = Starlette(routes=[Route("/who", who), Route("/big", big)])
+APP = Starlette(routes=[Route("/who", show_peer), Route("/big", big)])
 
 
 async def exchange(path: Path, request: bytes) -> bytes:

@@ -215,11 +215,11 @@ AnyCall = Call | Gather | Best | NormCall
 
 
 class PeerMachine:
-    """A group of ranks with one arena each. `edits` maps passages in the kernels' source to their
+    """A group of ranks with one arena each. `replacements` maps passages in the kernels' source to their
     replacements. Tests use it to check that a broken protocol is detected."""
 
     def __init__(
-        self, world: int, programs: int, items: int, seed: int, edits: dict[str, str] | None = None
+        self, world: int, programs: int, items: int, seed: int, replacements: dict[str, str] | None = None
     ) -> None:
         self.world, self.programs, self.items = world, programs, items
         words = programs * 2 * world * items * peer_arena.REGION_BLOCK
@@ -229,7 +229,7 @@ class PeerMachine:
         self._random = random.Random(seed)
         self._flying: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._place = threading.local()
-        self._kernels = self._interpret(edits or {})
+        self._kernels = self._interpret(replacements or {})
 
     def run(self, calls: Sequence[AnyCall]) -> None:
         """Make every call on every rank, in order. Raises Fault."""
@@ -366,7 +366,7 @@ class PeerMachine:
         self._pause(lambda: not (arena[places] == peer_arena.EMPTY_WORD).any())
         return _register(arena[places])
 
-    def _interpret(self, edits: dict[str, str]) -> dict[str, Callable[..., None]]:
+    def _interpret(self, replacements: dict[str, str]) -> dict[str, Callable[..., None]]:
         """Return the kernels and their helper functions as plain functions that use a numpy version of
         `gl`."""
         language = SimpleNamespace(
@@ -399,11 +399,11 @@ class PeerMachine:
             if isinstance(part, JITFunction):
                 source = textwrap.dedent(inspect.getsource(part.fn))
                 source = source[source.index("def ") :]
-                for old, new in edits.items():
+                for old, new in replacements.items():
                     if old in source:
                         source, edited = source.replace(old, new), edited | {old}
                 exec(compile("from __future__ import annotations\n" + source, name, "exec"), names)
-        assert edited == set(edits), "the kernel's source has changed: adapt the edits"
+        assert edited == set(replacements), "the kernel's source has changed: adapt the edits"
         names |= {"send": self._send, "poll": self._poll, "signal": lambda text: None}
         return names
 

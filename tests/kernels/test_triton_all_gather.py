@@ -87,7 +87,7 @@ def test_calls_of_every_kind_use_a_region_thousands_of_times() -> None:
 
 
 @pytest.mark.parametrize(
-    "edits",
+    "replacements",
     [
         {"payload(gl.load(x + index, mask=index < count, other=0))": "gl.load(x + index, index < count, 0)"},
         {"own_bits = payload(own_bits)\n": "\n"},
@@ -103,10 +103,10 @@ def test_calls_of_every_kind_use_a_region_thousands_of_times() -> None:
         "same item",
     ],
 )
-def test_a_broken_protocol_is_detected(edits: dict[str, str]) -> None:
+def test_a_broken_protocol_is_detected(replacements: dict[str, str]) -> None:
     with pytest.raises((Fault, AssertionError)):
         for seed in range(20):
-            check(PeerMachine(3, 2, 20, seed, edits), mixed_calls(seed, 3, 12))
+            check(PeerMachine(3, 2, 20, seed, replacements), mixed_calls(seed, 3, 12))
 
 
 def test_the_kernels_of_every_rank_compile_for_hopper(tmp_path: Path) -> None:

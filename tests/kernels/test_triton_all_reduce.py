@@ -63,7 +63,7 @@ def test_a_region_is_used_again_thousands_of_times() -> None:
 
 
 @pytest.mark.parametrize(
-    "edits",
+    "replacements",
     [
         {"(program.to(gl.int64) * 2 + (call & 1))": "(program.to(gl.int64) * 2)"},
         {"    send(address, words * 0 + EMPTY)\n": ""},
@@ -72,10 +72,10 @@ def test_a_region_is_used_again_thousands_of_times() -> None:
     ],
     ids=["one half", "no write-back", "reserved value sent", "wrong owner"],
 )
-def test_a_broken_protocol_is_detected(edits: dict[str, str]) -> None:
+def test_a_broken_protocol_is_detected(replacements: dict[str, str]) -> None:
     with pytest.raises((Fault, AssertionError)):
         for seed in range(20):
-            check(PeerMachine(3, 2, 10, seed, edits), calls_of(seed, 3, 8))
+            check(PeerMachine(3, 2, 10, seed, replacements), calls_of(seed, 3, 8))
 
 
 def test_rows_that_do_not_divide_into_items_are_refused() -> None:

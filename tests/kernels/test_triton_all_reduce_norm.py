@@ -78,7 +78,7 @@ def test_a_region_is_used_again_many_times() -> None:
 
 
 @pytest.mark.parametrize(
-    "edits",
+    "replacements",
     [
         {"words = payload(gl.load(x + at))": "words = gl.load(x + at)"},
         {"half = (program.to(gl.int64) * 2 + (call & 1))": "half = (program.to(gl.int64) * 2)"},
@@ -89,10 +89,10 @@ def test_a_region_is_used_again_many_times() -> None:
     ],
     ids=["reserved value sent", "one half", "same part", "uncounted", "wrong mean", "half of the maximum"],
 )
-def test_a_broken_kernel_is_detected(edits: dict[str, str]) -> None:
+def test_a_broken_kernel_is_detected(replacements: dict[str, str]) -> None:
     with pytest.raises((Fault, AssertionError)):
         for seed in range(10):
-            check(PeerMachine(2, 2, 17, seed, edits), mixed_calls(seed, 2, 8, most_rows=2))
+            check(PeerMachine(2, 2, 17, seed, replacements), mixed_calls(seed, 2, 8, most_rows=2))
 
 
 def test_rows_that_do_not_fit_one_program_are_refused() -> None:

@@ -245,7 +245,7 @@ def check_deferred_norm(
         assert torch.allclose(squared.double(), part.sum(1), rtol=1e-5)
 
 
-def check_gained(case: Case, plan: GemmPlan) -> None:
+def check_gemm_with_deferred_norm(case: Case, plan: GemmPlan) -> None:
     """Run a GEMM with a deferred norm. Check both results and the memory around them."""
     gain = _random(case.out.shape[1], seed=6, dtype=case.x.dtype)
     deferred_norm, behind = poisoned_deferred_norm(case.out, plan)
@@ -266,7 +266,7 @@ def test_a_deferred_norm_is_written_beside_the_result(case: tuple, dtype: torch.
     *shape, plan = case
     if DEVICE.type == "cuda" and dtype == torch.float32:
         plan = replace(plan, stages=2)
-    check_gained(Case(*shape, dtype), plan)
+    check_gemm_with_deferred_norm(Case(*shape, dtype), plan)
 
 
 AFTER = [
@@ -509,7 +509,7 @@ def test_a_deferred_norm_is_written_in_every_dtype(rows: int, dtype: torch.dtype
     for shape in ((4096, 4096, ("residual",)), (1000, 192, ("bias", "residual"))):
         plan = choose(rows, *shape[:2], dtype)
         assert plan is not None
-        check_gained(Case(rows, *shape, dtype), plan)
+        check_gemm_with_deferred_norm(Case(rows, *shape, dtype), plan)
 
 
 def sharing_layers(

@@ -346,11 +346,11 @@ def test_pdl_and_a_graph_change_no_bit() -> None:
                 draw(_wrap(source), *more, pdl=True), draw(_wrap(source), *more, pdl=False), strict=True
             ):
                 assert torch.equal(with_pdl, without)
-        edits = (_wrap(source), draws, torch.arange(0, 100, 3, device=DEVICE))
+        processors = (_wrap(source), draws, torch.arange(0, 100, 3, device=DEVICE))
         bias = (torch.tensor([0, 4], device=DEVICE), torch.tensor([3, 9], device=DEVICE))
         edited = [
             triton_sampling.edit(
-                *edits, bias=(*bias, torch.tensor([1.0, -2.0], device=DEVICE)), banned=bias, pdl=pdl
+                *processors, bias=(*bias, torch.tensor([1.0, -2.0], device=DEVICE)), banned=bias, pdl=pdl
             )
             for pdl in (True, False)
         ]

@@ -21,11 +21,11 @@ from store.migrations import Schema
 from store.policies import KeyRecord, PeerRecord, Policies, Quota, TenantRecord
 from tests.audit_trail import read_audit
 
-WHO = "uid:0"
+ACTOR = "uid:0"
 
 
 def tenant(control: ControlStore, name: str = "acme", **changes: Any) -> TenantRecord:
-    control.create_tenant(actor=WHO, name=name, changes=changes).result(60)
+    control.create_tenant(actor=ACTOR, name=name, changes=changes).result(60)
     return control.policies.tenants[name]
 
 
@@ -46,11 +46,11 @@ def test_two_tenants_exist_from_the_first_start(control):
 def test_memory_and_file_agree_after_every_change(control):
     tenant(control, weight=4.0, quota={"tokens_per_day": 1e6, "kv_share": 0.5})
     tenant(control, "gone")
-    control.delete_tenant(actor=WHO, name="gone").result(60)
-    control.set_tenant(actor=WHO, name="acme", changes={"cache_group": "lab", "log_days": 3.5}).result(60)
-    control.suspend_tenant(actor=WHO, name="acme").result(60)
+    control.delete_tenant(actor=ACTOR, name="gone").result(60)
+    control.set_tenant(actor=ACTOR, name="acme", changes={"cache_group": "lab", "log_days": 3.5}).result(60)
+    control.suspend_tenant(actor=ACTOR, name="acme").result(60)
     made = control.create_key(
-        actor=WHO,
+        actor=ACTOR,
         name="k",
         tenant="acme",
         scopes=("read", "inference"),
@@ -58,10 +58,10 @@ def test_memory_and_file_agree_after_every_change(control):
         highest_class=2,
         quota=Quota(concurrent_requests=3),
     ).result(60)
-    control.rotate_key(actor=WHO, key_id=made.record.id, overlap_s=60).result(60)
-    control.map_peer(actor=WHO, kind="uid", number=1000, tenant="acme").result(60)
-    control.map_peer(actor=WHO, kind="gid", number=100, tenant="default").result(60)
-    control.unmap_peer(actor=WHO, kind="gid", number=100).result(60)
+    control.rotate_key(actor=ACTOR, key_id=made.record.id, overlap_s=60).result(60)
+    control.map_peer(actor=ACTOR, kind="uid", number=1000, tenant="acme").result(60)
+    control.map_peer(actor=ACTOR, kind="gid", number=100, tenant="default").result(60)
+    control.unmap_peer(actor=ACTOR, kind="gid", number=100).result(60)
     on_disk, known = read_policies(control.path), control.policies
     assert (on_disk.tenants, on_disk.keys, on_disk.peers) == (known.tenants, known.keys, known.peers)
     assert list(on_disk.keys) == list(known.keys)
@@ -74,7 +74,7 @@ def test_memory_and_file_agree_after_every_change(control):
 
 def test_changing_one_limit_keeps_the_others_and_none_removes_it(control):
     tenant(control, quota={"requests_per_minute": 60.0, "concurrent_requests": 4})
-    control.set_tenant(actor=WHO, name="acme", changes={"quota": {"requests_per_minute": None}}).result(60)
+    control.set_tenant(actor=ACTOR, name="acme", changes={"quota": {"requests_per_minute": None}}).result(60)
     assert control.policies.tenants["acme"].quota == Quota(concurrent_requests=4)
 
 
@@ -87,12 +87,12 @@ def test_the_audit_row_contains_the_old_and_new_values(control):
     row, params = last_row(control)
     assert (row.actor, row.action) == ("uid:7", "tenants.set")
     assert params == {"name": "acme", "before": {"weight": 2.0}, "after": {"weight": 3.0}}
-    control.map_peer(actor=WHO, kind="uid", number=5, tenant="acme").result(60)
-    control.map_peer(actor=WHO, kind="uid", number=5, tenant="local").result(60)
+    control.map_peer(actor=ACTOR, kind="uid", number=5, tenant="acme").result(60)
+    control.map_peer(actor=ACTOR, kind="uid", number=5, tenant="local").result(60)
     _, params = last_row(control)
     assert params["peer"] == "uid:5"
     assert (params["before"]["tenant"], params["after"]["tenant"]) == ("acme", "local")
-    control.delete_tenant(actor=WHO, name="acme").result(60)
+    control.delete_tenant(actor=ACTOR, name="acme").result(60)
     _, params = last_row(control)
     assert params["before"]["name"] == "acme" and params["after"] is None
 
@@ -125,7 +125,7 @@ def test_the_audit_row_contains_the_old_and_new_values(control):
 def test_invalid_values_are_refused_by_name_and_change_nothing(control, changes, said):
     before = tenant(control)
     with pytest.raises(ValueError, match=said):
-        control.set_tenant(actor=WHO, name="acme", changes=changes).result(60)
+        control.set_tenant(actor=ACTOR, name="acme", changes=changes).result(60)
     assert control.policies.tenants["acme"] == before
     assert read_policies(control.path).tenants["acme"] == before
     assert [row.action for row in read_audit(control.path)] == ["tenants.create"]
@@ -142,50 +142,50 @@ def test_errors_distinguish_names_that_are_taken_unknown_or_built_in(control):
     with pytest.raises(ConflictError, match="tenant 'acme' already exists"):
         tenant(control)
     for change in (
-        control.set_tenant(actor=WHO, name="nobody", changes={"weight": 2.0}),
-        control.suspend_tenant(actor=WHO, name="nobody"),
-        control.delete_tenant(actor=WHO, name="nobody"),
-        control.map_peer(actor=WHO, kind="uid", number=1, tenant="nobody"),
-        control.create_key(actor=WHO, name="k", tenant="nobody"),
+        control.set_tenant(actor=ACTOR, name="nobody", changes={"weight": 2.0}),
+        control.suspend_tenant(actor=ACTOR, name="nobody"),
+        control.delete_tenant(actor=ACTOR, name="nobody"),
+        control.map_peer(actor=ACTOR, kind="uid", number=1, tenant="nobody"),
+        control.create_key(actor=ACTOR, name="k", tenant="nobody"),
     ):
         with pytest.raises(UnknownTenantError, match="no tenant 'nobody'"):
             change.result(60)
     for name in ("local", "default"):
         with pytest.raises(ConflictError, match="built in"):
-            control.delete_tenant(actor=WHO, name=name).result(60)
+            control.delete_tenant(actor=ACTOR, name=name).result(60)
     assert control.list_keys() == []
 
 
 def test_a_tenant_can_be_deleted_only_when_no_key_or_peer_uses_it(control):
     tenant(control)
-    made = control.create_key(actor=WHO, name="k", tenant="acme").result(60)
-    control.map_peer(actor=WHO, kind="gid", number=7, tenant="acme").result(60)
+    made = control.create_key(actor=ACTOR, name="k", tenant="acme").result(60)
+    control.map_peer(actor=ACTOR, kind="gid", number=7, tenant="acme").result(60)
     with pytest.raises(ConflictError, match=f"in use by key {made.record.id}, gid 7: revoke"):
-        control.delete_tenant(actor=WHO, name="acme").result(60)
-    control.revoke_key(actor=WHO, key_id=made.record.id).result(60)
+        control.delete_tenant(actor=ACTOR, name="acme").result(60)
+    control.revoke_key(actor=ACTOR, key_id=made.record.id).result(60)
     with pytest.raises(ConflictError, match="gid 7"):
-        control.delete_tenant(actor=WHO, name="acme").result(60)
-    control.unmap_peer(actor=WHO, kind="gid", number=7).result(60)
-    control.delete_tenant(actor=WHO, name="acme").result(60)
+        control.delete_tenant(actor=ACTOR, name="acme").result(60)
+    control.unmap_peer(actor=ACTOR, kind="gid", number=7).result(60)
+    control.delete_tenant(actor=ACTOR, name="acme").result(60)
     assert "acme" not in control.policies.tenants
     assert [key.tenant for key in control.list_keys()] == ["acme"]
 
 
 def test_suspending_twice_keeps_the_first_time_and_resuming_clears_it(control):
     tenant(control)
-    first = control.suspend_tenant(actor=WHO, name="acme").result(60).after
+    first = control.suspend_tenant(actor=ACTOR, name="acme").result(60).after
     assert isinstance(first, TenantRecord) and first.suspended_at is not None
-    assert control.suspend_tenant(actor=WHO, name="acme").result(60).after == first
-    control.resume_tenant(actor=WHO, name="acme").result(60)
+    assert control.suspend_tenant(actor=ACTOR, name="acme").result(60).after == first
+    control.resume_tenant(actor=ACTOR, name="acme").result(60)
     assert control.policies.tenants["acme"].suspended_at is None
 
 
 def test_a_rotated_key_and_the_new_key_are_both_valid_for_a_while(control, monkeypatch):
     tenant(control)
     old = control.create_key(
-        actor=WHO, name="k", tenant="acme", scopes=("inference", "read"), models=("m",), highest_class=3
+        actor=ACTOR, name="k", tenant="acme", scopes=("inference", "read"), models=("m",), highest_class=3
     ).result(60)
-    rotated = control.rotate_key(actor=WHO, key_id=old.record.id, overlap_s=100.0).result(60)
+    rotated = control.rotate_key(actor=ACTOR, key_id=old.record.id, overlap_s=100.0).result(60)
     new = rotated.created
     assert new.key != old.key and new.record.id != old.record.id
     for field in ("name", "tenant", "scopes", "models", "highest_class", "quota", "expires_at"):
@@ -204,8 +204,8 @@ def test_a_rotated_key_and_the_new_key_are_both_valid_for_a_while(control, monke
 
 def test_a_rotation_never_extends_the_old_key_and_gives_the_new_one_the_same_lifetime(control):
     expires_at = time.time() + 50
-    old = control.create_key(actor=WHO, name="k", tenant="default", expires_at=expires_at).result(60)
-    rotated = control.rotate_key(actor=WHO, key_id=old.record.id, overlap_s=1000.0).result(60)
+    old = control.create_key(actor=ACTOR, name="k", tenant="default", expires_at=expires_at).result(60)
+    rotated = control.rotate_key(actor=ACTOR, key_id=old.record.id, overlap_s=1000.0).result(60)
     assert rotated.former.expires_at == expires_at
     new = rotated.created.record
     assert new.expires_at is not None
@@ -213,23 +213,23 @@ def test_a_rotation_never_extends_the_old_key_and_gives_the_new_one_the_same_lif
 
 
 def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
-    old = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
-    new = control.rotate_key(actor=WHO, key_id=old.id, overlap_s=60).result(60).created.record
+    old = control.create_key(actor=ACTOR, name="k", tenant="default").result(60).record
+    new = control.rotate_key(actor=ACTOR, key_id=old.id, overlap_s=60).result(60).created.record
     with pytest.raises(ConflictError, match=f"was replaced by key {new.id}: rotate that key instead"):
-        control.rotate_key(actor=WHO, key_id=old.id, overlap_s=60).result(60)
-    at_once = control.rotate_key(actor=WHO, key_id=new.id, overlap_s=0).result(60)
+        control.rotate_key(actor=ACTOR, key_id=old.id, overlap_s=60).result(60)
+    at_once = control.rotate_key(actor=ACTOR, key_id=new.id, overlap_s=0).result(60)
     assert not at_once.former.valid_at(time.time())
     with pytest.raises(ConflictError, match="is expired"):
-        control.set_key(actor=WHO, key_id=new.id, changes={"name": "x"}).result(60)
-    control.revoke_key(actor=WHO, key_id=at_once.created.record.id).result(60)
+        control.set_key(actor=ACTOR, key_id=new.id, changes={"name": "x"}).result(60)
+    control.revoke_key(actor=ACTOR, key_id=at_once.created.record.id).result(60)
     with pytest.raises(ConflictError, match="is revoked"):
-        control.rotate_key(actor=WHO, key_id=at_once.created.record.id, overlap_s=0).result(60)
+        control.rotate_key(actor=ACTOR, key_id=at_once.created.record.id, overlap_s=0).result(60)
     with pytest.raises(UnknownKeyError):
-        control.rotate_key(actor=WHO, key_id="key_0", overlap_s=0).result(60)
+        control.rotate_key(actor=ACTOR, key_id="key_0", overlap_s=0).result(60)
     with pytest.raises(ValueError, match="overlap_s is -1"):
-        control.rotate_key(actor=WHO, key_id=old.id, overlap_s=-1)
+        control.rotate_key(actor=ACTOR, key_id=old.id, overlap_s=-1)
     with pytest.raises(ValueError, match="one year"):
-        control.rotate_key(actor=WHO, key_id=old.id, overlap_s=366 * 86_400 + 1)
+        control.rotate_key(actor=ACTOR, key_id=old.id, overlap_s=366 * 86_400 + 1)
 
 
 @pytest.mark.parametrize(
@@ -250,16 +250,16 @@ def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
     ],
 )
 def test_invalid_rights_of_a_key_are_refused_by_name(control, changes, said):
-    key = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
+    key = control.create_key(actor=ACTOR, name="k", tenant="default").result(60).record
     with pytest.raises(ValueError, match=said):
-        control.set_key(actor=WHO, key_id=key.id, changes=changes).result(60)
+        control.set_key(actor=ACTOR, key_id=key.id, changes=changes).result(60)
     assert control.list_keys() == [key]
 
 
 def test_the_rights_of_a_key_can_be_changed(control):
-    key = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
+    key = control.create_key(actor=ACTOR, name="k", tenant="default").result(60).record
     changes = {"scopes": ("admin",), "models": ("m",), "quota": {"tokens_per_minute": 10.0}}
-    control.set_key(actor=WHO, key_id=key.id, changes=changes).result(60)
+    control.set_key(actor=ACTOR, key_id=key.id, changes=changes).result(60)
     (now,) = control.list_keys()
     assert (now.scopes, now.models, now.quota) == (("admin",), ("m",), Quota(tokens_per_minute=10.0))
     assert last_row(control)[1]["before"]["scopes"] == ["inference"]
@@ -268,9 +268,9 @@ def test_the_rights_of_a_key_can_be_changed(control):
 @pytest.mark.parametrize(("kind", "number"), [("pid", 1), ("uid", -1), ("gid", 2**32 - 1)])
 def test_only_valid_users_and_groups_can_be_mapped(control, kind, number):
     with pytest.raises(ValueError, match=r"use uid or gid|use a Linux"):
-        control.map_peer(actor=WHO, kind=kind, number=number, tenant="local").result(60)
+        control.map_peer(actor=ACTOR, kind=kind, number=number, tenant="local").result(60)
     with pytest.raises(UnknownPeerError, match="is not mapped"):
-        control.unmap_peer(actor=WHO, kind=kind, number=number).result(60)
+        control.unmap_peer(actor=ACTOR, kind=kind, number=number).result(60)
 
 
 def test_a_file_from_before_tenants_existed_keeps_its_keys_and_gets_their_tenants(tmp_path: Path) -> None:
@@ -295,15 +295,15 @@ def test_a_file_from_before_tenants_existed_keeps_its_keys_and_gets_their_tenant
                 created_at=1000.5,
             )
         ]
-        control.set_tenant(actor=WHO, name="acme corp", changes={"weight": 2.0}).result(60)
+        control.set_tenant(actor=ACTOR, name="acme corp", changes={"weight": 2.0}).result(60)
     finally:
         control.close()
 
 
 def test_an_auditor_reads_tenants_and_keys_with_plain_sql(control):
     tenant(control, quota={"tokens_per_day": 5000.0}, highest_class=0)
-    control.create_key(actor=WHO, name="k", tenant="acme", scopes=("read",)).result(60)
-    control.map_peer(actor=WHO, kind="uid", number=3, tenant="acme").result(60)
+    control.create_key(actor=ACTOR, name="k", tenant="acme", scopes=("read",)).result(60)
+    control.map_peer(actor=ACTOR, kind="uid", number=3, tenant="acme").result(60)
     with closing(sqlite3.connect(f"file:{control.path}?mode=ro", uri=True)) as connection:
         (row,) = connection.execute(
             "SELECT highest_class, default_class, keys, peers, json_extract(quota, '$.tokens_per_day') "

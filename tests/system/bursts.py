@@ -83,7 +83,7 @@ class Findings:
     leaked: int = 0
     """Number of tokens or requests that are still reserved, or counted as used, although no request accounts
     for them."""
-    ledger_is_not_engine: int = 0
+    request_log_is_not_engine: int = 0
     """Number of generated tokens in the request log, minus the number counted by the engine."""
     billed_is_not_delivered: int = 0
     """Sum over all requests of the difference between billed and delivered tokens."""
@@ -261,7 +261,7 @@ class Bursts:
                 words = (
                     f"rounds {numbers[:1]} to {numbers[-1:]}: {logged} in the log, {generated} by the engine"
                 )
-                found.note("ledger_is_not_engine", abs(logged - generated), words)
+                found.note("request_log_is_not_engine", abs(logged - generated), words)
         return found
 
     def rows(self) -> dict[str, dict[str, Any]]:

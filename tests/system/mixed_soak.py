@@ -31,7 +31,7 @@ from tests.system.attack_soak import FLOODS, attacked_service, attackers, orders
 from tests.system.attacks.conftest import Target
 from tests.system.attacks.test_templates import hostile_model_flags
 from tests.system.single_attacks import SingleAttacks
-from tests.system.storm import Tally, ask, check_house, without_row
+from tests.system.storm import Tally, ask, check_service, without_row
 from tests.system.trends import slope_of
 from tests.system.usage import Usage, fill_kv_cache, processes_of, usage_of
 
@@ -177,7 +177,7 @@ def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) 
             thread.join(120)
         failures = single.failures()
         done = reports(processes)
-    check_house(attacked.running, tally)
+    check_service(attacked.running, tally)
     failures += account(attacked, tally)
     trends = trends_of(samples)
     failures += [

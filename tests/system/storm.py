@@ -140,7 +140,7 @@ def without_row(running: Service, tally: Tally) -> list[str]:
         time.sleep(0.1)
 
 
-def check_house(running: Service, tally: Tally) -> None:
+def check_service(running: Service, tally: Tally) -> None:
     """Raise AssertionError unless all resources have returned to their initial state."""
 
     def calm() -> Any:
@@ -188,7 +188,7 @@ def main() -> int:
             if time.monotonic() > ends_at:
                 break
             tally = storm(running, arguments.round_seconds, number, arguments.clients)
-            check_house(running, tally)
+            check_service(running, tally)
             resident = memory.memory_info().rss / 2**20
             print(
                 f"seed {number}: {tally.kills} kills, {tally.outcomes}, core {resident:.0f} MiB", flush=True

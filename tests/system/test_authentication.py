@@ -258,23 +258,23 @@ def test_no_other_code_serves_http() -> None:
 def test_each_route_of_the_fronts_is_open_only_to_permitted_callers(box: Matrix, askers: Askers) -> None:
     found, asked = [], 0
     for route in front_table():
-        for who, callers in box.callers.items():
+        for caller_kind, callers in box.callers.items():
             for caller in callers:
                 status, body = askers.ask(caller, route.method, concrete(route.path))
                 asked += 1
-                if not expected_of_front(route, who, status, body):
+                if not expected_of_front(route, caller_kind, status, body):
                     found.append(f"{caller.name}: {route.method} {route.path}: {status} {body[:100]}")
     print(f"{asked} requests over {len(front_table())} routes")
     assert not found, holes(found)
 
 
-def expected_of_front(route: Route, who: str, status: int, body: str) -> bool:
+def expected_of_front(route: Route, caller_kind: str, status: int, body: str) -> bool:
     if route.wanted == OPEN:
         return status == 200
-    if who == "unknown":
+    if caller_kind == "unknown":
         return status == 401
-    if who in ("lacking", "suspended"):
-        code = "insufficient_scope" if who == "lacking" else "tenant_suspended"
+    if caller_kind in ("lacking", "suspended"):
+        code = "insufficient_scope" if caller_kind == "lacking" else "tenant_suspended"
         return status == 403 and code in body
     return status in ((200,) if route.method == "GET" else (400,))
 
@@ -330,11 +330,11 @@ def test_each_route_of_the_admin_socket_is_open_only_to_permitted_callers(
 ) -> None:
     found, asked = [], 0
     for route in admin_table():
-        for who, callers in box.operators.items():
+        for caller_kind, callers in box.operators.items():
             for caller in callers:
                 status, body = askers.ask(caller, route.method, concrete(route.path))
                 asked += 1
-                if not expected_of_admin(route, who, status):
+                if not expected_of_admin(route, caller_kind, status):
                     found.append(f"{caller.name}: {route.method} {route.path}: {status} {body[:100]}")
     print(f"{asked} requests over {len(admin_table())} routes")
     assert not found, holes(found)
@@ -343,10 +343,10 @@ def test_each_route_of_the_admin_socket_is_open_only_to_permitted_callers(
         assert len(admin.tenants()) == 4
 
 
-def expected_of_admin(route: Route, who: str, status: int) -> bool:
-    if who == "":
+def expected_of_admin(route: Route, caller_kind: str, status: int) -> bool:
+    if caller_kind == "":
         return status in (401, 403)
-    if who == "read" and route.wanted == "admin":
+    if caller_kind == "read" and route.wanted == "admin":
         return status == 403
     # The permitted callers' requests lack valid action parameters, so a status of 400 shows that they reached
     # the route.

@@ -104,9 +104,9 @@ def test_a_removed_model_keeps_its_files_unless_they_are_to_be_deleted(
 
 
 def test_files_that_another_model_uses_are_not_deleted(running: Service, hub: HubServer) -> None:
-    pulled = json.loads(command(running, hub, "models", "pull", "org/tiny", "--name", "twin", "--json"))
+    pulled = json.loads(command(running, hub, "models", "pull", "org/tiny", "--name", "copy", "--json"))
     command(running, hub, "models", "pull", "org/tiny")
-    removed = json.loads(command(running, hub, "models", "remove", "twin", "--files", "--yes", "--json"))
+    removed = json.loads(command(running, hub, "models", "remove", "copy", "--files", "--yes", "--json"))
     assert removed["deleted"] == [] and Path(pulled["folder"]).exists()
 
 

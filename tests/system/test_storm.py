@@ -6,7 +6,7 @@ import pytest
 
 from tests.system.attacks.reading import configured
 from tests.system.rank_faults import SETTINGS
-from tests.system.storm import check_house, storm
+from tests.system.storm import check_service, storm
 
 pytestmark = pytest.mark.system
 
@@ -16,7 +16,7 @@ def test_after_a_storm_of_requests_and_kills_nothing_is_lost_or_left_behind() ->
         kills = streamed = 0
         for seed in range(7, 15):  # on a slow machine, few streams finish between one kill and the next
             tally = storm(running, seconds=10, seed=seed, kill_every_s=3.0)
-            check_house(running, tally)
+            check_service(running, tally)
             kills, streamed = kills + tally.kills, streamed + tally.outcomes.get("streamed", 0)
             if kills >= 2 and streamed > 5:
                 break

@@ -277,7 +277,7 @@ def kill_core(request: pytest.FixtureRequest, box: Box) -> Iterator[Callable[[],
         yield take_its_memory
 
 
-def test_a_killed_core_is_restarted_and_clients_that_connected_meanwhile_are_served(
+def test_a_killed_core_is_restarted_and_waiting_clients_are_served(
     box: Box, kill_core: Callable[[], None]
 ) -> None:
     # The rows of earlier requests must be on the disk.
@@ -294,8 +294,8 @@ def test_a_killed_core_is_restarted_and_clients_that_connected_meanwhile_are_ser
     killed = box.inside.processes("appliance")
     kill_core()
     with ThreadPoolExecutor(8) as pool:
-        meanwhile = [pool.submit(box.complete) for _ in range(8)]
-        assert [answer.result() for answer in meanwhile] == [200] * 8
+        completions = [pool.submit(box.complete) for _ in range(8)]
+        assert [answer.result() for answer in completions] == [200] * 8
     for stream in under_way:
         stream.join(150)
         assert not stream.is_alive()

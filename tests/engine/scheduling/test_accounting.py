@@ -21,8 +21,8 @@ def test_the_first_output_carries_the_cached_tokens_and_the_final_counts_the_bat
     engine.drain()
     cached = {o.handle: o.cached_tokens for o in engine.outputs if o.cached_tokens is not None}
     assert cached == {2: 0, 3: 128}
-    ledger = next(f for f in engine.finished if f.request_id == "request-3")
-    assert (ledger.prompt_tokens, ledger.cached_tokens, ledger.batch_size) == (130, 128, 2)
+    finished = next(f for f in engine.finished if f.request_id == "request-3")
+    assert (finished.prompt_tokens, finished.cached_tokens, finished.batch_size) == (130, 128, 2)
 
 
 def test_generated_tokens_are_cached_too() -> None:

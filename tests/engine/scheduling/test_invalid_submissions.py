@@ -68,8 +68,8 @@ def test_an_invalid_submission_ends_with_an_error_that_names_the_field(
     assert all(
         output.finish_reason == "error" and message in (output.error or "") for output in engine.outputs
     )
-    (ledger,) = engine.finished
-    assert set(ledger.finish_reason) == {"error"}
+    (finished,) = engine.finished
+    assert set(finished.finish_reason) == {"error"}
     after = engine.core.gauges()
     assert after.credit_seqs - before.credit_seqs == submit.n
     assert after.credit_tokens - before.credit_tokens == submit.credit_tokens

@@ -93,7 +93,7 @@ def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> N
     assert engine.scheduler.pool.available == 3, "the prompt would fit without the watermark"
     assert (engine.scheduler.running, engine.scheduler.waiting) == (1, 1)
     engine.drain()
-    assert [ledger.finish_reason for ledger in engine.finished] == [["length"], ["length"]]
+    assert [finished.finish_reason for finished in engine.finished] == [["length"], ["length"]]
 
 
 # ── preemption ────────────────────────────────────────────────────────────────────────────────────
@@ -108,7 +108,7 @@ def test_the_youngest_sequence_of_the_lowest_class_is_preempted_first(overlap: b
     engine.drain()
     for submit in (oldest, low, young):
         engine.expect_alone(submit)
-    preempted = {ledger.request_id: ledger.preemptions for ledger in engine.finished}
+    preempted = {finished.request_id: finished.preemptions for finished in engine.finished}
     assert preempted[low.request_id] >= 1
     assert preempted[oldest.request_id] == preempted[young.request_id] == 0
 
@@ -120,8 +120,8 @@ def test_a_preempted_sequence_is_admitted_before_new_ones_of_its_class(overlap: 
     victim = engine.submit(60, max_tokens=120)
     new = engine.submit(10, max_tokens=2)
     engine.drain()
-    ledgers = {ledger.request_id: ledger for ledger in engine.finished}
-    assert ledgers[victim.request_id].preemptions == 1
+    finished_by_id = {finished.request_id: finished for finished in engine.finished}
+    assert finished_by_id[victim.request_id].preemptions == 1
     readmitted = [
         plan.step for plan in engine.runner.plans for s in plan.setups if s.sampling.max_tokens == 120
     ]
@@ -138,8 +138,8 @@ def test_prompt_logprobs_survive_a_preemption_during_prefill(overlap: bool) -> N
         engine.step()
     scored = engine.submit(180, max_tokens=60, prompt_logprobs=0, priority=2)
     engine.drain()
-    ledger = next(f for f in engine.finished if f.request_id == scored.request_id)
-    assert ledger.preemptions == 1
+    finished = next(f for f in engine.finished if f.request_id == scored.request_id)
+    assert finished.preemptions == 1
     first = next(output for output in engine.outputs if output.handle == scored.handle)
     assert first.prompt_logprobs == alone(scored, 0, 512).prompt_logprobs
     engine.expect_alone(scored)
@@ -170,5 +170,9 @@ def test_samples_without_a_free_slot_run_later_with_the_cached_prompt() -> None:
     assert cached == [0, 0, 128]
     computed = sum(len(chunk.token_ids) for plan in engine.runner.plans for chunk in plan.chunks)
     assert computed == 130 + 2
-    (ledger,) = engine.finished
-    assert (ledger.cached_tokens, ledger.generated_tokens, ledger.finish_reason) == (0, 24, ["length"] * 3)
+    (finished,) = engine.finished
+    assert (finished.cached_tokens, finished.generated_tokens, finished.finish_reason) == (
+        0,
+        24,
+        ["length"] * 3,
+    )

@@ -151,7 +151,7 @@ def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap:
     plan = engine.runner.plans[before]
     assert len(plan.setups) == 2, "both submissions start in the next step"
     engine.drain()
-    preempted = {ledger.request_id: ledger.preemptions for ledger in engine.finished}
+    preempted = {finished.request_id: finished.preemptions for finished in engine.finished}
     assert [preempted[submit.request_id] for submit in background] == [0, 1, 1]
     assert preempted[batch.request_id] == 0
     for submit in (*background, batch, *real_time):
@@ -209,7 +209,7 @@ def test_urgent_sequences_of_the_same_class_and_equals_are_not_preempted_for_slo
     engine.step()
     engine.submit(10, max_tokens=2, priority=better[0], urgency=better[1])
     engine.drain()
-    assert not any(ledger.preemptions for ledger in engine.finished)
+    assert not any(finished.preemptions for finished in engine.finished)
 
 
 def test_waiting_samples_leave_the_slots_free_that_later_submissions_reserve() -> None:
@@ -259,7 +259,7 @@ def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(over
     engine.scheduler.cancel_request(too_large.request_id)
     fits = engine.submit(3 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     engine.drain()
-    preempted = {ledger.request_id: ledger.preemptions for ledger in engine.finished}
+    preempted = {finished.request_id: finished.preemptions for finished in engine.finished}
     assert [preempted[submit.request_id] for submit in background] == [0, 1]
     assert preempted[interactive.request_id] == 0
     engine.expect_alone(fits)
@@ -277,7 +277,7 @@ def test_blocks_that_samples_share_count_once_among_those_that_preemption_would_
     assert engine.scheduler.pool.available == 2
     large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     engine.drain()
-    assert not any(ledger.preemptions for ledger in engine.finished)
+    assert not any(finished.preemptions for finished in engine.finished)
     for submit in (interactive, background, large):
         engine.expect_alone(submit)
 

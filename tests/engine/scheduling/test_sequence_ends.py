@@ -112,8 +112,8 @@ def test_a_resubmitted_sample_continues_after_its_known_output() -> None:
     )
     resumed.drain()
     assert resumed.told(rest) == (tokens[25:], "length")
-    (ledger,) = resumed.finished
-    assert ledger.generated_tokens == 15
+    (finished,) = resumed.finished
+    assert finished.generated_tokens == 15
 
 
 # ── cancelled requests ────────────────────────────────────────────────────────────────────────────
@@ -198,4 +198,4 @@ def test_a_closed_channel_gets_no_outputs_but_its_final_counts_are_reported() ->
     engine.scheduler.cancel_origin("gone")
     engine.drain()
     assert {output.handle for output in engine.outputs} == {stays.handle}
-    assert [ledger.finish_reason for ledger in engine.finished] == [["cancelled"], ["length"]]
+    assert [finished.finish_reason for finished in engine.finished] == [["cancelled"], ["length"]]
