@@ -122,12 +122,16 @@ class FakeAlerts:
 
     def _with_silence(self, alert: Alert) -> Alert:
         """Return an alert as silenced if an active silence matches it."""
-        ends = [
+        end_times = [
             one.until
             for one in self.silences()
             if fnmatchcase(alert.rule, one.rule) and fnmatchcase(alert.where, one.subject)
         ]
-        return msgspec.structs.replace(alert, state="silenced", silenced_until=max(ends)) if ends else alert
+        return (
+            msgspec.structs.replace(alert, state="silenced", silenced_until=max(end_times))
+            if end_times
+            else alert
+        )
 
     def _shown(self, at: float) -> list[Alert]:
         """Return the alerts that are not explained by another alert, newest first."""

@@ -189,9 +189,9 @@ def _requests_of(
     ]
 
 
-def _load(requests: list[UnfinishedRequest], ends: list[str] | None = None) -> list[str]:
-    """Describe requests: their number, tenants and tokens. If there are any requests, the lines in `ends`
-    follow."""
+def _load(requests: list[UnfinishedRequest], consequences: list[str] | None = None) -> list[str]:
+    """Describe requests: their number, tenants and tokens. If there are any requests, the lines in
+    `consequences` follow."""
     if not requests:
         return ["no running or queued requests are affected"]
     tenants = sorted({one.tenant for one in requests})
@@ -205,7 +205,7 @@ def _load(requests: list[UnfinishedRequest], ends: list[str] | None = None) -> l
         f"tenant{'s' if len(tenants) > 1 else ''}: "
         f"{names}",
         f"{generated} output tokens generated so far",
-        *(ends or []),
+        *(consequences or []),
     ]
 
 

@@ -241,12 +241,12 @@ class ReplicaGroup:
             raise
         finally:
             for position, member in enumerate(self._ranks):
-                ends = (
+                plan_sockets = (
                     tuple(pair[0].fileno() for pair in plan_pairs)
                     if position == 0
                     else (plan_pairs[position - 1][1].fileno(),)
                 )
-                member.channel.send(Start(spec, position), ends)
+                member.channel.send(Start(spec, position), plan_sockets)
             for pair in plan_pairs:
                 for end in pair:
                     end.close()

@@ -91,8 +91,8 @@ def rotate(
         msgspec.structs.replace(before, id=new_id(), created_at=now, expires_at=expires_at), secret
     )
     check_key(successor, now)
-    ends = now + overlap_s if before.expires_at is None else min(before.expires_at, now + overlap_s)
-    after = msgspec.structs.replace(before, expires_at=ends, replaced_by=successor.id)
+    overlap_end = now + overlap_s if before.expires_at is None else min(before.expires_at, now + overlap_s)
+    after = msgspec.structs.replace(before, expires_at=overlap_end, replaced_by=successor.id)
     records.update(connection, after)
     records.insert(connection, successor)
     return Change(before, after), Change(None, successor)

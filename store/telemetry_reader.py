@@ -92,8 +92,8 @@ class TelemetryReader:
     def span(self) -> tuple[float, float] | None:
         """Return the times of the oldest and the newest sample, or None if there are none."""
         with self._reading() as connection:
-            ends = [_ends(connection, resolution) for resolution in RESOLUTIONS]
-        known = [end for end in ends if end is not None]
+            spans = [_span(connection, resolution) for resolution in RESOLUTIONS]
+        known = [end for end in spans if end is not None]
         if not known:
             return None
         return min(first for first, _ in known) / 1000, max(last for _, last in known) / 1000
@@ -101,8 +101,8 @@ class TelemetryReader:
     def begin(self, resolution: Resolution) -> float | None:
         """Return the time of a resolution's oldest sample, or None if there is none."""
         with self._reading() as connection:
-            ends = _ends(connection, resolution)
-        return None if ends is None else ends[0] / 1000
+            spans = _span(connection, resolution)
+        return None if spans is None else spans[0] / 1000
 
     def snapshot(self, at: float) -> RecordedSample | None:
         """Return the sample that covers the time `at` (unix seconds), from the finest resolution that has
@@ -296,7 +296,7 @@ class TelemetryReader:
         return known
 
 
-def _ends(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, int] | None:
+def _span(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, int] | None:
     # Use two queries. SQLite answers each of them from one end of the index, but it would read all rows to
     # answer a single query for both the minimum and the maximum.
     table = resolution.table
@@ -307,11 +307,11 @@ def _ends(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, 
 
 def _choose(connection: sqlite3.Connection, begin: int, end: int, limit: int) -> int:
     """Return the index of the finest resolution that covers the time span with at most `limit` points."""
-    ends = [_ends(connection, resolution) for resolution in RESOLUTIONS]
-    oldest = min((found[0] for found in ends if found is not None), default=begin)
+    spans = [_span(connection, resolution) for resolution in RESOLUTIONS]
+    oldest = min((found[0] for found in spans if found is not None), default=begin)
     start = max(begin, oldest)
     for number, resolution in enumerate(RESOLUTIONS):
-        found = ends[number]
+        found = spans[number]
         few = (end - start) / resolution.milliseconds <= limit
         if few and found is not None and found[0] <= start + RESOLUTIONS[-1].milliseconds:
             return number

@@ -18,7 +18,7 @@ _FEW_SLOTS = 8
 _MANY_SLOTS = 64
 """A replica with at least this many slots always reserves one or more of them for urgent requests, so that a
 tenant that has sent no requests for a while can start immediately."""
-_ENDS = {*FIRST_VICTIMS, LEVELS}
+_SLICE_ENDS = {*FIRST_VICTIMS, LEVELS}
 
 
 class _Availability(NamedTuple):
@@ -141,7 +141,7 @@ class CreditAccount:
         spare = [kept_free(tier, reserved) for tier in range(3)]
         before = [0, *accumulate(running)]
         waiting_before = [0, *accumulate(self._waiting_seqs)]
-        occupied_at_most = {end: self._occupied_at_most(running[:end], spare) for end in _ENDS}
+        occupied_at_most = {end: self._occupied_at_most(running[:end], spare) for end in _SLICE_ENDS}
 
         def free(level: int, end: int) -> int:
             """Return the number of slots that are free for a level if the sequences of the level `end` and

@@ -42,8 +42,8 @@ def most_kv_tokens(admit: Admit) -> int:
     """Return the maximum number of cache tokens that a request may occupy. Each sample's last block may be
     partly filled. If several samples share a prompt, each of them also has its own copy of the prompt's last
     block."""
-    ends = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
-    return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
+    partial_blocks = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
+    return admit.prompt_tokens + admit.max_tokens + partial_blocks * BLOCK_TOKENS
 
 
 class Turn(NamedTuple):
@@ -91,7 +91,7 @@ class ModelTraffic:
         self.ttft = RecentTtft()
         self._tenants = tenants
         self._running: dict[str, Request] = {}
-        self._ends = ExpectedEnds()
+        self._expected_ends = ExpectedEnds()
         self._load = ServiceLoad()
         self._started = StartedTokens()
         self._set_limits()
@@ -336,7 +336,7 @@ class ModelTraffic:
         self._started.add(admit, request.expected_tokens)
         if self.forecast.known:
             self._load.start(request.request_class, self._serving_s(request))
-        self._ends.expect(request, now + self._expected_run_s(request))
+        self._expected_ends.expect(request, now + self._expected_run_s(request))
         return account.reserved_slots(self._reserved_share())
 
     def stop(self, request: Request) -> None:
@@ -370,7 +370,7 @@ class ModelTraffic:
         """Update the load and all values derived from the load. Call this a few times per second."""
         self._load.tick(now)
         self._charge_output()
-        self._ends.postpone(now)
+        self._expected_ends.postpone(now)
         self.shedder.observe(self.rules, now, self.waits_s(now))
 
     def _charge_output(self) -> None:
@@ -471,7 +471,7 @@ class ModelTraffic:
             return 0.0
         if self._slot_levels() >> level & 1:
             return self.forecast.step_s
-        end = self._ends.first()
+        end = self._expected_ends.first()
         return self.forecast.step_s if end is None else max(0.0, end - now)
 
     def oldest_wait_s(self, now: float) -> float:

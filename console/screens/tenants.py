@@ -217,7 +217,7 @@ def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:
             continue
         limit = max(key.usage, key=lambda one: one.used / max(1, one.capacity), default=None)
         use = "" if limit is None else f"{units.percent(limit.used / max(1, limit.capacity))} {limit.limit}"
-        ends = (
+        expiry = (
             "never expires" if key.expires_at is None else f"expires in {units.seconds(key.expires_at - now)}"
         )
         expired = key.expires_at is not None and key.expires_at <= now
@@ -227,7 +227,7 @@ def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:
                     span(f"{fit(key.name, 20)} ", "bold"),
                     span(f"{fit(key.id, 14)} "),
                     span(f"{fit(', '.join(key.scopes), 16)} ", "dim"),
-                    span("expired  " if expired else f"{ends}  ", "bad" if expired else "dim"),
+                    span("expired  " if expired else f"{expiry}  ", "bad" if expired else "dim"),
                     span(use),
                 ],
                 width,

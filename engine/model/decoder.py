@@ -116,7 +116,7 @@ class Decoder:
         is not applied here. `logits` applies it to the rows that need logits. The number of tokens that
         choose each expert is added to `expert_choices`.
         """
-        ops, ranks, ends = self.ops, self.ranks, inputs.logits_attention
+        ops, ranks, logits_attention = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
@@ -124,10 +124,15 @@ class Decoder:
         live = inputs.kv_slots if counting else None  # negative for padding
         every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.kv_slots, plan, live=live)
         last = every
-        if ends is not None:
-            assert ends.queries is not None
-            live = ends.lens - 1 if counting else None
-            last = replace(every, attention_plan=ops.plan_attention(ends), kept=ends.queries, live=live)
+        if logits_attention is not None:
+            assert logits_attention.queries is not None
+            live = logits_attention.lens - 1 if counting else None
+            last = replace(
+                every,
+                attention_plan=ops.plan_attention(logits_attention),
+                kept=logits_attention.queries,
+                live=live,
+            )
         next_gains = [*(layer.input_norm for layer in self.layers[1:]), None]
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))

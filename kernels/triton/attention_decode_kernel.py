@@ -193,11 +193,11 @@ def decode_kernel(
         all_rows = tl.load(rows + index, mask=there, other=0, cache_modifier=".cg").to(tl.int32)
         _, all_pages = _pages_of(all_lens, WINDOW)
         most = tl.maximum((tl.sum(all_pages, 0) + items - sequences) // (items - sequences + 1), LEAST)
-        ends = tl.cumsum((all_pages + most - 1) // most, 0)
-        before = ends <= item
+        item_ends = tl.cumsum((all_pages + most - 1) // most, 0)
+        before = item_ends <= item
         sequence = tl.sum(before.to(tl.int32), 0)
-        first_item = tl.max(tl.where(before, ends, 0), 0)
-        all_items = tl.max(ends, 0)
+        first_item = tl.max(tl.where(before, item_ends, 0), 0)
+        all_items = tl.max(item_ends, 0)
         chosen = index == sequence
         row = tl.sum(tl.where(chosen, all_rows, 0), 0).to(tl.int64)
         length = tl.sum(tl.where(chosen, all_lens, 0), 0)

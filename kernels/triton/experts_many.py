@@ -266,7 +266,7 @@ def _launch(
 @triton.jit
 def _write_groups(
     groups,
-    ends,
+    end_positions,
     totals,
     first_expert,
     EXPERTS: tl.constexpr,
@@ -274,7 +274,8 @@ def _write_groups(
     ALL: tl.constexpr,
 ):
     """Write the groups into which the choices of this rank's experts are divided, each with at most ROWS
-    choices. ends, totals: the end of each expert's positions, and the number of each expert's choices."""
+    choices. end_positions, totals: the end of each expert's positions, and the number of each expert's
+    choices."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)
     count = tl.where(here, (totals + ROWS - 1) // ROWS, 0)
@@ -284,8 +285,8 @@ def _write_groups(
         to = groups + 4 * (1 + group_ends - count + number)
         more = number < count
         tl.store(to, expert, mask=more)
-        tl.store(to + 1, ends - totals + number * ROWS, mask=more)
-        tl.store(to + 2, ends, mask=more)
+        tl.store(to + 1, end_positions - totals + number * ROWS, mask=more)
+        tl.store(to + 2, end_positions, mask=more)
 
 
 @triton.jit(do_not_specialize=["total", "blocks", "first_expert"])
@@ -328,12 +329,12 @@ def _place(
         )
         totals += tl.sum(count, axis=0)
         earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)
-    ends = tl.cumsum(totals, axis=0)
+    end_positions = tl.cumsum(totals, axis=0)
     if tl.program_id(0) == 0:
-        _write_groups(groups_up, ends, totals, first_expert, EXPERTS, ROWS_UP, ALL)
+        _write_groups(groups_up, end_positions, totals, first_expert, EXPERTS, ROWS_UP, ALL)
     if ROWS_DOWN != ROWS_UP and tl.program_id(0) == tl.num_programs(0) - 1:
-        _write_groups(groups_down, ends, totals, first_expert, EXPERTS, ROWS_DOWN, ALL)
-    place += tl.gather(ends - totals + earlier, expert, 0)
+        _write_groups(groups_down, end_positions, totals, first_expert, EXPERTS, ROWS_DOWN, ALL)
+    place += tl.gather(end_positions - totals + earlier, expert, 0)
     tl.store(order + place, choice, mask=inside)
 
 

@@ -26,12 +26,12 @@ def queue(slots: int, service_s: float, spread_s: float = 0.0) -> Server:
 
     def serve(arrivals: list[float], draw: random.Random) -> list[float]:
         free = [0.0] * slots
-        ends = []
+        end_times = []
         for at in arrivals:
             begins = max(at, heapq.heappop(free))
-            ends.append(begins + max(0.01 * service_s, draw.gauss(service_s, spread_s)))
-            heapq.heappush(free, ends[-1])
-        return ends
+            end_times.append(begins + max(0.01 * service_s, draw.gauss(service_s, spread_s)))
+            heapq.heappush(free, end_times[-1])
+        return end_times
 
     return serve
 
@@ -42,7 +42,7 @@ def shared(work_s: float) -> Server:
     total rate."""
 
     def serve(arrivals: list[float], draw: random.Random) -> list[float]:
-        ends = [0.0] * len(arrivals)
+        end_times = [0.0] * len(arrivals)
         left: dict[int, float] = {}
         now, index = 0.0, 0
         while index < len(arrivals) or left:
@@ -59,8 +59,8 @@ def shared(work_s: float) -> Server:
             else:
                 number = min(left, key=left.__getitem__)
                 del left[number]
-                ends[number] = now
-        return ends
+                end_times[number] = now
+        return end_times
 
     return serve
 
@@ -68,8 +68,8 @@ def shared(work_s: float) -> Server:
 def trial(server: Server, requests: int, duration_s: float, seed: str) -> Run:
     """Return the evaluated result of a trial against the simulated server."""
     arrivals = poisson_arrivals(requests, duration_s, seed)
-    ends = server(list(arrivals), random.Random(seed))
-    records = [Record(at, 0.0, end, first_at=end) for at, end in zip(arrivals, ends, strict=True)]
+    end_times = server(list(arrivals), random.Random(seed))
+    records = [Record(at, 0.0, end, first_at=end) for at, end in zip(arrivals, end_times, strict=True)]
     load = Load(
         target=Target(),
         model="m",

@@ -126,8 +126,8 @@ def test_the_status_shows_the_duration_of_both_kinds_of_steps(
         next(line for line in status_lines(status, None) if line.startswith(start))
         for start in ("REPLICA", "demo-0")
     )
-    ends = [heading.index(title) + len(title) for title in ("STEP ms", "IDLE µs")]
-    assert tuple(line[:end].split()[-1] for end in ends) == shown
+    column_ends = [heading.index(title) + len(title) for title in ("STEP ms", "IDLE µs")]
+    assert tuple(line[:end].split()[-1] for end in column_ends) == shown
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])

@@ -119,8 +119,8 @@ class OutputChecker:
                 assert sampling.allowed_tokens[token // 8] >> token % 8 & 1, f"token {token}: {output}"
         for word in sampling.bad_words:
             known = entry.submit.output_token_ids + told.token_ids
-            ends = range(len(known) - len(output.token_ids) + 1, len(known) + 1)
-            assert all(tuple(known[max(0, end - len(word)) : end]) != word for end in ends), (
+            end_positions = range(len(known) - len(output.token_ids) + 1, len(known) + 1)
+            assert all(tuple(known[max(0, end - len(word)) : end]) != word for end in end_positions), (
                 f"{word}: {output}"
             )
         if sampling.logprobs is None:

@@ -239,15 +239,15 @@ _EXPERTS_MANY = [
     Defect(
         "the sort: every expert begins at zero",
         "experts_many.py",
-        "place += tl.gather(ends - totals + earlier, expert, 0)",
-        "place += tl.gather(ends * 0 + earlier, expert, 0)",
+        "place += tl.gather(end_positions - totals + earlier, expert, 0)",
+        "place += tl.gather(end_positions * 0 + earlier, expert, 0)",
         "sorted",
     ),
     Defect(
         "the sort: an expert's second group is its first",
         "experts_many.py",
-        "tl.store(to + 1, ends - totals + number * ROWS, mask=more)",
-        "tl.store(to + 1, ends - totals, mask=more)",
+        "tl.store(to + 1, end_positions - totals + number * ROWS, mask=more)",
+        "tl.store(to + 1, end_positions - totals, mask=more)",
         "many or sorted",
     ),
     Defect(

@@ -21,10 +21,10 @@ BLOCKS, COLUMNS = 24, 3
 @dataclass
 class Pass:
     """A pass over sequences in slots 0, 1, and so on. Slot r has blocks 3r to 3r + 2. Each entry of `tokens`
-    is a pair of slot and position. Attention is computed only for the tokens at `ends`."""
+    is a pair of slot and position. Attention is computed only for the tokens at `logits_indices`."""
 
     tokens: list[tuple[int, int]]
-    ends: list[int]
+    logits_indices: list[int]
     written: bool = True
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Pass:
     def attend(self, ops: object, padding: int) -> tuple[torch.Tensor, KvPool]:
         """Return the result of attention, and the cache after the pass."""
         pool = KvPool(self.pool.keys.clone(), self.pool.values.clone())
-        asking = [(*self.tokens[at], at) for at in self.ends]
+        asking = [(*self.tokens[at], at) for at in self.logits_indices]
         columns = [(row, position + 1, at) for row, position, at in asking] + [(0, 0, 0)] * padding
         rows, lens, queries = torch.tensor(columns).T.contiguous().unbind()
         plan = ops.plan_attention(AttentionInput(self.table, rows, lens, COLUMNS, [], queries=queries))  # type: ignore[attr-defined]

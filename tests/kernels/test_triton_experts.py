@@ -363,7 +363,7 @@ def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top
     cover all experts, or only some of them."""
     chosen = choices(kind, tokens, count, top_k)
     counts = chosen.flatten().bincount(minlength=count).tolist()
-    ends = list(itertools.accumulate(counts))
+    end_positions = list(itertools.accumulate(counts))
     for first, held in ((0, count), (count // 3, count // 2)):
         share = {"first": first, "held": held, "pdl": False}
         found = many.sort(routed(chosen, count), count, (16, 4), **share)
@@ -371,9 +371,9 @@ def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top
         assert set(found.groups) == {16, 4}
         for rows, groups in found.groups.items():
             expected = [
-                [expert - first, begin, ends[expert]]
+                [expert - first, begin, end_positions[expert]]
                 for expert in range(first, first + held)
-                for begin in range(ends[expert] - counts[expert], ends[expert], rows)
+                for begin in range(end_positions[expert] - counts[expert], end_positions[expert], rows)
             ]
             assert groups[0, 0] == len(expected)
             assert groups[1 : len(expected) + 1, :3].tolist() == expected

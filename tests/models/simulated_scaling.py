@@ -53,7 +53,7 @@ class SimulatedModel:
         self._draw = random.Random(seed)
         self._scaler = Autoscaler()
         self._queue: deque[float] = deque()
-        self._ends: list[float] = []
+        self._end_times: list[float] = []
         """Times at which the running requests end, as a heap."""
         self._recent: deque[tuple[float, float]] = deque()
 
@@ -78,16 +78,16 @@ class SimulatedModel:
         return sorted(self.waits_s)[int(0.99 * len(self.waits_s))]
 
     def _serve_until(self, now: float) -> None:
-        while self._ends and self._ends[0] <= now:
-            self._start(heapq.heappop(self._ends))
+        while self._end_times and self._end_times[0] <= now:
+            self._start(heapq.heappop(self._end_times))
 
     def _start(self, now: float) -> None:
         slots = SLOTS * sum(ready_at <= now for ready_at in self._ready_at)
-        while self._queue and len(self._ends) < slots:
+        while self._queue and len(self._end_times) < slots:
             wait_s = now - self._queue.popleft()
             self.waits_s.append(wait_s)
             self._recent.append((now, wait_s))
-            heapq.heappush(self._ends, now + self._draw.expovariate(1 / MEAN_RUN_S))
+            heapq.heappush(self._end_times, now + self._draw.expovariate(1 / MEAN_RUN_S))
 
     def _scale(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - 60.0:
@@ -96,7 +96,7 @@ class SimulatedModel:
         load = ModelLoad(
             replicas=self.replicas,
             ready=sum(ready_at <= now for ready_at in self._ready_at),
-            demand=(len(self._queue) + len(self._ends)) / SLOTS,
+            demand=(len(self._queue) + len(self._end_times)) / SLOTS,
             wait_s=now - self._queue[0] if self._queue else 0.0,
             ttft_s=recent[int(0.99 * len(recent))] if recent else None,
             load_s=self._load_s,

@@ -170,8 +170,8 @@ def test_bad_words_and_best_of_apply_across_the_death_of_a_replica() -> None:
     for choice in expected:
         ids = choice["token_ids"]
         for run_of_ids in (each["tokens"] for each in banned):
-            ends = range(len(run_of_ids), len(ids) + 1)
-            assert all(ids[end - len(run_of_ids) : end] != run_of_ids for end in ends)
+            end_positions = range(len(run_of_ids), len(ids) + 1)
+            assert all(ids[end - len(run_of_ids) : end] != run_of_ids for end in end_positions)
     assert [(row["user"], row["billed_tokens"]) for row in rows] == [("tester", 1200)]
 
 

@@ -43,14 +43,20 @@ def test_a_stop_string_does_not_end_a_stream_within_min_tokens(loaded, width):
     tokenizer = loaded["byte_level"]
     text = "one two one two one two"
     ids = tokenizer.encode_blocking(text, add_special_tokens=False)
-    ends = [n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n]).endswith("two")]
-    assert len(ends) == 3
-    for min_tokens, end in ((0, 0), (ends[0] - 1, 0), (ends[0], 1), (ends[1], 2), (len(ids), 3)):
+    end_positions = [n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n]).endswith("two")]
+    assert len(end_positions) == 3
+    for min_tokens, end in (
+        (0, 0),
+        (end_positions[0] - 1, 0),
+        (end_positions[0], 1),
+        (end_positions[1], 2),
+        (len(ids), 3),
+    ):
         stream = tokenizer.stream(StopSet(["two"]), min_tokens=min_tokens)
         deltas = [stream.push(ids[at : at + width]) for at in range(0, len(ids), width)] + [stream.finish()]
         expected = "one two " * end + "one " if end < 3 else text
         assert "".join(delta.text for delta in deltas) == expected
-        assert stream.tokens_delivered == (ends[end] if end < 3 else len(ids))
+        assert stream.tokens_delivered == (end_positions[end] if end < 3 else len(ids))
 
 
 def test_text_held_for_a_stop_string_is_emitted_at_the_end(loaded):

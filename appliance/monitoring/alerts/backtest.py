@@ -42,10 +42,13 @@ def recorded_samples(reader: TelemetryReader, since: float, until: float) -> Ite
     """Yield all samples between two times, oldest first. Each part of the history is read at the finest
     resolution recorded for it."""
     begins = [reader.begin(resolution) for resolution in RESOLUTIONS]
-    ends = [until, *(min(found for found in (begin, until) if found is not None) for begin in begins[:-1])]
-    for number in range(1, len(ends)):
-        ends[number] = min(ends[number], ends[number - 1])
-    for resolution, end in reversed(list(zip(RESOLUTIONS, ends, strict=True))):
+    end_times = [
+        until,
+        *(min(found for found in (begin, until) if found is not None) for begin in begins[:-1]),
+    ]
+    for number in range(1, len(end_times)):
+        end_times[number] = min(end_times[number], end_times[number - 1])
+    for resolution, end in reversed(list(zip(RESOLUTIONS, end_times, strict=True))):
         last = end if resolution is RESOLUTIONS[0] else end - resolution.seconds
         for recorded in reader.samples(since, last, resolution):
             yield recorded.sample

@@ -99,8 +99,8 @@ def teacher_forced(
     each sequence's logits, `[prompt length + decode_steps, vocabulary]`."""
     sequences = [Sequence() for _ in prompt_lengths]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
-    ends = [length + decode_steps for length in prompt_lengths]
-    while any(sequence.length < end for sequence, end in zip(sequences, ends, strict=True)):
+    end_positions = [length + decode_steps for length in prompt_lengths]
+    while any(sequence.length < end for sequence, end in zip(sequences, end_positions, strict=True)):
         decodes: list[int] = []
         chunks: list[tuple[int, list[int]]] = []
         for index, sequence in enumerate(sequences):
@@ -108,7 +108,7 @@ def teacher_forced(
             if sequence.length < prompt:
                 stop = min(prompt, sequence.length + chunk_sizes[index])
                 chunks.append((index, tokens[sequence.length : stop]))
-            elif sequence.length < ends[index]:
+            elif sequence.length < end_positions[index]:
                 decodes.append(index)
         rows = driver.run(
             [(sequences[index], tokens[sequences[index].length]) for index in decodes],

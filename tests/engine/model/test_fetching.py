@@ -75,10 +75,10 @@ def test_the_pieces_of_a_block_cover_it_exactly(
 ) -> None:
     block = _block(entry, file, *asked)
     block.past_cache = not cached
-    ends = [block.rows.offset, *(end for _, end in block.pieces())]
-    assert [first for first, _ in block.pieces()] == ends[:-1]
-    assert ends[-1] == block.rows.offset + block.rows.nbytes
-    assert not any(end % PAGE for end in ends[1:-1])
+    end_positions = [block.rows.offset, *(end for _, end in block.pieces())]
+    assert [first for first, _ in block.pieces()] == end_positions[:-1]
+    assert end_positions[-1] == block.rows.offset + block.rows.nbytes
+    assert not any(end % PAGE for end in end_positions[1:-1])
     assert max(last - first for first, last in block.pieces()) <= 2 * PAGE
     with closing(ReaderPool(3)) as readers:
         readers.read([block], buffer).wait()

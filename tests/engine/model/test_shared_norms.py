@@ -112,8 +112,8 @@ def test_float16_fuses_no_norm_because_x_times_its_gain_may_overflow() -> None:
     x = torch.randn(3, 64, generator=generator).mul(3000).half()
     weight = torch.randn(64, 64, generator=generator).div(8).half()
     gain = torch.full((64,), 40.0).half()
-    ends = []
+    results = []
     for ops in (CudaOps(pdl=False), reference):
         stream = ops.linear_add(x, weight, None, Residual(x.clone()), gain)
-        ends.append(ops.norm_linear(stream, gain, 1e-5, weight, None))
-    assert (ends[0] - ends[1]).abs().max() < 2e-3 * ends[1].abs().max()
+        results.append(ops.norm_linear(stream, gain, 1e-5, weight, None))
+    assert (results[0] - results[1]).abs().max() < 2e-3 * results[1].abs().max()

@@ -129,9 +129,9 @@ def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> N
             tokens = row.tokens[row.computed : end]
             samples = [number] if last else []
             plan.chunks.append(Chunk(number, row.computed, tokens, samples, wanted, following))
-        ends = {chunk.slot: chunk.start + len(chunk.token_ids) for chunk in plan.chunks}
-        ends |= {number: rows[number].computed + 1 for number in plan.decodes}
-        for number, end in ends.items():
+        logits_attention = {chunk.slot: chunk.start + len(chunk.token_ids) for chunk in plan.chunks}
+        logits_attention |= {number: rows[number].computed + 1 for number in plan.decodes}
+        for number, end in logits_attention.items():
             while len(rows[number].table) * BLOCK_TOKENS < end:
                 plan.blocks.append((number, len(rows[number].table), next_block))
                 rows[number].table.append(next_block)
@@ -146,7 +146,7 @@ def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> N
         samples = sampling_slots(plan)
         tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(samples), max_size=len(samples)))
         tables.advance(batch.sampling, torch.tensor(tokens, dtype=torch.int64))
-        for number, end in ends.items():
+        for number, end in logits_attention.items():
             rows[number].computed = end
         for number, token in zip(samples, tokens, strict=True):
             rows[number].tokens.append(token)
@@ -202,10 +202,18 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         assert batch.sampled_logits == len(logits_indices)
     elif plan.chunks:
         assert batch.logits_indices is None
-        ends = forward.logits_attention
-        assert ends is not None and ends.queries is not None and not ends.chunks
-        assert (ends.queries.tolist(), ends.slots.tolist(), ends.lens.tolist()) == (queries, table_rows, lens)
-        assert ends.columns >= -(-max(lens) // BLOCK_TOKENS)
+        logits_attention = forward.logits_attention
+        assert (
+            logits_attention is not None
+            and logits_attention.queries is not None
+            and not logits_attention.chunks
+        )
+        assert (
+            logits_attention.queries.tolist(),
+            logits_attention.slots.tolist(),
+            logits_attention.lens.tolist(),
+        ) == (queries, table_rows, lens)
+        assert logits_attention.columns >= -(-max(lens) // BLOCK_TOKENS)
         assert batch.sampled_logits == (len(queries) if sampling_slots(plan) else 0)
     else:
         assert batch.logits_indices is None and batch.sampled_logits == len(decodes)

@@ -40,8 +40,10 @@ def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]
         [],
         decodes,
         [
-            Chunk(row, start, [(7 * at + row) % 150 for at in range(start, start + count)], [row] * ends)
-            for row, start, count, ends in chunks
+            Chunk(
+                row, start, [(7 * at + row) % 150 for at in range(start, start + count)], [row] * needs_logits
+            )
+            for row, start, count, needs_logits in chunks
         ],
     )
 
