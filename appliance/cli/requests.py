@@ -37,7 +37,7 @@ _COLUMNS = (
     Column("KEY", flexible=True, drop=9),
     Column("PEER", flexible=True, drop=8),
     Column("STATUS"),
-    Column("FINISH", flexible=True),
+    Column("FINISH REASON", flexible=True),
     Column("IN", right=True),
     Column("CACHED", right=True, drop=5),
     Column("OUT", right=True),

@@ -84,13 +84,13 @@ class Sample:
         """Process an output of the replica, whose finish reason must not be "error" or "cancelled". If a stop
         string is found, `finish_reason` is set even if the output has no finish reason."""
         token_ids = output.token_ids
-        finish = output.finish_reason
+        finish_reason = output.finish_reason
         self.token_ids += token_ids
         if self._discard:
             self.finish_reason = "length"
             return
         # A stop token is counted and billed. Its text is included only if the request asks for it.
-        visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
+        visible = token_ids[:-1] if finish_reason == "stop" and not self._includes_stop else token_ids
         delivered = self.delivered
         if self.entries is None:
             delta = self._text.push(visible)
@@ -101,18 +101,18 @@ class Sample:
             stopped = self._push_each(visible, output.logprobs or [])
         if stopped is not None:
             self.finish_reason = "stop"
-        elif finish:
-            self._end(finish)
+        elif finish_reason:
+            self._end(finish_reason)
         if output.logprobs:
             needed = output.logprobs[: self.delivered - delivered]
             self.cumulative_logprob += sum(entry.logprob for entry in needed)
 
-    def _end(self, finish: FinishReason) -> None:
+    def _end(self, finish_reason: FinishReason) -> None:
         tail = self._text.finish()
         self._add_text(tail.text)
-        if tail.stopped is None and finish == "stop" and not self._includes_stop:
+        if tail.stopped is None and finish_reason == "stop" and not self._includes_stop:
             self.delivered += 1
-        self.finish_reason = "stop" if tail.stopped is not None else finish
+        self.finish_reason = "stop" if tail.stopped is not None else finish_reason
 
     def _add_text(self, text: str) -> None:
         if text:

@@ -57,29 +57,29 @@ class ResultCollector:
             sequence_tokens = sequence.tokens
             sequence.finite = sequence_tokens.length
             sequence_tokens.append(token)
-            finish: FinishReason = ""
+            finish_reason: FinishReason = ""
             if token in sequence.stops or sequence_tokens.length >= sequence.next_check:
-                finish = self._check(sequence, token)
+                finish_reason = self._check(sequence, token)
             submission = sequence.submission
-            output = Output(submission.submit.handle, sequence.sample, [token], finish)
+            output = Output(submission.submit.handle, sequence.sample, [token], finish_reason)
             if logprobs is not None:
                 entry = logprobs[index]
                 output.logprobs = None if entry is None else [entry]
             if not sequence.announced:
                 _announce(sequence, output)
             emit(submission.origin, output)
-            if finish:
-                self._release(sequence, finish)
+            if finish_reason:
+                self._release(sequence, finish_reason)
         self._accounting.totals.generated_tokens += generated
 
-    def end(self, sequence: Sequence, finish: FinishReason, error: str | None = None) -> None:
+    def end(self, sequence: Sequence, finish_reason: FinishReason, error: str | None = None) -> None:
         """End a sequence without a sampled token. Its last output contains no token."""
         submission = sequence.submission
-        output = Output(submission.submit.handle, sequence.sample, [], finish, error=error)
+        output = Output(submission.submit.handle, sequence.sample, [], finish_reason, error=error)
         if not sequence.announced:
             _announce(sequence, output)
         self._accounting.emit(submission.origin, output)
-        self._release(sequence, finish)
+        self._release(sequence, finish_reason)
 
     def begin_step(self) -> None:
         """Cancel the sequences that remain from earlier calls to `cancel`."""
@@ -152,9 +152,9 @@ class ResultCollector:
             "allowed_token_ids and bad_words that together ban every token",
         )
 
-    def _release(self, sequence: Sequence, finish: FinishReason) -> None:
+    def _release(self, sequence: Sequence, finish_reason: FinishReason) -> None:
         """Set a sequence's finish reason, and free its slot and blocks."""
-        sequence.finish_reason = finish
+        sequence.finish_reason = finish_reason
         if sequence.entry is not None:
             self._waiting.remove(sequence)
         if sequence.leader is not None:

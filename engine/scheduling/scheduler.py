@@ -171,9 +171,9 @@ class Scheduler:
         submission = new_submission(origin, submit, self._arrivals, self.limits.max_model_len)
         self.accounting.open(submission)
         for sequence in submission.sequences:
-            finish = finished_on_arrival(sequence)
-            if finish:
-                self._results.end(sequence, finish)
+            finish_reason = finished_on_arrival(sequence)
+            if finish_reason:
+                self._results.end(sequence, finish_reason)
             else:
                 self._waiting.push(sequence)
 
