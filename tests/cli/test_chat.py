@@ -78,9 +78,9 @@ def test_another_model_can_be_selected_by_name(cli: Run, api: ApiService, run_di
 
 
 def test_a_refusal_is_reported_in_one_line(cli: Run, api: ApiService, run_dir: Path) -> None:
-    api.script = lambda handler: handler.answer(b'{"error": {"message": "the box is full"}}', 503)
+    api.script = lambda handler: handler.answer(b'{"error": {"message": "the server is full"}}', 503)
     outcome = cli("chat", "--run-dir", run_dir, "Hi")
-    assert (outcome.code, outcome.out, outcome.err) == (1, "", "appliance: the box is full (status 503)\n")
+    assert (outcome.code, outcome.out, outcome.err) == (1, "", "appliance: the server is full (status 503)\n")
 
 
 def test_an_error_in_the_stream_ends_the_answer_with_its_message(
@@ -243,10 +243,10 @@ def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(terminal: Terminal, api: A
 
 
 def test_a_failed_answer_is_reported_and_can_be_requested_again(terminal: Terminal, api: ApiService) -> None:
-    api.script = lambda handler: handler.answer(b'{"error": {"message": "the box is full"}}', 503)
+    api.script = lambda handler: handler.answer(b'{"error": {"message": "the server is full"}}', 503)
     terminal.wait_for("> ")
     terminal.type("hello\n")
-    terminal.wait_for("no answer: the box is full (status 503)")
+    terminal.wait_for("no answer: the server is full (status 503)")
     api.script = lambda handler: stream(handler, *spoken("Yes."))
     terminal.wait_for("> ")
     terminal.type("hello\n")

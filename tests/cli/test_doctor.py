@@ -157,14 +157,14 @@ def test_a_model_that_cannot_run_on_this_machine_is_reported_before_it_is_loaded
 def test_a_model_is_checked_against_the_memory_of_the_gpu(
     doctor: Doctor, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def box(memory_bytes: int) -> GpuReport:
+    def gpus_with(memory_bytes: int) -> GpuReport:
         return GpuReport([DetectedGpu(0, "NVIDIA H200", memory_bytes, 1 << 20, "9.0")], "580.1", "13.0")
 
-    monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: box(140 << 30))
+    monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: gpus_with(140 << 30))
     _, findings = doctor()
     text = " ".join(finding["text"] for finding in findings)
     assert "NVIDIA H200, 140 GiB" in text and "133 GiB usable" in text and "in bfloat16" in text
-    monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: box(50 << 20))
+    monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: gpus_with(50 << 20))
     _, findings = doctor()
     assert "47.5 MiB usable" in found(findings, "models", "problem")
 

@@ -31,7 +31,9 @@ def filled(history: History, tmp_path: Path) -> Path:
     requests and one open request."""
     log, now = history.log, time.time()
     log.end(a_row("req-old", created_at=now - 7200, finished_at=now - 7199, tenant="acme"))
-    log.end(a_row("req-bad", created_at=now - 60, status=503, finish_reason="error", error="the box is full"))
+    log.end(
+        a_row("req-bad", created_at=now - 60, status=503, finish_reason="error", error="the server is full")
+    )
     log.end(a_row("req-other", created_at=now - 50, model="other"))
     log.end(a_row("req-last", created_at=now - 40))
     log.open(a_row("req-open", created_at=now - 30, finished_at=None, status=None, finish_reason=None))
@@ -72,14 +74,14 @@ def test_filters_narrow_the_list(cli: Run, filled: Path, flags: tuple[object, ..
 def test_without_the_json_option_the_command_prints_a_table(cli: Run, filled: Path) -> None:
     lines = cli("requests", "--state-dir", filled).out.splitlines()
     assert lines[0].split()[:2] == ["TIME", "REQUEST"]
-    assert "503" in lines[2] and lines[2].endswith("the box is full")
+    assert "503" in lines[2] and lines[2].endswith("the server is full")
     assert " open " in lines[5]
 
 
 def test_one_request_is_shown_with_every_field(cli: Run, filled: Path) -> None:
     out = cli("requests", "--state-dir", filled, "--id", "req-bad").out
     fields = dict(line.split(maxsplit=1) for line in out.splitlines() if " " in line)
-    assert fields["error"] == "the box is full" and fields["prompt_tokens"] == "12"
+    assert fields["error"] == "the server is full" and fields["prompt_tokens"] == "12"
 
 
 def test_an_unknown_id_is_an_error_with_a_remedy(cli: Run, filled: Path) -> None:

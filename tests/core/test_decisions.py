@@ -138,7 +138,7 @@ def test_a_key_given_instead_of_its_id_is_stored_nowhere(service: Service) -> No
 def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> None:
     key = new_key(service, scopes=["read"]).key
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://box", timeout=60) as http:
+    with httpx.Client(transport=transport, base_url="http://server", timeout=60) as http:
         refused = http.post("/actions/keys.revoke", headers={"Authorization": f"Bearer {key}"}, json={})
         # The log line describes the latest denied request.
         wait_until(lambda: "denied POST '/actions/keys.revoke'" in service.log.read_text())
@@ -153,7 +153,7 @@ def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> Non
 def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: Service) -> None:
     made = new_key(service, scopes=["read"])
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://box", timeout=60) as http:
+    with httpx.Client(transport=transport, base_url="http://server", timeout=60) as http:
         reader = {"Authorization": f"Bearer {made.key}"}
         for _ in range(30):
             assert http.post("/actions/keys.revoke", headers=reader, json={"id": made.id}).status_code == 403

@@ -245,7 +245,7 @@ def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: 
     assert status.fronts[0].dropped_texts == 3
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
     with httpx.Client(transport=transport, timeout=60) as metrics:
-        said = metrics.get("http://box/metrics").text
+        said = metrics.get("http://server/metrics").text
     assert 'appliance_front_dropped_texts_total{front="front-0"} 3' in said
     # The service writes the log in a separate thread.
     wait_until(lambda: "not ready: model 'm' is unavailable" in service.log.read_text())

@@ -120,7 +120,7 @@ def test_a_cancelled_answer_is_kept_up_to_its_end(policy: Harness, client: opena
     policy.replica.step_s = 0.01
     with httpx.Client(transport=httpx.HTTPTransport(uds=policy.api_sock), timeout=60) as http:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 100, "stream": True}
-        with http.stream("POST", "http://box/v1/completions", json=body) as response:
+        with http.stream("POST", "http://server/v1/completions", json=body) as response:
             next(response.iter_bytes())
     prompt, answer = kept(policy)
     assert prompt.text == "a" and answer.text and policy.text(0).startswith(answer.text)

@@ -32,7 +32,7 @@ def peer(kind: str, number: int, tenant: str) -> PeerRecord:
     return PeerRecord(kind=kind, number=number, tenant=tenant, created_at=0.0)
 
 
-class Box:
+class Server:
     """Policies that a test can change, and the identity table computed from them."""
 
     def __init__(self, *records: TenantRecord | KeyRecord | PeerRecord, unix: Any = "owner") -> None:
@@ -54,7 +54,7 @@ class Box:
 
 def test_only_valid_keys_and_named_uids_are_in_the_table() -> None:
     past, future = time.time() - 1, time.time() + 1000
-    box = Box(
+    server = Server(
         tenant("acme"),
         key("good"),
         key("lasting", expires_at=future),
@@ -63,23 +63,25 @@ def test_only_valid_keys_and_named_uids_are_in_the_table() -> None:
         key("orphan", tenant="gone"),
         unix=[1234],
     )
-    table = box.table.current()
+    table = server.table.current()
     assert {name: known and known.key_id for name, known in table.keys.items()} == {
         "hash of good": "good",
         "hash of lasting": "lasting",
     }
-    assert box.key("lasting").expires_at == future
+    assert server.key("lasting").expires_at == future
     assert set(table.uids) == {0, os.geteuid(), 1234} and table.any_uid is None
     assert {known.tenant for known in table.uids.values()} == {"local"}
-    anybody = Box(unix="any").table.current().any_uid
+    anybody = Server(unix="any").table.current().any_uid
     assert anybody is not None and anybody.tenant == "local"
-    assert 1234 not in Box().table.current().uids
+    assert 1234 not in Server().table.current().uids
 
 
 def test_mapped_users_and_groups_take_precedence_over_the_settings() -> None:
-    box = Box(tenant("acme"), peer("uid", 1234, "acme"), peer("uid", 0, "acme"), peer("gid", 50, "acme"))
-    box.table.unix = UnixSettings(uids=[1234, 77])
-    table = box.table.current()
+    server = Server(
+        tenant("acme"), peer("uid", 1234, "acme"), peer("uid", 0, "acme"), peer("gid", 50, "acme")
+    )
+    server.table.unix = UnixSettings(uids=[1234, 77])
+    table = server.table.current()
     assert [table.uids[uid].tenant for uid in (1234, 0, 77)] == ["acme", "acme", "local"]
     assert {gid: known.tenant for gid, known in table.gids.items()} == {50: "acme"}
     assert table.uids[1234].scopes == ("inference",)
@@ -87,46 +89,48 @@ def test_mapped_users_and_groups_take_precedence_over_the_settings() -> None:
 
 def test_a_key_restricts_its_tenants_rights_and_never_extends_them() -> None:
     quota = Quota(context_tokens=100)
-    box = Box(
+    server = Server(
         tenant("acme", highest_class=1, default_class=1, quota=quota, default_max_tokens=7),
         key("plain"),
         key("wide", highest_class=0, quota=Quota(context_tokens=900)),
         key("narrow", highest_class=3, quota=Quota(context_tokens=10), models=("m",), scopes=("read",)),
     )
-    assert (box.key("plain").highest_class, box.key("plain").context_tokens) == (1, 100)
-    assert (box.key("wide").highest_class, box.key("wide").context_tokens) == (1, 100)
-    narrow = box.key("narrow")
+    assert (server.key("plain").highest_class, server.key("plain").context_tokens) == (1, 100)
+    assert (server.key("wide").highest_class, server.key("wide").context_tokens) == (1, 100)
+    narrow = server.key("narrow")
     assert (narrow.highest_class, narrow.default_class, narrow.context_tokens) == (3, 3, 10)
     assert (narrow.models, narrow.scopes, narrow.default_max_tokens) == (("m",), ("read",), 7)
 
 
 def test_all_identities_of_a_suspended_tenant_are_marked() -> None:
-    box = Box(tenant("acme", suspended_at=5.0), key("k"), peer("uid", 9, "acme"), peer("gid", 9, "acme"))
-    table = box.table.current()
-    assert box.key("k").suspended and table.uids[9].suspended and table.gids[9].suspended
+    server = Server(
+        tenant("acme", suspended_at=5.0), key("k"), peer("uid", 9, "acme"), peer("gid", 9, "acme")
+    )
+    table = server.table.current()
+    assert server.key("k").suspended and table.uids[9].suspended and table.gids[9].suspended
     assert not table.uids[0].suspended
 
 
 def test_the_table_is_computed_again_only_after_a_change() -> None:
-    box = Box(tenant("acme"), key("k"))
-    first = box.table.current()
-    assert box.table.current() is first
-    box.put(key("other"))
-    second = box.table.current()
+    server = Server(tenant("acme"), key("k"))
+    first = server.table.current()
+    assert server.table.current() is first
+    server.put(key("other"))
+    second = server.table.current()
     assert second is not first
     assert second.keys["hash of k"] is first.keys["hash of k"]
-    box.table.unix = UnixSettings(uids=[5])
-    assert 5 in box.table.current().uids
+    server.table.unix = UnixSettings(uids=[5])
+    assert 5 in server.table.current().uids
 
 
 def test_the_changes_for_fronts_add_up_to_the_whole_table() -> None:
-    box = Box(tenant("acme"), tenant("other"), *(key(f"k{number}") for number in range(20)))
-    before = box.table.current()
+    server = Server(tenant("acme"), tenant("other"), *(key(f"k{number}") for number in range(20)))
+    before = server.table.current()
     assert changes(before, before) is None
-    box.put(tenant("acme", weight=5.0))
-    assert changes(before, box.table.current()) is None, "fronts do not use a tenant's weight"
-    box.put(key("k3", revoked_at=1.0), key("k4", models=("m",)), key("new"), peer("gid", 3, "acme"))
-    after = box.table.current()
+    server.put(tenant("acme", weight=5.0))
+    assert changes(before, server.table.current()) is None, "fronts do not use a tenant's weight"
+    server.put(key("k3", revoked_at=1.0), key("k4", models=("m",)), key("new"), peer("gid", 3, "acme"))
+    after = server.table.current()
     news = changes(before, after)
     assert news is not None and not news.whole
     assert set(news.keys) == {"hash of k3", "hash of k4", "hash of new"}
@@ -136,16 +140,18 @@ def test_the_changes_for_fronts_add_up_to_the_whole_table() -> None:
 
 
 def test_rights_sent_by_a_front_are_replaced_by_those_of_the_core() -> None:
-    box = Box(tenant("acme", highest_class=2), key("k", highest_class=3), tenant("rich", highest_class=0))
+    server = Server(
+        tenant("acme", highest_class=2), key("k", highest_class=3), tenant("rich", highest_class=0)
+    )
     claim = {"highest_class": 0, "context_tokens": None, "scopes": ("inference", "admin")}
-    assert box.table.of(Identity(tenant="acme", key_id="k", **claim)) == box.key("k")  # type: ignore[arg-type]
-    as_peer = box.table.of(Identity(tenant="acme", **claim))  # type: ignore[arg-type]
+    assert server.table.of(Identity(tenant="acme", key_id="k", **claim)) == server.key("k")  # type: ignore[arg-type]
+    as_peer = server.table.of(Identity(tenant="acme", **claim))  # type: ignore[arg-type]
     assert (as_peer.highest_class, as_peer.scopes) == (2, ("inference",))
     # The caller gets the rights of an unknown caller if the tenant or the key does not exist, or if the key
     # belongs to another tenant.
     for tenant_name, key_id in (("rich", "k"), ("acme", "gone"), ("gone", ""), ("gone", "k")):
         claimed = Identity(tenant=tenant_name, key_id=key_id, **claim)  # type: ignore[arg-type]
-        assert box.table.of(claimed) == Identity(tenant=tenant_name, key_id=key_id)
+        assert server.table.of(claimed) == Identity(tenant=tenant_name, key_id=key_id)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +208,11 @@ def test_a_thousand_tenants_and_five_thousand_keys_fit_into_one_small_frame() ->
         )
         for number in range(5000)
     ]
-    box = Box(*tenants, *keys)
-    before = box.table.current()
+    server = Server(*tenants, *keys)
+    before = server.table.current()
     encode = msgspec.msgpack.Encoder().encode
     assert len(encode(before)) < 1 << 20
-    box.put(msgspec.structs.replace(keys[7], revoked_at=1.0))
-    news = changes(before, box.table.current())
+    server.put(msgspec.structs.replace(keys[7], revoked_at=1.0))
+    news = changes(before, server.table.current())
     assert news is not None and len(encode(news)) < 1000
     assert msgspec.msgpack.decode(encode(news), type=Identities) == news

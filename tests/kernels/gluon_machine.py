@@ -200,9 +200,9 @@ class Copy:
         return self.to.places.numel() * self.source.base.itemsize
 
     def land(self) -> None:
-        box, place, inside = self.source.block_shape, torch.tensor(0), torch.tensor(True)
-        for axis, (start, count) in enumerate(zip(self.at, box, strict=True)):
-            index = (start + torch.arange(count)).view([-1 if n == axis else 1 for n in range(len(box))])
+        block, place, inside = self.source.block_shape, torch.tensor(0), torch.tensor(True)
+        for axis, (start, count) in enumerate(zip(self.at, block, strict=True)):
+            index = (start + torch.arange(count)).view([-1 if n == axis else 1 for n in range(len(block))])
             inside = inside & (index >= 0) & (index < self.source.shape[axis])
             place = place + index * self.source.strides[axis]
         values = flat(self.source.base)[torch.where(inside, place, 0)]
@@ -271,7 +271,7 @@ class Program:
         """Start a copy. The copy engine may complete it at any later time."""
         if list(to.places.shape) != list(source.block_shape) or to.layout != source.layout:
             raise Fault(
-                f"a box of {source.block_shape} cannot be copied to {list(to.places.shape)} of {to.layout}"
+                f"a block of {source.block_shape} cannot be copied to {list(to.places.shape)} of {to.layout}"
             )
         me, event = self.current, self._event()
         self._copied |= event

@@ -183,7 +183,7 @@ def _alone(tiles, out, WRONG: gl.constexpr):
     if WRONG != "waits uninitialised":
         mbarrier.expect(here, 64 * 64 * 2 * (2 if WRONG == "copies onto a copy" else 1))
         tile = pair.index(2 if WRONG == "a stage too far" else 0)
-        to = tile.reshape([32, 128]) if WRONG == "another box" else tile
+        to = tile.reshape([32, 128]) if WRONG == "another block" else tile
         tma.async_copy_global_to_shared(tiles, [0, 0], here, to)
     if WRONG == "copies onto a copy":
         tma.async_copy_global_to_shared(tiles, [0, 0], here, pair.index(0))
@@ -203,7 +203,7 @@ ALONE = {
     "waits uninitialised": r"whose phase 0 lacks 0 of 0 arrivals and 0 bytes before its initialisation",
     "initialised twice": r"is initialised twice",
     "a stage too far": r"index 2 is out of range of 2",
-    "another box": r"a box of \[64, 64\] cannot be copied to \[32, 128\]",
+    "another block": r"a block of \[64, 64\] cannot be copied to \[32, 128\]",
     "copies onto a copy": r"the kernel overwrites .*, to which a copy may still be in flight",
     "reads before the wait": r"the kernel reads .* before waiting for the copy into it",
     "leaves an expectation": r"unfinished phase of .* whose phase 1 lacks 0 of 1 arrivals and 2 bytes",

@@ -26,7 +26,7 @@ def ask(address: Any, method: str, path: str, headers: list[list[str]]) -> tuple
         sock.settimeout(60)
         sock.connect(address if unix else tuple(address))
         body = b'{"no such field": 1}' if method in ("POST", "PUT", "PATCH") else b""
-        lines = [f"{method} {path} HTTP/1.1", "Host: box", "Connection: close"]
+        lines = [f"{method} {path} HTTP/1.1", "Host: server", "Connection: close"]
         lines += [f"{name}: {value}" for name, value in headers]
         if body:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]

@@ -64,7 +64,7 @@ async def _ask(
 ) -> None:
     content = json.dumps(body).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: box\r\nAuthorization: Bearer {secret}\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: server\r\nAuthorization: Bearer {secret}\r\n"
         f"Connection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )

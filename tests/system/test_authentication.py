@@ -183,8 +183,8 @@ def spellings(path: str) -> list[str]:
         path + "%00",
         path + "%20",
         path + "#/health/live",
-        "http://box" + path,
-        "http://box/health/live#" + path,
+        "http://server" + path,
+        "http://server/health/live#" + path,
     ]
 
 
@@ -196,7 +196,7 @@ def askers() -> Iterator[Askers]:
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     port, metrics_port = free_port(), free_port()
     config = tmp_path_factory.mktemp("auth") / "appliance.toml"
     config.write_text('[unix]\napi_mode = "0666"\nadmin_mode = "0666"\n')
@@ -224,10 +224,10 @@ def test_every_route_has_its_permitted_callers_listed() -> None:
         assert len(found) == len(declared)
 
 
-def test_the_running_processes_serve_the_routes_in_the_tables(box: Matrix) -> None:
+def test_the_running_processes_serve_the_routes_in_the_tables(matrix: Matrix) -> None:
     for caller, found in (
-        (box.callers["inference"][0], front_table()),
-        (box.operators["admin"][0], admin_table()),
+        (matrix.callers["inference"][0], front_table()),
+        (matrix.operators["admin"][0], admin_table()),
     ):
         status, body = ask(caller.address, "GET", "/openapi.json", caller.headers)
         assert status == 200
@@ -255,10 +255,10 @@ def test_no_other_code_serves_http() -> None:
     assert serving == SERVERS
 
 
-def test_each_route_of_the_fronts_is_open_only_to_permitted_callers(box: Matrix, askers: Askers) -> None:
+def test_each_route_of_the_fronts_is_open_only_to_permitted_callers(matrix: Matrix, askers: Askers) -> None:
     found, asked = [], 0
     for route in front_table():
-        for caller_kind, callers in box.callers.items():
+        for caller_kind, callers in matrix.callers.items():
             for caller in callers:
                 status, body = askers.ask(caller, route.method, concrete(route.path))
                 asked += 1
@@ -280,7 +280,7 @@ def expected_of_front(route: Route, caller_kind: str, status: int, body: str) ->
 
 
 def test_on_the_fronts_no_spelling_of_a_path_and_no_method_bypasses_authentication(
-    box: Matrix, askers: Askers
+    matrix: Matrix, askers: Askers
 ) -> None:
     open_paths = {route.path for route in front_table() if route.wanted == OPEN}
     others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
@@ -290,15 +290,15 @@ def test_on_the_fronts_no_spelling_of_a_path_and_no_method_bypasses_authenticati
         others += [(route.method, spelling) for spelling in spellings(path)]
     strangers = [
         caller
-        for caller in box.callers["unknown"]
+        for caller in matrix.callers["unknown"]
         if caller.name in ("tcp, none", "tcp, wrong", "unix, stranger")
     ]
     found = []
     for caller, (method, path) in itertools.product(
-        strangers + box.callers["lacking"][:1] + box.callers["suspended"][:1], others
+        strangers + matrix.callers["lacking"][:1] + matrix.callers["suspended"][:1], others
     ):
         status, body = askers.ask(caller, method, path)
-        asked = unquote(path.removeprefix("http://box").partition("?")[0].partition("#")[0])
+        asked = unquote(path.removeprefix("http://server").partition("?")[0].partition("#")[0])
         if status == 400 and "invalid_http" in body:
             sound = True  # refused before the caller is identified
         elif asked.rstrip("/") in open_paths:
@@ -311,7 +311,7 @@ def test_on_the_fronts_no_spelling_of_a_path_and_no_method_bypasses_authenticati
 
 
 def test_permitted_callers_get_no_server_error_with_any_spelling_of_a_path(
-    box: Matrix, askers: Askers
+    matrix: Matrix, askers: Askers
 ) -> None:
     found = []
     for route in front_table():
@@ -319,18 +319,18 @@ def test_permitted_callers_get_no_server_error_with_any_spelling_of_a_path(
         for method, spelling in [(method, path) for method in METHODS] + [
             (route.method, s) for s in spellings(path)
         ]:
-            status, body = askers.ask(box.callers["inference"][0], method, spelling)
+            status, body = askers.ask(matrix.callers["inference"][0], method, spelling)
             if status >= 500 or status == 0:
                 found.append(f"{method} {spelling}: {status} {body[:100]}")
     assert not found, holes(found)
 
 
 def test_each_route_of_the_admin_socket_is_open_only_to_permitted_callers(
-    box: Matrix, askers: Askers
+    matrix: Matrix, askers: Askers
 ) -> None:
     found, asked = [], 0
     for route in admin_table():
-        for caller_kind, callers in box.operators.items():
+        for caller_kind, callers in matrix.operators.items():
             for caller in callers:
                 status, body = askers.ask(caller, route.method, concrete(route.path))
                 asked += 1
@@ -339,7 +339,7 @@ def test_each_route_of_the_admin_socket_is_open_only_to_permitted_callers(
     print(f"{asked} requests over {len(admin_table())} routes")
     assert not found, holes(found)
     # None of the requests may have changed anything.
-    with AdminClient(box.running.run_dir) as admin:
+    with AdminClient(matrix.running.run_dir) as admin:
         assert len(admin.tenants()) == 4
 
 
@@ -354,7 +354,7 @@ def expected_of_admin(route: Route, caller_kind: str, status: int) -> bool:
 
 
 def test_on_the_admin_socket_no_spelling_of_a_path_and_no_method_bypasses_authentication(
-    box: Matrix, askers: Askers
+    matrix: Matrix, askers: Askers
 ) -> None:
     others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
     forecasts = set()
@@ -364,14 +364,14 @@ def test_on_the_admin_socket_no_spelling_of_a_path_and_no_method_bypasses_authen
         if (route.method, route.wanted) == ("POST", "read"):
             forecasts |= {("POST", path) for path in (route.path, *spellings(route.path))}
     found = []
-    for caller in box.operators[""]:
+    for caller in matrix.operators[""]:
         if caller.name not in ("admin, stranger", "admin, wrong", "admin, inference"):
             continue
         for method, path in others:
             status, body = askers.ask(caller, method, path)
             if status not in (401, 403) and not (status == 400 and "invalid_http" in body):
                 found.append(f"{caller.name}: {method} {path}: {status} {body[:100]}")
-    for caller in box.operators["read"][:1]:
+    for caller in matrix.operators["read"][:1]:
         for method, path in others:
             if method in ("GET", "HEAD", "OPTIONS", "TRACE"):
                 continue
@@ -382,15 +382,15 @@ def test_on_the_admin_socket_no_spelling_of_a_path_and_no_method_bypasses_authen
     assert not found, holes(found)
 
 
-def test_the_metrics_address_serves_only_metrics(box: Matrix) -> None:
-    address, found = ["127.0.0.1", box.metrics_port], []
+def test_the_metrics_address_serves_only_metrics(matrix: Matrix) -> None:
+    address, found = ["127.0.0.1", matrix.metrics_port], []
     others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
     for route in (*front_table(), *admin_table(), *metrics_table()):
         others += [(route.method, concrete(route.path))]
         others += [("GET", spelling) for spelling in spellings(concrete(route.path))]
     for method, path in others:
         status, body = ask(address, method, path, [])
-        asked = unquote(path.removeprefix("http://box").partition("?")[0].partition("#")[0])
+        asked = unquote(path.removeprefix("http://server").partition("?")[0].partition("#")[0])
         if asked == "/metrics":
             sound = status == (200 if method in ("GET", "HEAD") else 405) or (
                 status == 400 and "invalid_http" in body
@@ -402,8 +402,8 @@ def test_the_metrics_address_serves_only_metrics(box: Matrix) -> None:
     assert not found, holes(found)
 
 
-def test_the_admin_api_is_served_on_no_other_socket(box: Matrix) -> None:
-    key = box.callers["inference"][1]
+def test_the_admin_api_is_served_on_no_other_socket(matrix: Matrix) -> None:
+    key = matrix.callers["inference"][1]
     for route in admin_table():
         if route.path == "/openapi.json":
             continue
@@ -411,14 +411,14 @@ def test_the_admin_api_is_served_on_no_other_socket(box: Matrix) -> None:
         assert status == 404, route
 
 
-def test_a_change_by_an_operator_applies_to_the_next_connection(box: Matrix) -> None:
+def test_a_change_by_an_operator_applies_to_the_next_connection(matrix: Matrix) -> None:
     """The test need not wait, because a front receives the change before it accepts any later connection."""
-    address = box.callers["inference"][0].address
+    address = matrix.callers["inference"][0].address
 
     def status(key: str) -> int:
         return ask(address, "GET", "/v1/models", [["Authorization", f"Bearer {key}"]])[0]
 
-    with AdminClient(box.running.run_dir) as admin:
+    with AdminClient(matrix.running.run_dir) as admin:
         admin.act(CreateTenant(name="brief"))
         for _ in range(10):
             made = admin.create_key("brief", "brief")
@@ -432,8 +432,8 @@ def test_a_change_by_an_operator_applies_to_the_next_connection(box: Matrix) -> 
         admin.act(DeleteTenant(name="brief"))
 
 
-def test_each_request_on_a_keep_alive_connection_is_authenticated_again(box: Matrix) -> None:
-    right = box.callers["inference"][0]
+def test_each_request_on_a_keep_alive_connection_is_authenticated_again(matrix: Matrix) -> None:
+    right = matrix.callers["inference"][0]
     with httpx.Client(base_url=f"http://127.0.0.1:{right.address[1]}", timeout=60) as http:
         good = http.get("/v1/models", headers=dict(right.headers))
         assert good.status_code == 200
@@ -441,9 +441,9 @@ def test_each_request_on_a_keep_alive_connection_is_authenticated_again(box: Mat
         assert http.get("/v1/models", headers={"Authorization": "Bearer ak-wrong"}).status_code == 401
 
 
-def test_an_expired_or_revoked_key_is_refused_even_on_an_open_connection(box: Matrix) -> None:
-    running = box.running
-    address = box.callers["inference"][0].address
+def test_an_expired_or_revoked_key_is_refused_even_on_an_open_connection(matrix: Matrix) -> None:
+    running = matrix.running
+    address = matrix.callers["inference"][0].address
     revoked = running.act(CreateKey(name="revoked-soon"))
     brief = running.key("brief", expires_at=time.time() + 10)  # the first requests must precede this time
     with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=60) as http:

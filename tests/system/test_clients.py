@@ -189,7 +189,7 @@ def test_curl_over_tcp_and_the_unix_socket(demo: Service, base: str, key: str) -
     body = json.dumps({"model": "demo", "messages": HI, "max_tokens": 8, "stream": True})
     words = ["curl", "-sSN", "--fail-with-body", "-H", "Content-Type: application/json", "-d", body]
     over_tcp = run(*words, "-H", f"Authorization: Bearer {key}", base + CHAT + "/")
-    over_unix = run(*words, "--unix-socket", str(demo.api_socket), "http://box" + CHAT)
+    over_unix = run(*words, "--unix-socket", str(demo.api_socket), "http://server" + CHAT)
     for text in (over_tcp, over_unix):
         assert text.endswith("data: [DONE]\n\n")
 

@@ -43,7 +43,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def box(settings: Path) -> Iterator[Service]:
+def server(settings: Path) -> Iterator[Service]:
     with service("--config", str(settings)) as running:
         yield running
 
@@ -193,14 +193,14 @@ def draining(running: Service, *options: str) -> Iterator[subprocess.Popen[str]]
 
 
 @pytest.fixture
-def patient(box: Service, settings: Path) -> Iterator[Service]:
+def patient(server: Service, settings: Path) -> Iterator[Service]:
     """Return the service with a notice period that is long enough for the probes even on a slow machine."""
     text = settings.read_text()
     settings.write_text(text.replace("drain_notice_s = 0.8", f"drain_notice_s = {NOTICE_S}"))
-    box.command("config", "reload")
-    yield box
+    server.command("config", "reload")
+    yield server
     settings.write_text(text)
-    box.command("config", "reload")
+    server.command("config", "reload")
 
 
 def status(running: Service) -> Status:
@@ -213,55 +213,55 @@ def runs_one(running: Service) -> bool:
 
 
 def test_a_drain_under_load_loses_nothing_and_says_not_ready_before_it_refuses(patient: Service) -> None:
-    box = patient
-    load = Load(box)
+    server = patient
+    load = Load(server)
     load.probe("")
-    with load, draining(box, "--grace", "60s", "--json") as process:
+    with load, draining(server, "--grace", "60s", "--json") as process:
         out, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         looks = [json.loads(line) for line in out.splitlines()]
         assert [looks[0]["state"], looks[-1]["state"]] == ["announced", "drained"]
         assert looks[-1]["ended"] == looks[-1]["running"] == looks[-1]["queued"] == 0
         assert looks[-1]["elapsed_s"] < 60
-        box.wait_until(lambda: load.refusals, 60, "a refusal")
-        assert status(box).state == "drained"
-        box.command("resume")
-        box.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 60, "ready probes")
+        server.wait_until(lambda: load.refusals, 60, "a refusal")
+        assert status(server).state == "drained"
+        server.command("resume")
+        server.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 60, "ready probes")
         seen = len(load.answers)
-        box.wait_until(lambda: len(load.answers) > seen + 12, 60, "answers after the drain")
+        server.wait_until(lambda: len(load.answers) > seen + 12, 60, "answers after the drain")
         assert not any(answer.refused for answer in load.answers[seen + 12 :])
     check(load)
     check_order(load)
-    box.wait_until(lambda: status(box).state == "ready", 60, "the service to be ready")
+    server.wait_until(lambda: status(server).state == "ready", 60, "the service to be ready")
 
 
 def test_a_drain_of_one_model_leaves_the_other_alone(patient: Service) -> None:
-    box = patient
-    load = Load(box, ("demo", "other"))
+    server = patient
+    load = Load(server, ("demo", "other"))
     load.probe("demo")
-    with load, draining(box, "--model", "demo", "--grace", "60s") as process:
+    with load, draining(server, "--model", "demo", "--grace", "60s") as process:
         assert process.wait(120) == 0
-        box.wait_until(lambda: load.refusals, 60, "a refusal")
-        with box.http() as http:
+        server.wait_until(lambda: load.refusals, 60, "a refusal")
+        with server.http() as http:
             for path, code in (("", 200), ("?model=other", 200), ("?model=demo", 503)):
                 assert http.get(f"/health/ready{path}").status_code == code
         seen = len(load.of("other"))
-        box.wait_until(lambda: len(load.of("other")) > seen + 10, 60, "answers of the other model")
-        box.command("resume", "--model", "demo")
-        box.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 60, "ready probes")
+        server.wait_until(lambda: len(load.of("other")) > seen + 10, 60, "answers of the other model")
+        server.command("resume", "--model", "demo")
+        server.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 60, "ready probes")
     check(load)
     check_order(load)
     assert not any(answer.refused for answer in load.of("other"))
 
 
-def test_a_cancelled_drain_restores_service_and_running_requests_continue(box: Service) -> None:
-    with ThreadPoolExecutor(1) as pool, box.http() as http, box.http() as other:
+def test_a_cancelled_drain_restores_service_and_running_requests_continue(server: Service) -> None:
+    with ThreadPoolExecutor(1) as pool, server.http() as http, server.http() as other:
         long = pool.submit(ask, http, "demo", tokens=LONG)
-        box.wait_until(lambda: runs_one(box), 60, "the long request")
-        with draining(box, "--grace", "60s") as process:
-            box.wait_until(lambda: ask(other, "demo", tokens=1).refused, 60, "a refusal")
+        server.wait_until(lambda: runs_one(server), 60, "the long request")
+        with draining(server, "--grace", "60s") as process:
+            server.wait_until(lambda: ask(other, "demo", tokens=1).refused, 60, "a refusal")
             assert not long.done()
-            box.command("resume")
+            server.command("resume")
             out, errors = process.communicate(timeout=120)
         assert (process.returncode, out) == (1, "")
         assert errors.endswith("the service: the drain was cancelled by another operator\n")
@@ -269,36 +269,38 @@ def test_a_cancelled_drain_restores_service_and_running_requests_continue(box: S
         assert (long.result(300).status, long.result().tokens) == (200, LONG)
 
 
-def test_with_the_queue_option_new_requests_wait_until_service_resumes(box: Service) -> None:
-    with ThreadPoolExecutor(5) as pool, box.http() as http:
-        with draining(box, "--queue") as process:
+def test_with_the_queue_option_new_requests_wait_until_service_resumes(server: Service) -> None:
+    with ThreadPoolExecutor(5) as pool, server.http() as http:
+        with draining(server, "--queue") as process:
             assert process.wait(120) == 0
         waiting = [pool.submit(ask, http, "demo", stream=number % 2 == 0) for number in range(5)]
-        box.wait_until(lambda: status(box).drains[0].held == 5, 60, "five that wait")
+        server.wait_until(lambda: status(server).drains[0].held == 5, 60, "five that wait")
         assert not any(future.done() for future in waiting)
-        assert status(box).state == "drained"
-        box.command("resume")
+        assert status(server).state == "drained"
+        server.command("resume")
         assert [(future.result(120).status, future.result().tokens) for future in waiting] == [
             (200, TOKENS)
         ] * 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_that_outlast_the_grace_period_end_with_one_clear_error(box: Service, stream: bool) -> None:
-    with ThreadPoolExecutor(1) as pool, box.http() as http:
+def test_requests_that_outlast_the_grace_period_end_with_one_clear_error(
+    server: Service, stream: bool
+) -> None:
+    with ThreadPoolExecutor(1) as pool, server.http() as http:
         long = pool.submit(ask, http, "demo", stream=stream, tokens=LONG)
-        box.wait_until(lambda: runs_one(box), 60, "the long request")
-        with draining(box, "--grace", "0s") as process:
+        server.wait_until(lambda: runs_one(server), 60, "the long request")
+        with draining(server, "--grace", "0s") as process:
             out, errors = process.communicate(timeout=120)
         assert process.returncode == 1, errors
         assert "1 requests did not finish within the grace period and were ended" in out
         assert (long.result(300).status, long.result().code) == (503, "aborted")
-        box.wait_until(lambda: status(box).queue.running == 0, 60, "an idle engine")
-        (row,) = box.wait_until(lambda: [row for row in box.rows()[-1:] if row["error"]], 60, "its row")
+        server.wait_until(lambda: status(server).queue.running == 0, 60, "an idle engine")
+        (row,) = server.wait_until(lambda: [row for row in server.rows()[-1:] if row["error"]], 60, "its row")
         assert (
             row["error"] == "the service is draining, and this request did not finish within the grace period"
         )
-        box.command("resume")
+        server.command("resume")
 
 
 def outcomes(running: Service) -> dict[tuple[str, int], int]:

@@ -29,7 +29,7 @@ OUTCOME = """CASE WHEN status < 400 THEN iif(error IS NULL, 'ok', 'failed')
 Values = dict[tuple[str, ...], float]
 
 
-class Box:
+class Server:
     """A service that also serves metrics on TCP."""
 
     def __init__(self, running: Service, port: int, metrics_port: int) -> None:
@@ -71,26 +71,26 @@ class Box:
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port, metrics_port = free_port(), free_port()
     config = tmp_path_factory.mktemp("metrics") / "appliance.toml"
     config.write_text(f'[metrics]\nlisten = "127.0.0.1:{metrics_port}"\n')
     with service("--config", str(config), "--listen", f"127.0.0.1:{port}", "--fronts", "2") as running:
-        yield Box(running, port, metrics_port)
+        yield Server(running, port, metrics_port)
 
 
 def above_0(values: Values) -> Values:
     return {by: value for by, value in values.items() if value}
 
 
-def test_the_counters_agree_with_the_request_log_after_every_kind_of_outcome(box: Box) -> None:
-    running = box.running
+def test_the_counters_agree_with_the_request_log_after_every_kind_of_outcome(server: Server) -> None:
+    running = server.running
     running.command("tenants", "create", "acme", "--requests-per-minute", "6", "--tokens-per-day", "1000")
     key = running.command("keys", "create", "--name", "k", "--tenant", "acme")["key"]
     with_key = {"headers": {"Idempotency-Key": "once"}}
-    statuses = [box.ask(key, **with_key).status_code for _ in range(2)]
-    statuses += [box.ask(key, **changes).status_code for changes in ({"model": "no"}, {"max_tokens": "x"})]
-    statuses += [box.ask(key).status_code for _ in range(8)]
+    statuses = [server.ask(key, **with_key).status_code for _ in range(2)]
+    statuses += [server.ask(key, **changes).status_code for changes in ({"model": "no"}, {"max_tokens": "x"})]
+    statuses += [server.ask(key).status_code for _ in range(8)]
     assert {200, 400, 404, 429} <= set(statuses)
     streams = [Stream(running, max_tokens=400) for _ in range(4)]
     for stream in streams:
@@ -102,73 +102,75 @@ def test_the_counters_agree_with_the_request_log_after_every_kind_of_outcome(box
     for stream in streams:
         stream.join(180)
     running.wait_until(lambda: not running.rows(state="open"), 60, "the end of all requests")
-    box.wait_for("appliance_store_waiting_rows", lambda waiting: waiting["history",] == 0)
+    server.wait_for("appliance_store_waiting_rows", lambda waiting: waiting["history",] == 0)
 
     model = f"iif(version IS NULL, '{OTHERS}', model)"
-    requests = box.logged(model, "class", OUTCOME, "count(*)")
+    requests = server.logged(model, "class", OUTCOME, "count(*)")
     assert {outcome for *_, outcome in requests} >= {"ok", "cancelled", "rejected", "refused"}
-    assert box.values("appliance_requests_total") == requests
-    assert box.values("appliance_tenant_requests_total") == box.logged("tenant", OUTCOME, "count(*)")
-    assert box.values("appliance_retries_total") == above_0(box.logged(model, "retry", "count(retry)"))
+    assert server.values("appliance_requests_total") == requests
+    assert server.values("appliance_tenant_requests_total") == server.logged("tenant", OUTCOME, "count(*)")
+    assert server.values("appliance_retries_total") == above_0(server.logged(model, "retry", "count(retry)"))
     for name in ("prompt", "generated", "billed"):
         tokens = f"sum({name}_tokens)"
-        assert box.values(f"appliance_{name}_tokens_total") == box.logged(model, "class", tokens)
-        assert box.values(f"appliance_tenant_{name}_tokens_total") == box.logged("tenant", tokens)
+        assert server.values(f"appliance_{name}_tokens_total") == server.logged(model, "class", tokens)
+        assert server.values(f"appliance_tenant_{name}_tokens_total") == server.logged("tenant", tokens)
     for name in ("cached", "tenant_cached"):
         by = ("tenant",) if name.startswith("tenant") else (model, "class")
-        assert box.values(f"appliance_{name}_prompt_tokens_total") == box.logged(*by, "sum(cached_tokens)")
-    timed = box.logged(model, "class", "sum(ttft_ms IS NOT NULL AND retry IS NULL)")
-    assert box.values("appliance_time_to_first_token_seconds_count") == above_0(timed)
+        assert server.values(f"appliance_{name}_prompt_tokens_total") == server.logged(
+            *by, "sum(cached_tokens)"
+        )
+    timed = server.logged(model, "class", "sum(ttft_ms IS NOT NULL AND retry IS NULL)")
+    assert server.values("appliance_time_to_first_token_seconds_count") == above_0(timed)
 
-    assert box.values("appliance_front_restarts_total") == {("front-0",): 1, ("front-1",): 0}
-    assert box.values("appliance_problems_total")[()] >= 1
-    assert box.values("appliance_tenant_limit")["acme", "tokens_per_day"] == 1000
-    used = box.logged("tenant", "sum(quota_tokens)")["acme",]
-    left = box.values("appliance_tenant_limit_left")["acme", "tokens_per_day"]
+    assert server.values("appliance_front_restarts_total") == {("front-0",): 1, ("front-1",): 0}
+    assert server.values("appliance_problems_total")[()] >= 1
+    assert server.values("appliance_tenant_limit")["acme", "tokens_per_day"] == 1000
+    used = server.logged("tenant", "sum(quota_tokens)")["acme",]
+    left = server.values("appliance_tenant_limit_left")["acme", "tokens_per_day"]
     # A daily limit of 1,000 tokens is refilled at 0.7 tokens per minute.
     assert 1000 - used <= left <= 1005 - used < 1000
     # The engine updates its own count at each step. It must equal the sum in the log.
-    generated = sum(box.logged("tenant", "sum(generated_tokens)").values())
-    box.wait_for("appliance_engine_generated_tokens_total", lambda shown: sum(shown.values()) == generated)
+    generated = sum(server.logged("tenant", "sum(generated_tokens)").values())
+    server.wait_for("appliance_engine_generated_tokens_total", lambda shown: sum(shown.values()) == generated)
 
     running.command("keys", "revoke", "--yes", running.command("keys", "list")[0]["id"])
     running.command("tenants", "delete", "--yes", "acme")
-    box.wait_for("appliance_tenant_requests_total", lambda shown: not any(t == "acme" for t, _ in shown))
-    assert 'tenant="acme"' not in box.text()
+    server.wait_for("appliance_tenant_requests_total", lambda shown: not any(t == "acme" for t, _ in shown))
+    assert 'tenant="acme"' not in server.text()
 
 
-def test_gauges_follow_the_load_and_have_the_names_that_gateways_expect(box: Box) -> None:
-    box.wait_for("vllm:num_requests_running", lambda running: running == {("demo",): 0})
-    streams = [Stream(box.running, max_tokens=600) for _ in range(3)]
+def test_gauges_follow_the_load_and_have_the_names_that_gateways_expect(server: Server) -> None:
+    server.wait_for("vllm:num_requests_running", lambda running: running == {("demo",): 0})
+    streams = [Stream(server.running, max_tokens=600) for _ in range(3)]
     scrapes = [""]
 
     def three_run() -> bool:
-        scrapes.append(box.text())
-        usage = box.values("vllm:kv_cache_usage_perc", scrapes[-1])["demo",]
-        return box.values("vllm:num_requests_running", scrapes[-1]) == {("demo",): 3} and 0 < usage < 1
+        scrapes.append(server.text())
+        usage = server.values("vllm:kv_cache_usage_perc", scrapes[-1])["demo",]
+        return server.values("vllm:num_requests_running", scrapes[-1]) == {("demo",): 3} and 0 < usage < 1
 
-    box.running.wait_until(three_run, 60, "a scrape while three requests run")
+    server.running.wait_until(three_run, 60, "a scrape while three requests run")
     # All values must come from one scrape, because requests may finish before the next scrape.
-    values = partial(box.values, text=scrapes[-1])
-    blocks = box.running.replica()["blocks_total"]
+    values = partial(server.values, text=scrapes[-1])
+    blocks = server.running.replica()["blocks_total"]
     assert values("vllm:cache_config_info") == {("demo", "64", str(blocks)): 1}
     assert ("demo", "0", "", "") in values("vllm:lora_requests_info")
     assert values("vllm:num_requests_waiting") == {("demo",): 0}
     assert values("appliance_tenant_running_requests")["local",] == 3
     for stream in streams:
         stream.join(180)
-    box.wait_for("vllm:kv_cache_usage_perc", lambda usage: usage == {("demo",): 0})
-    steps = box.values("appliance_step_seconds_count")
+    server.wait_for("vllm:kv_cache_usage_perc", lambda usage: usage == {("demo",): 0})
+    steps = server.values("appliance_step_seconds_count")
     assert steps["demo", "demo-0", "decode"] > steps["demo", "demo-0", "mixed"] > 0
-    assert box.values("appliance_replica_state") == {("demo", "demo-0", "ready"): 1}
+    assert server.values("appliance_replica_state") == {("demo", "demo-0", "ready"): 1}
 
 
-def test_every_metric_of_the_service_is_in_the_catalogue_on_both_sockets(box: Box) -> None:
+def test_every_metric_of_the_service_is_in_the_catalogue_on_both_sockets(server: Server) -> None:
     catalogue = {family.name: family.kind for family in Families()}
-    transport = httpx.HTTPTransport(uds=str(box.running.run_dir / "admin.sock"))
+    transport = httpx.HTTPTransport(uds=str(server.running.run_dir / "admin.sock"))
     with httpx.Client(transport=transport, base_url="http://admin", timeout=60) as admin:
         on_admin = admin.get("/metrics").text
-    for text in (on_admin, box.text()):
+    for text in (on_admin, server.text()):
         assert dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)) == catalogue
         shown = {family.name for family in text_string_to_metric_families(text)}
         assert shown == {name.removesuffix("_total") for name in catalogue}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 MODEL = f'folder = "{demo_model_folder()}"\nthreads = 1\nkv_blocks = 100\n'
 
 
-class Box:
+class Server:
     """A service and its settings file."""
 
     def __init__(self, path: Path, running: Service) -> None:
@@ -53,7 +53,7 @@ class Box:
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("reload") / "appliance.toml"
     # Top-level settings must precede all tables, and the tests insert tables after `fronts`.
     path.write_text(
@@ -61,22 +61,24 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
         f"[models.demo]\n{MODEL}[models.other]\n{MODEL}"
     )
     with service("--config", str(path)) as running:
-        yield Box(path, running)
+        yield Server(path, running)
 
 
-def test_a_reload_under_load_applies_the_changes_and_affects_nothing_else(box: Box) -> None:
-    running, kept, changed = box.running, box.pids("demo"), box.pids("other")
-    front = box.status().fronts[0].pid
+def test_a_reload_under_load_applies_the_changes_and_affects_nothing_else(server: Server) -> None:
+    running, kept, changed = server.running, server.pids("demo"), server.pids("other")
+    front = server.status().fronts[0].pid
     streams = [Stream(running) for _ in range(4)]
     for stream in streams:
         assert stream.begun.wait(60)
     port = free_port()
-    former = next(sock.address for sock in box.status().sockets if sock.name == "tcp")
-    box.change("fronts = 2", 'fronts = 1\nlog_level = "debug"\n[limits]\nmax_body_bytes = 999\n')
-    box.change(f'listen = "{former}"\n', "")
-    box.path.write_text(f'listen = "127.0.0.1:{port}"\n{box.path.read_text()}')
-    box.change(f"[models.other]\n{MODEL}", f"[models.other]\n{MODEL}max_num_seqs = 5\n[models.new]\n{MODEL}")
-    done = box.reload()
+    former = next(sock.address for sock in server.status().sockets if sock.name == "tcp")
+    server.change("fronts = 2", 'fronts = 1\nlog_level = "debug"\n[limits]\nmax_body_bytes = 999\n')
+    server.change(f'listen = "{former}"\n', "")
+    server.path.write_text(f'listen = "127.0.0.1:{port}"\n{server.path.read_text()}')
+    server.change(
+        f"[models.other]\n{MODEL}", f"[models.other]\n{MODEL}max_num_seqs = 5\n[models.new]\n{MODEL}"
+    )
+    done = server.reload()
     assert done["models"] == [
         "model new: is being added with 1 replica",
         "model other: its replicas are being replaced one by one",
@@ -91,12 +93,12 @@ def test_a_reload_under_load_applies_the_changes_and_affects_nothing_else(box: B
     for stream in streams:
         stream.join(120)
         assert (stream.error, stream.finish_reason) == (None, "length")
-    running.wait_until(lambda: box.pids("new"), 120, "the new model")
-    running.wait_until(lambda: not set(changed) & set(box.pids("other") or changed), 120, "its successor")
+    running.wait_until(lambda: server.pids("new"), 120, "the new model")
+    running.wait_until(lambda: not set(changed) & set(server.pids("other") or changed), 120, "its successor")
     running.wait_until(lambda: len(running.descendants()) == 4, 60, "a front and three replicas")
-    assert box.pids("demo") == kept
-    running.wait_until(lambda: [one.pid for one in box.status().fronts] == [front], 60, "only one front")
-    assert [box.completes(model) for model in ("demo", "other", "new")] == [200, 200, 200]
+    assert server.pids("demo") == kept
+    running.wait_until(lambda: [one.pid for one in server.status().fronts] == [front], 60, "only one front")
+    assert [server.completes(model) for model in ("demo", "other", "new")] == [200, 200, 200]
     with httpx.Client(timeout=60) as http:
         assert http.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
         with pytest.raises(httpx.ConnectError):

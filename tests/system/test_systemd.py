@@ -34,7 +34,7 @@ HANG_S = 5
 LONG = {"model": "demo", "prompt": "import ", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
 
 
-class Box:
+class Server:
     """The service in the machine, and clients on the host. The clients reach the service's socket through
     /proc."""
 
@@ -112,9 +112,9 @@ class Box:
 class Stream(threading.Thread):
     """A client that reads one stream until it ends."""
 
-    def __init__(self, box: Box, **options: Any) -> None:
+    def __init__(self, server: Server, **options: Any) -> None:
         super().__init__(daemon=True)
-        self.box = box
+        self.server = server
         self.options = {**LONG, "stream": True, **options}
         self.begun = threading.Event()
         self.lines: list[str] = []
@@ -124,7 +124,7 @@ class Stream(threading.Thread):
     def run(self) -> None:
         try:
             with (
-                self.box.http() as client,
+                self.server.http() as client,
                 client.stream("POST", "/v1/completions", json=self.options) as answer,
             ):
                 for line in answer.iter_lines():
@@ -173,13 +173,13 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 @pytest.fixture
-def box(booted: Machine) -> Iterator[Box]:
+def server(booted: Machine) -> Iterator[Server]:
     """The service, running."""
-    box = Box(booted)
-    box.forget()
+    server = Server(booted)
+    server.forget()
     booted.systemctl("reset-failed")
     booted.systemctl("start", SERVICE)
-    yield box
+    yield server
 
 
 def test_the_units_pass_the_check_of_systemd(tmp_path: Path) -> None:
@@ -213,19 +213,19 @@ def test_the_exposure_level_that_systemd_computes_for_the_sandbox_is_low() -> No
 
 
 def test_start_returns_when_the_models_answer(booted: Machine) -> None:
-    box = Box(booted)
-    assert box.unit()["ActiveState"] == "inactive"
+    server = Server(booted)
+    assert server.unit()["ActiveState"] == "inactive"
     with ThreadPoolExecutor(1) as pool:
         start = pool.submit(booted.systemctl, "start", SERVICE)
         seen: dict[str, str] = {}
         while wait([start], timeout=0.05).not_done:
-            unit = box.unit()
+            unit = server.unit()
             seen.setdefault(unit["StatusText"], unit["ActiveState"])
         start.result()
-    assert box.ready() == 200
+    assert server.ready() == 200
     loading = {text: state for text, state in seen.items() if text.startswith("loading: demo-0 ")}
     assert set(loading.values()) == {"activating"}, seen
-    assert box.unit()["StatusText"].startswith("ready: 1 model, ")
+    assert server.unit()["StatusText"].startswith("ready: 1 model, ")
     over_tcp = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8080/health/ready').status)"
     assert booted.run("/opt/appliance/bin/python", "-c", over_tcp).stdout.strip() == "200"
     booted.wait_until(
@@ -237,31 +237,31 @@ def test_start_returns_when_the_models_answer(booted: Machine) -> None:
     assert cache.stat().st_uid == booted.processes("appliance")[0].uids().real
 
 
-def test_a_reload_restarts_no_model_and_fails_with_an_invalid_file(box: Box) -> None:
-    children, before = box.children(), box.unit()
-    box.write('drain_grace_s = 61\nlog_level = "debug"\n')
-    box.inside.systemctl("reload", SERVICE)
-    assert box.inside.appliance("config", "show")["settings"]["drain_grace_s"] == 61
+def test_a_reload_restarts_no_model_and_fails_with_an_invalid_file(server: Server) -> None:
+    children, before = server.children(), server.unit()
+    server.write('drain_grace_s = 61\nlog_level = "debug"\n')
+    server.inside.systemctl("reload", SERVICE)
+    assert server.inside.appliance("config", "show")["settings"]["drain_grace_s"] == 61
 
-    box.write('drain_grace_s = 62\nfronts = "many"\n')
-    refused = box.inside.systemctl("reload", SERVICE, check=False)
+    server.write('drain_grace_s = 62\nfronts = "many"\n')
+    refused = server.inside.systemctl("reload", SERVICE, check=False)
     assert refused.returncode != 0
-    box.wait_logged(f"{DROP_IN}:2", 30)
-    assert box.inside.appliance("config", "show")["settings"]["drain_grace_s"] == 61
+    server.wait_logged(f"{DROP_IN}:2", 30)
+    assert server.inside.appliance("config", "show")["settings"]["drain_grace_s"] == 61
 
-    assert box.complete() == 200
-    now = box.unit()
+    assert server.complete() == 200
+    now = server.unit()
     assert (now["ActiveState"], now["MainPID"]) == ("active", before["MainPID"])
     assert len(children) == 2
-    assert box.children() == children
+    assert server.children() == children
 
 
 @pytest.fixture(params=["by a signal", "for lack of memory"])
-def kill_core(request: pytest.FixtureRequest, box: Box) -> Iterator[Callable[[], None]]:
+def kill_core(request: pytest.FixtureRequest, server: Server) -> Iterator[Callable[[], None]]:
     """Yield a function that kills the core."""
 
     def send_signal() -> None:
-        box.inside.systemctl("kill", "--signal=KILL", "--kill-whom=main", SERVICE)
+        server.inside.systemctl("kill", "--signal=KILL", "--kill-whom=main", SERVICE)
 
     if request.param == "by a signal":
         yield send_signal
@@ -269,7 +269,9 @@ def kill_core(request: pytest.FixtureRequest, box: Box) -> Iterator[Callable[[],
     with memory_limit() as group:
 
         def take_its_memory() -> None:
-            (core,) = (one for one in box.inside.processes("appliance") if one.ppid() == box.inside.init)
+            (core,) = (
+                one for one in server.inside.processes("appliance") if one.ppid() == server.inside.init
+            )
             group.add(core.pid)
             group.kill(core.pid)
             assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
@@ -278,52 +280,52 @@ def kill_core(request: pytest.FixtureRequest, box: Box) -> Iterator[Callable[[],
 
 
 def test_a_killed_core_is_restarted_and_waiting_clients_are_served(
-    box: Box, kill_core: Callable[[], None]
+    server: Server, kill_core: Callable[[], None]
 ) -> None:
     # The rows of earlier requests must be on the disk.
-    box.inside.wait_until(
-        lambda: not any(one["lag_rows"] for one in box.inside.appliance("status")["databases"]),
+    server.inside.wait_until(
+        lambda: not any(one["lag_rows"] for one in server.inside.appliance("status")["databases"]),
         60,
         "every row to be on the disk",
     )
-    before, ended = box.unit(), box.rows()
-    under_way = [Stream(box, max_tokens=1900) for _ in range(8)]
+    before, ended = server.unit(), server.rows()
+    under_way = [Stream(server, max_tokens=1900) for _ in range(8)]
     assert all(stream.begun.wait(60) for stream in under_way)
-    box.inside.wait_until(lambda: len(box.rows(state="open")) == 8, 60, "their rows to be on the disk")
-    interrupted = box.rows(state="open").keys()
-    killed = box.inside.processes("appliance")
+    server.inside.wait_until(lambda: len(server.rows(state="open")) == 8, 60, "their rows to be on the disk")
+    interrupted = server.rows(state="open").keys()
+    killed = server.inside.processes("appliance")
     kill_core()
     with ThreadPoolExecutor(8) as pool:
-        completions = [pool.submit(box.complete) for _ in range(8)]
+        completions = [pool.submit(server.complete) for _ in range(8)]
         assert [answer.result() for answer in completions] == [200] * 8
     for stream in under_way:
         stream.join(150)
         assert not stream.is_alive()
         assert stream.error is not None  # the stream must not look complete
-    box.wait_active(but=before["MainPID"])
-    assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
+    server.wait_active(but=before["MainPID"])
+    assert int(server.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
     told = f"the previous run (process {before['MainPID']}) was killed or crashed"
-    assert any(told in one["description"] for one in box.inside.appliance("status")["problems"])
-    box.inside.wait_until(
+    assert any(told in one["description"] for one in server.inside.appliance("status")["problems"])
+    server.inside.wait_until(
         lambda: not any(process.is_running() for process in killed), 60, "the end of all processes"
     )
     # Rows are written a moment after the answers.
-    box.inside.wait_until(lambda: len(box.rows()) >= len(ended) + 16, 60, "the rows of all requests")
-    box.inside.wait_until(lambda: not box.rows(state="open"), 60, "the rows to end")
-    after = box.rows()
+    server.inside.wait_until(lambda: len(server.rows()) >= len(ended) + 16, 60, "the rows of all requests")
+    server.inside.wait_until(lambda: not server.rows(state="open"), 60, "the rows to end")
+    after = server.rows()
     assert ended.keys() <= after.keys()
     assert {after[one]["finish_reason"] for one in interrupted} == {"interrupted"}
     served = [row for name, row in after.items() if name not in ended.keys() | interrupted]
     assert [row["status"] for row in served] == [200] * 8
 
 
-def test_a_stalled_rank_is_replaced_by_the_core_without_a_restart_of_the_service(box: Box) -> None:
-    before, ranks = box.unit(), box.replica()["pids"]
-    box.inside.run("kill", "-STOP", *map(str, ranks))
-    assert box.complete() == 200  # the answer arrives only after a new rank has replaced the stopped rank
-    assert box.replica()["pids"] != ranks
-    assert "did not report for" in box.replica()["last_error"]
-    now = box.unit()
+def test_a_stalled_rank_is_replaced_by_the_core_without_a_restart_of_the_service(server: Server) -> None:
+    before, ranks = server.unit(), server.replica()["pids"]
+    server.inside.run("kill", "-STOP", *map(str, ranks))
+    assert server.complete() == 200  # the answer arrives only after a new rank has replaced the stopped rank
+    assert server.replica()["pids"] != ranks
+    assert "did not report for" in server.replica()["last_error"]
+    now = server.unit()
     assert (now["ActiveState"], now["MainPID"], now["NRestarts"]) == (
         "active",
         before["MainPID"],
@@ -331,23 +333,23 @@ def test_a_stalled_rank_is_replaced_by_the_core_without_a_restart_of_the_service
     )
 
 
-def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box) -> None:
-    before = box.unit()
-    box.inside.run("kill", "-STOP", before["MainPID"])
+def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(server: Server) -> None:
+    before = server.unit()
+    server.inside.run("kill", "-STOP", before["MainPID"])
     try:
-        answer = box.complete()  # the request waits in the backlog until the service has restarted
+        answer = server.complete()  # the request waits in the backlog until the service has restarted
     # systemd resumes the stopped process to abort it, so the process may still accept the connection.
     except (httpx.RemoteProtocolError, httpx.ReadError):
-        answer = box.complete()
+        answer = server.complete()
     assert answer == 200
-    box.wait_active(but=before["MainPID"])
-    box.wait_logged("Watchdog timeout", 200)
-    box.wait_logged("Fatal Python error: Aborted", 200)  # each thread's stack follows this line
-    assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
+    server.wait_active(but=before["MainPID"])
+    server.wait_logged("Watchdog timeout", 200)
+    server.wait_logged("Fatal Python error: Aborted", 200)  # each thread's stack follows this line
+    assert int(server.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
 
 
-def test_commands_find_the_service_of_the_unit_and_nothing_in_tmp(box: Box) -> None:
-    inside = box.inside
+def test_commands_find_the_service_of_the_unit_and_nothing_in_tmp(server: Server) -> None:
+    inside = server.inside
     inside.run("useradd", "--system", "--groups", "appliance", "appliance-operator")
     trap = inside.root / "tmp/appliance-0"
     trap.mkdir()
@@ -356,7 +358,7 @@ def test_commands_find_the_service_of_the_unit_and_nothing_in_tmp(box: Box) -> N
     as_operator = ("setpriv", "--reuid=appliance-operator", "--regid=appliance-operator", "--init-groups")
     command = "/opt/appliance/bin/appliance"
 
-    assert box.complete() == 200
+    assert server.complete() == 200
     assert inside.appliance("status")["run_dir"] == "/run/appliance"
     seen = inside.run(*as_operator, command, "status", "--json")
     assert json.loads(seen.stdout)["run_dir"] == "/run/appliance"
@@ -375,13 +377,13 @@ def test_commands_find_the_service_of_the_unit_and_nothing_in_tmp(box: Box) -> N
     shutil.rmtree(trap)
 
 
-def test_models_in_srv_are_served_and_models_in_home_need_the_drop_in(box: Box) -> None:
-    inside, example = box.inside, UNITS / "examples/appliance.service.d/models-in-home.conf"
+def test_models_in_srv_are_served_and_models_in_home_need_the_drop_in(server: Server) -> None:
+    inside, example = server.inside, UNITS / "examples/appliance.service.d/models-in-home.conf"
     for parent in ("srv", "home"):
         folder = inside.root / parent / "models/demo"
         shutil.copytree(demo_model_folder(), folder)
         inside.run("chmod", "-R", "a+rX", f"/{parent}/models")
-    box.write(
+    server.write(
         "".join(
             f'[models.in-{name}]\nfolder = "/{name}/models/demo"\nkv_blocks = 50\n'
             for name in ("srv", "home")
@@ -391,51 +393,51 @@ def test_models_in_srv_are_served_and_models_in_home_need_the_drop_in(box: Box) 
     try:
         refused = inside.systemctl("reload", SERVICE, check=False)
         assert refused.returncode != 0
-        assert "/srv/models/demo" not in box.wait_logged("/home/models/demo", 20)
+        assert "/srv/models/demo" not in server.wait_logged("/home/models/demo", 20)
 
         drop_in.write_text(example.read_text())
         inside.systemctl("daemon-reload")
         inside.systemctl("restart", SERVICE)
-        assert [box.complete(model=f"in-{name}") for name in ("srv", "home")] == [200, 200]
+        assert [server.complete(model=f"in-{name}") for name in ("srv", "home")] == [200, 200]
         # Nothing else below /home is visible, and the models cannot be changed.
-        core = box.unit()["MainPID"]
+        core = server.unit()["MainPID"]
         (inside.root / "home/other").mkdir()
         shown = ("nsenter", f"--target={core}", "--mount", "find", "/home", "-maxdepth", "2")
         assert set(inside.run(*shown).stdout.split()) == {"/home", "/home/models", "/home/models/demo"}
     finally:
         drop_in.unlink(missing_ok=True)
-        box.forget()
+        server.forget()
         inside.systemctl("daemon-reload")
         inside.systemctl("restart", SERVICE)
 
 
-def test_stop_drains_and_leaves_nothing(box: Box) -> None:
-    stream = Stream(box, max_tokens=600)
+def test_stop_drains_and_leaves_nothing(server: Server) -> None:
+    stream = Stream(server, max_tokens=600)
     assert stream.begun.wait(60)
     assert stream.is_alive()
-    box.inside.systemctl("stop", SERVICE)
+    server.inside.systemctl("stop", SERVICE)
     stream.join(120)
     assert stream.error is None
     assert stream.lines[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in "".join(stream.lines)
-    unit = box.inside.show(SERVICE, "ActiveState", "Result", "ExecMainStatus")
+    unit = server.inside.show(SERVICE, "ActiveState", "Result", "ExecMainStatus")
     assert unit == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}
-    assert box.inside.processes("appliance") == []
-    state = box.inside.root / "var/lib/appliance"
+    assert server.inside.processes("appliance") == []
+    state = server.inside.root / "var/lib/appliance"
     assert not list(state.glob("*-wal"))
-    assert [path.name for path in (box.inside.root / "run/appliance").iterdir() if path.is_dir()] == []
+    assert [path.name for path in (server.inside.root / "run/appliance").iterdir() if path.is_dir()] == []
 
     # Invalid settings must be reported, and systemd must not restart the service.
-    box.write("fronts = 0\n")
-    assert box.inside.systemctl("start", SERVICE, check=False).returncode != 0
-    box.wait_logged(f"{DROP_IN}:1", 10)
-    failed = box.inside.show(SERVICE, "ActiveState", "ExecMainStatus", "NRestarts")
+    server.write("fronts = 0\n")
+    assert server.inside.systemctl("start", SERVICE, check=False).returncode != 0
+    server.wait_logged(f"{DROP_IN}:1", 10)
+    failed = server.inside.show(SERVICE, "ActiveState", "ExecMainStatus", "NRestarts")
     assert failed == {"ActiveState": "failed", "ExecMainStatus": "78", "NRestarts": "0"}
 
     # The socket still exists, so a client that connects starts the service.
-    box.forget()
-    assert box.complete() == 200
-    box.wait_active()
-    box.inside.systemctl("stop", "appliance.socket", SERVICE)
-    assert not box.api_socket.exists()
-    assert box.inside.processes("appliance") == []
+    server.forget()
+    assert server.complete() == 200
+    server.wait_active()
+    server.inside.systemctl("stop", "appliance.socket", SERVICE)
+    assert not server.api_socket.exists()
+    assert server.inside.processes("appliance") == []

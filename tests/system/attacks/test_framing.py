@@ -80,9 +80,9 @@ def test_a_body_behind_an_upgrade_header_stays_a_body(attacked: Target, upgrade:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("option", ["--http2", "--http1.1", "--http1.0", "--head", "--expect100-timeout=600"])
 def test_curl_gets_its_answer(attacked: Target, option: str) -> None:
-    command = ["curl", "-sS", "--unix-socket", str(attacked.unix), "http://box/v1/chat/completions"]
+    command = ["curl", "-sS", "--unix-socket", str(attacked.unix), "http://server/v1/chat/completions"]
     if option == "--head":
-        command[-1] = "http://box/v1/models"
+        command[-1] = "http://server/v1/models"
         done = subprocess.run([*command, "--head"], capture_output=True, timeout=60, check=True)
         assert done.stdout.startswith(b"HTTP/1.1 200 OK") and b"content-length: " in done.stdout
         return
