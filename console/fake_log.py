@@ -9,7 +9,7 @@ from appliance.protocol import precision
 from console.simulation import Simulation
 from console.source import MAX_ROWS, ListRow
 
-_LEAST_PAUSE_S, _PAUSES_S = 40, 80
+_MIN_PAUSE_S, _PAUSES_S = 40, 80
 """Shortest pause between two lines about denied requests, and the number of different pauses."""
 
 
@@ -21,7 +21,7 @@ class FakeLog:
         """The lines, oldest first."""
         self._simulation = simulation
         self._number = 0
-        self._denied_at = simulation.now + _LEAST_PAUSE_S
+        self._denied_at = simulation.now + _MIN_PAUSE_S
         """Time of the next line about denied requests."""
         start = simulation.started
         for socket in ("api", "admin"):
@@ -59,4 +59,4 @@ class FakeLog:
                 f"the latest from 10.0.3.{9 + number % 20}"
             )
             self.write(self._denied_at, f"front-{1 + number % 2}", "counted_log", text, "warning")
-            self._denied_at += _LEAST_PAUSE_S + number % _PAUSES_S
+            self._denied_at += _MIN_PAUSE_S + number % _PAUSES_S

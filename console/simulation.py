@@ -42,7 +42,7 @@ TENANTS = (
 _PREFILL_TOKENS_PER_S = 6000
 _MAX_DISPATCH_S = 0.08
 """Maximum time that a request spends in the queue if it does not have to wait for a free slot."""
-_LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
+_MAX_STEP_FACTORS = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
 """Possible durations of a slice's longest step, as multiples of the mean."""
 _MAX_STALLS = 16
 
@@ -346,7 +346,7 @@ class Simulation:
             "computed": computed,
             "generated": generated,
             "busy": min(1.0, (mixed * mixed_ms + decodes * step_ms) / (seconds * 1000)),
-            "longest_ms": mixed_ms * self.random.choice(_LONGEST) if mixed else step_ms * 1.1,
+            "longest_ms": mixed_ms * self.random.choice(_MAX_STEP_FACTORS) if mixed else step_ms * 1.1,
             "longest_decodes": len(decoding),
             "longest_prompt_tokens": longest_tokens,
         }

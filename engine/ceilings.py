@@ -81,7 +81,7 @@ def _expert_parameters(config: ModelConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class LeastTimes:
+class MinTimes:
     """Lower bounds on a replica's step times. They are 0 for an unknown device."""
 
     step_s: float = 0.0
@@ -90,7 +90,7 @@ class LeastTimes:
     """Lower bound on the time per prompt token, derived from the layers' GEMMs."""
 
 
-def least_times(config: ModelConfig, device: str, weights: str, ranks: int) -> LeastTimes:
+def min_times(config: ModelConfig, device: str, weights: str, ranks: int) -> MinTimes:
     """Return the time bounds for a model on `ranks` devices.
 
     `device` is an entry of `ReplicaInfo.devices`. `weights` is the dtype of the layers' matrices: a key of
@@ -98,11 +98,11 @@ def least_times(config: ModelConfig, device: str, weights: str, ranks: int) -> L
     """
     rates = ceilings(device)
     if rates is None:
-        return LeastTimes()
+        return MinTimes()
     matrices = layer_parameters(config)  # a decode step of one token reads exactly these parameters
     weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
     head_bytes = 2 * config.vocab_size * config.hidden_size
-    return LeastTimes(
+    return MinTimes(
         step_s=(matrices * weight_bytes + head_bytes) / ranks / rates.bytes_per_s,
         prompt_token_s=2 * matrices / ranks / rates.gemm_rate(weights),
     )

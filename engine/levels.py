@@ -19,10 +19,10 @@ FITS_STEP = 2
 """Lowest urgency of an urgent submission if all prompts of its request together fit into one step."""
 
 
-def urgency_of(prompt_tokens: int, step_tokens: int) -> int:
+def urgency_of(prompt_tokens: int, max_num_batched_tokens: int) -> int:
     """Return the urgency of an urgent request: 1 if its prompts do not fit into one step, 2 if they fill more
     than half of a step, 3 if they fill more than a quarter, and so on."""
-    return min(1 + (step_tokens // max(1, prompt_tokens)).bit_length(), URGENCIES - 1)
+    return min(1 + (max_num_batched_tokens // max(1, prompt_tokens)).bit_length(), URGENCIES - 1)
 
 
 def level_of(priority: int, urgency: int) -> int:

@@ -132,10 +132,10 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Memory, in bytes, for weights, KV cache and activations, as predicted by `engine.sizing`."""
     used_bytes: int
     """Memory use in bytes, measured after loading."""
-    least_step_s: float = 0.0
+    min_step_s: float = 0.0
     """Lower bound on the duration of a decode step, in seconds, derived from the bytes that it reads and the
     device's peak rates. It is 0 if the peak rates are unknown."""
-    least_prompt_token_s: float = 0.0
+    min_prompt_token_s: float = 0.0
     """Lower bound on the time per prompt token in seconds, or 0 if the device's peak rates are unknown."""
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import memory
-from engine.ceilings import least_times
+from engine.ceilings import min_times
 from engine.config import ModelConfig
 from engine.core import LaunchedStep
 from engine.device import device_name, select_device
@@ -425,7 +425,7 @@ class ModelRunner:
         size = self.ranks.size
         predicted = self._predict(self.kv_blocks)
         devices = [device_name(self.device.type, rank) for rank in range(size)]
-        least = least_times(self.config, devices[0], self.weights, size)
+        least = min_times(self.config, devices[0], self.weights, size)
         return ReplicaInfo(
             replica=self.spec.replica,
             model_type=self.config.model_type,
@@ -447,8 +447,8 @@ class ModelRunner:
             load_seconds=self._load_seconds,
             predicted_bytes=predicted.total_bytes * size,
             used_bytes=self._used_bytes,
-            least_step_s=least.step_s,
-            least_prompt_token_s=least.prompt_token_s,
+            min_step_s=least.step_s,
+            min_prompt_token_s=least.prompt_token_s,
         )
 
 

@@ -111,7 +111,7 @@ WHERE (first.phase IS NOT 'result'
     OR NOT EXISTS (SELECT 1 FROM audit WHERE act = first.act AND phase = 'intent'))
 """
 
-_LONGEST_ACTION_ROWS = 10_000
+_MAX_ACTION_ROWS = 10_000
 """`read_changed_actions` finds the result of an action only if it is at most this many rows after the intent.
 The limit avoids reading the whole chain."""
 
@@ -153,7 +153,7 @@ def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) 
     """Return the first `limit` actions whose newest row was added after the row with seq `after`, in the
     order of their newest rows. Raises `StoreError`."""
     sql = f"{_ACTIONS} AND ifnull(last.seq, first.seq) > ? AND first.seq > ? "
-    since = max(0, after - _LONGEST_ACTION_ROWS)
+    since = max(0, after - _MAX_ACTION_ROWS)
     with reading(path, CONTROL, limit_s) as connection:
         found = connection.execute(
             f"{sql} ORDER BY ifnull(last.seq, first.seq) LIMIT ?", (after, since, limit)

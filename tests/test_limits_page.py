@@ -31,6 +31,7 @@ ESTIMATE = "a step or bound of an estimate; it refuses nothing and drops nothing
 PROTOCOL = "a bound of the kernel, of a protocol, or of data that only the service writes"
 BENCH = "the load generator's own memory"
 INTERNAL = {
+    "MAX_ACTION_ROWS": ESTIMATE,
     "MAX_AGE_S": PROTOCOL,
     "MAX_BLOCK": ESTIMATE,
     "MAX_CHARACTER_BYTES": PROTOCOL,

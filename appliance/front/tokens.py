@@ -11,7 +11,7 @@ from starlette.responses import Response
 from appliance.front.models import LoadedModel
 from appliance.front.turns import in_turns
 
-_STEP_TOKENS = 16_384
+_SLICE_TOKENS = 16_384
 
 
 async def tokenized(model: LoadedModel, tokens: list[int], with_texts: bool) -> Response:
@@ -34,7 +34,7 @@ def _json_list(
     tokens: Sequence[int], convert: Callable[[Sequence[int]], list[Any]]
 ) -> Generator[None, None, bytes]:
     slices = []
-    for begin in range(0, len(tokens), _STEP_TOKENS):
-        slices.append(msgspec.json.encode(convert(tokens[begin : begin + _STEP_TOKENS]))[1:-1])
+    for begin in range(0, len(tokens), _SLICE_TOKENS):
+        slices.append(msgspec.json.encode(convert(tokens[begin : begin + _SLICE_TOKENS]))[1:-1])
         yield
     return b"[%b]" % b",".join(slices)

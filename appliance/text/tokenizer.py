@@ -23,7 +23,7 @@ from appliance.text.tokenizer_files import (
     read_tokenizer_files,
 )
 
-_DECODE_STEP_TOKENS = 16_384
+_DECODE_SLICE_TOKENS = 16_384
 
 
 class TokenIdError(ValueError):
@@ -145,8 +145,8 @@ class Tokenizer:
             return text if complete else text.rstrip(REPLACEMENT)
         detokenizer = TableDetokenizer(self.table, skip_special_tokens)
         texts = []
-        for begin in range(0, len(token_ids), _DECODE_STEP_TOKENS):
-            texts.append(detokenizer.push(token_ids[begin : begin + _DECODE_STEP_TOKENS]))
+        for begin in range(0, len(token_ids), _DECODE_SLICE_TOKENS):
+            texts.append(detokenizer.push(token_ids[begin : begin + _DECODE_SLICE_TOKENS]))
             yield
         return "".join([*texts, detokenizer.finish() if complete else ""])
 

@@ -25,7 +25,7 @@ _ALL_BUT = 0.98
 """An answer that reaches this fraction of its token limit counts as having reached the limit."""
 UNKNOWN_TOKENS = 256.0
 """Assumed length of an answer until enough answers have finished."""
-_UNKNOWN_MOST_TOKENS = 2048.0
+_UNKNOWN_MAX_TOKENS = 2048.0
 """Assumed maximum length of an answer until enough answers have finished."""
 
 
@@ -99,4 +99,4 @@ def most_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float
     """Return a length that few answers with this token limit exceed. The estimate is based on the tenant's
     answers if enough of them have ended, otherwise on the answers to all tenants."""
     known = lengths if lengths.known else of_all
-    return known.likely_most(max_tokens) if known.known else min(max_tokens, _UNKNOWN_MOST_TOKENS)
+    return known.likely_most(max_tokens) if known.known else min(max_tokens, _UNKNOWN_MAX_TOKENS)

@@ -51,14 +51,14 @@ from engine.scheduling.step import ScheduledStep
 from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
-MIXED_TOKENS = 4096
+MAX_MIXED_TOKENS = 4096
 """Maximum default value of `max_mixed_tokens`. This number of tokens saturates the GEMMs of a large GPU. A
 step with this many tokens takes about 0.1 s on an H200 for a model with 8 B parameters in bfloat16."""
 
 
 def default_mixed_tokens(max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """Return the default value of `max_mixed_tokens`."""
-    return max(max_num_seqs, min(max_num_batched_tokens // 2, MIXED_TOKENS))
+    return max(max_num_seqs, min(max_num_batched_tokens // 2, MAX_MIXED_TOKENS))
 
 
 class Scheduler:

@@ -68,7 +68,7 @@ class DecodeConfig:
     at_once: int = 4096
     """Number of partial sums that the combine step loads at a time."""
     num_warps: int = 4
-    least_pages: int = 1
+    min_pages: int = 1
     """Sequences with at most this many pages are not split, because reading the pages in one program is
     faster than combining splits."""
     early: bool = False
@@ -223,7 +223,7 @@ def decode(
         SPREAD=max(1, head_dim // (8 * config.num_warps)),
         STAGES=config.stages,
         AT_ONCE=splits_at_once(config, gp, head_dim),
-        LEAST=config.least_pages,
+        MIN_PAGES=config.min_pages,
         NEW=rotation is not None,
         NORM=rotation is not None and rotation.q_norm is not None,
         EARLY=config.early and rotation is not None,

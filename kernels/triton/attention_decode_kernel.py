@@ -162,7 +162,7 @@ def decode_kernel(
     SPREAD: tl.constexpr,
     STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_PAGES: tl.constexpr,
     NEW: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
@@ -181,7 +181,7 @@ def decode_kernel(
         length = tl.load(lens, cache_modifier=".cg").to(tl.int32)
         row = tl.load(rows, cache_modifier=".cg").to(tl.int64)
         _, pages = _pages_of(length, WINDOW)
-        most = tl.maximum((pages + items - 1) // items, LEAST)
+        most = tl.maximum((pages + items - 1) // items, MIN_PAGES)
         sequence = item * 0
         first_item = item * 0
         all_items = (pages + most - 1) // most
@@ -192,7 +192,7 @@ def decode_kernel(
         all_lens = tl.load(lens + index, mask=there, other=0, cache_modifier=".cg").to(tl.int32)
         all_rows = tl.load(rows + index, mask=there, other=0, cache_modifier=".cg").to(tl.int32)
         _, all_pages = _pages_of(all_lens, WINDOW)
-        most = tl.maximum((tl.sum(all_pages, 0) + items - sequences) // (items - sequences + 1), LEAST)
+        most = tl.maximum((tl.sum(all_pages, 0) + items - sequences) // (items - sequences + 1), MIN_PAGES)
         item_ends = tl.cumsum((all_pages + most - 1) // most, 0)
         before = item_ends <= item
         sequence = tl.sum(before.to(tl.int32), 0)

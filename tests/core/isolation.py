@@ -14,8 +14,8 @@ BUDGET = 8192
 """Number of tokens in a full step."""
 
 
-def full_step_s(slots: int, step_tokens: int = BUDGET) -> float:
-    return SPEED.step_s + SPEED.seq_s * slots + SPEED.prompt_token_s * step_tokens + HOST_S
+def full_step_s(slots: int, max_num_batched_tokens: int = BUDGET) -> float:
+    return SPEED.step_s + SPEED.seq_s * slots + SPEED.prompt_token_s * max_num_batched_tokens + HOST_S
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Case:
     """Length of the short requests' answers."""
     short_prompt: int = 50
     """Length of the short requests' prompts."""
-    step_tokens: int = BUDGET
+    max_num_batched_tokens: int = BUDGET
     """Number of tokens in a full step."""
     decodes: int = 0
     """Number of P3 requests that generate long answers during the whole case."""
@@ -68,10 +68,10 @@ CASES: dict[str, Case] = {
     "light P1 behind a P1 prompt of 120,000": Case("P1", 120_000, behind="P1"),
     "P1 behind a P3 prompt of 2,000": Case("P3", 2000, after_s=0.01, behind="P1"),
     "P1 of 10 tokens behind a P3 prompt of 4,000, steps of 64": Case(
-        "P3", 4000, after_s=0.02, slots=32, behind="P1", short_prompt=10, step_tokens=64
+        "P3", 4000, after_s=0.02, slots=32, behind="P1", short_prompt=10, max_num_batched_tokens=64
     ),
     "P1 of 10 tokens behind a P3 prompt of 4,000 and 4 decodes, steps of 64": Case(
-        "P3", 4000, after_s=0.02, slots=32, behind="P1", short_prompt=10, step_tokens=64, decodes=4
+        "P3", 4000, after_s=0.02, slots=32, behind="P1", short_prompt=10, max_num_batched_tokens=64, decodes=4
     ),
     "P0 behind a P3 request with 40 prompts of 3,000": Case("P3", 3000, prompts=40),
     "P1 behind a P3 request with 40 prompts of 3,000": Case("P3", 3000, prompts=40, behind="P1"),
@@ -139,8 +139,8 @@ def _ttft_ms(case: Case | None) -> float:
         fronts = tenants[:1] * len(fronts)
     names = sorted({*fronts, *tenants, "wide"})
     server = SimulatedServer(tenants=[TenantRecord(name=name, created_at=0.0) for name in names])
-    step_tokens = case.step_tokens if case else BUDGET
-    server.add_replica(slots=slots, max_num_batched_tokens=step_tokens)
+    max_num_batched_tokens = case.max_num_batched_tokens if case else BUDGET
+    server.add_replica(slots=slots, max_num_batched_tokens=max_num_batched_tokens)
     for _ in range(case.decodes if case else 0):
         server.ask(fronts[0], Shape(10, 3000, 3000), asked_class="P3")
     server.run(1.0)
@@ -160,7 +160,7 @@ def _ttft_ms(case: Case | None) -> float:
         if case.resumed:
             server.run(1.02)
             server.kill_replica(server.replicas[0])
-            server.add_replica(slots=slots, max_num_batched_tokens=step_tokens)
+            server.add_replica(slots=slots, max_num_batched_tokens=max_num_batched_tokens)
     server.run(1.0 + (case.after_s if case else 0.0))
     asked_class, crowd = (case.behind, case.crowd) if case else ("P0", 1)
     prompt, output = (case.short_prompt, case.output) if case else (50, 5)

@@ -57,7 +57,7 @@ class Parity:
     """Number of answers that are identical to the reference's."""
     tokens: int
     """Number of tokens in the answers. Tokens after a divergence are not counted."""
-    least_gap: float
+    min_gap: float
     """Smallest gap between the reference's top two tokens, over all counted tokens."""
     most_moved: float
     """Largest difference between the top-two gap on the device under test and the gap in the reference."""
@@ -74,7 +74,7 @@ class Parity:
         return (
             f"{self.device} {self.dtype}: {self.same} of {self.asked} answers match the CPU's exactly "
             f"({self.tokens} tokens); gaps at first divergences: {parted} (allowed: below {NEAR_TIE}); "
-            f"smallest gap {self.least_gap:.4f}, gaps moved by at most {self.most_moved:.4f}"
+            f"smallest gap {self.min_gap:.4f}, gaps moved by at most {self.most_moved:.4f}"
             f"{'' if self.passes else '  FAILS'}"
         )
 
@@ -111,7 +111,7 @@ def compare(
         asked=len(reference),
         same=len(reference) - len(divergences),
         tokens=len(gaps),
-        least_gap=min(gaps, default=0.0),
+        min_gap=min(gaps, default=0.0),
         most_moved=max(moved, default=0.0),
         divergences=divergences,
     )

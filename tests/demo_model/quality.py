@@ -19,7 +19,7 @@ BEGIN = 0
 """The demo model's BOS token."""
 WINDOW = 1024
 """Number of held-out tokens that are scored together after a BOS token, as in the model card."""
-MOST_ANSWER_TOKENS = 100
+MAX_ANSWER_TOKENS = 100
 UNQUANTISED = "unquantised"
 
 _Item = TypeVar("_Item")
@@ -51,7 +51,7 @@ BLOCK_FORMS = (
 """Variants of an FP8 checkpoint with one scale per block. The first is computed with these scales. The second
 is converted to one scale per output, as in bfloat16 on GPUs; the conversion rounds a second time, so twice
 the loss is accepted."""
-LEAST_KEPT = 0.97
+MIN_KEPT = 0.97
 """Minimum fraction of the unquantised model's correct answers that the variant must also answer correctly."""
 
 
@@ -81,7 +81,7 @@ class Score:
 
     @property
     def passes(self) -> bool:
-        return abs(self.perplexity_change) <= self.most_perplexity_change and self.kept >= LEAST_KEPT
+        return abs(self.perplexity_change) <= self.most_perplexity_change and self.kept >= MIN_KEPT
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ def _run_folder(
         )
     )
     scored = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    greedy = SamplingParams(max_tokens=MOST_ANSWER_TOKENS, stop_token_ids=(END,))
+    greedy = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, stop_token_ids=(END,))
     texts = [
         samples[0].prompt_logprobs
         for samples in engine.generate(_spread(held_out_windows(), windows), scored)

@@ -26,7 +26,7 @@ def answer(*tokens: int, gap: float = 3.0) -> GeneratedSample:
 def test_equal_answers_pass_at_any_gap() -> None:
     parity = compare("cuda", "bfloat16", [answer(BEST, BEST)] * 2, [answer(BEST, BEST, gap=0.5)] * 2)
     assert (parity.asked, parity.same, parity.tokens, parity.divergences) == (2, 2, 4, [])
-    assert parity.least_gap == pytest.approx(0.5)
+    assert parity.min_gap == pytest.approx(0.5)
     assert parity.most_moved == pytest.approx(2.5)
     assert parity.passes
 

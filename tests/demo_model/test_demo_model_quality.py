@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from engine.client import ReplicaGroup
 from engine.messages import RankOutbound, Ready, ReplicaInfo, ReplicaSpec, SamplingParams, Submit, pack_tokens
 from tests.demo_model.asking import DEMO, END, questions
-from tests.demo_model.quality import BLOCK_FORMS, FORMS, LEAST_KEPT, Score, held_out_windows, measure
+from tests.demo_model.quality import BLOCK_FORMS, FORMS, MIN_KEPT, Score, held_out_windows, measure
 from tests.engine.streaming_client import StreamingClient
 
 
@@ -25,7 +25,7 @@ def test_the_quality_loss_of_fp8_weights_and_cache_is_within_its_limit() -> None
         assert score.form == form.name
         assert score.token_change > 0.01, f"{form.name}: nothing is quantised"
         assert abs(score.perplexity_change) <= form.most_perplexity_change, form.name
-        assert score.kept >= LEAST_KEPT, form.name
+        assert score.kept >= MIN_KEPT, form.name
         assert score.passes
 
 

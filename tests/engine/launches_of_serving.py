@@ -26,7 +26,7 @@ from kernels import PAGE_TOKENS, compiling
 from kernels.triton.linear_table import load_table
 
 GPU = compiling.GpuModel.of("NVIDIA H200", 90)
-ROWS, STEP_TOKENS, COLUMNS = 80, 700, 17
+ROWS, MAX_NUM_BATCHED_TOKENS, COLUMNS = 80, 700, 17
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         kv_fp8=sys.argv[3] == "1",
         tensor_parallel_size=int(sys.argv[4]),
         max_num_seqs=ROWS,
-        max_num_batched_tokens=STEP_TOKENS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
     )
     table = load_table(GPU.name)
     built = compiling.record(GPU.target, lambda: launch_all(replica_model, GPU, table))
@@ -47,7 +47,7 @@ def main() -> None:
     with torch.inference_mode():
         loaded = compiling.record(GPU.target, lambda: started.append(replica.launch_warm_up()))
         # A replica pads passes to more sizes than the build enumerates.
-        started[0].tables._padding = Padding(gemm_sizes(STEP_TOKENS), gemm_sizes(ROWS))
+        started[0].tables._padding = Padding(gemm_sizes(MAX_NUM_BATCHED_TOKENS), gemm_sizes(ROWS))
         served = compiling.record(GPU.target, lambda: serve(started[0]))
     long = sum(".attention_prefill_hopper." in job.name for job in served)
     print(f"{len(built)} built, {len(loaded)} loaded, {len(served)} served, {long} for long prompts")

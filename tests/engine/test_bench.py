@@ -21,7 +21,7 @@ from engine.bench.routing import count_experts
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.table import HEADING, line, median_run, plans_line
 from engine.bench.workloads import WORKLOADS, EngineWorkload, StepStats, WorkloadResult
-from engine.ceilings import CEILINGS, LeastTimes, ceilings, layer_parameters, least_times
+from engine.ceilings import CEILINGS, MinTimes, ceilings, layer_parameters, min_times
 from engine.families import read_config
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec
@@ -197,12 +197,12 @@ def test_random_weights_route_nearly_uniformly(tmp_path: Path, fp8: bool) -> Non
 @pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
 def test_the_lower_bounds_of_step_times_agree_with_the_limits(tmp_path: Path, weights: str) -> None:
     config = read_config(write_config("llama-3.1-70b", tmp_path))
-    least = least_times(config, "cuda:0 NVIDIA H200", weights, 4)
+    least = min_times(config, "cuda:0 NVIDIA H200", weights, 4)
     one = limit(config, EngineWorkload(1, 1, 1000, "output_tok_s"), H200, weights, weights, 4)
     assert 0.97 / one < least.step_s < 1 / one
     prompts = limit(config, WORKLOADS["prefill"], H200, weights, weights, 4)
     assert 0.9 / prompts < least.prompt_token_s < 1 / prompts
-    assert least_times(config, "cpu", "float32", 4) == LeastTimes()
+    assert min_times(config, "cpu", "float32", 4) == MinTimes()
 
 
 def test_ranks_that_share_a_kv_head_each_read_its_whole_cache(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from kernels.triton.linear_table import Table, read_table
 from tests.engine import launches_of_tuning
 
 GPU = compiling.GpuModel.of("any", 90)
-SEQUENCES, STEP_TOKENS = 8, 64
+SEQUENCES, MAX_NUM_BATCHED_TOKENS = 8, 64
 
 
 # ── the additions to the product ─────────────────────────────────────────────────────────────────────
@@ -115,7 +115,7 @@ def found(folder: Path, out: Path) -> dict[str, list[str]]:
 def replica_model(folder: Path) -> ReplicaModel:
     """Return the replica's model with few slots and small steps. Its kinds of layers are the same as with
     larger steps."""
-    return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS)
+    return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS)
 
 
 def built(folder: Path, out: Path) -> list[str]:
@@ -138,7 +138,7 @@ def built(folder: Path, out: Path) -> list[str]:
         "--max-num-seqs",
         str(SEQUENCES),
         "--max-num-batched-tokens",
-        str(STEP_TOKENS),
+        str(MAX_NUM_BATCHED_TOKENS),
     ]
     with (
         mock.patch.object(compiling, "compile_jobs", compile_jobs),

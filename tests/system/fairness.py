@@ -25,8 +25,15 @@ from tests.system.service import Service, service
 OUTPUT_WEIGHT = 2.0
 """Weight of an output token relative to a prompt token. This is the service's default."""
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
-ROWS, STEP_TOKENS = 16, 256
-FLAGS = ("--device", "cpu", "--max-num-seqs", str(ROWS), "--max-num-batched-tokens", str(STEP_TOKENS))
+ROWS, MAX_NUM_BATCHED_TOKENS = 16, 256
+FLAGS = (
+    "--device",
+    "cpu",
+    "--max-num-seqs",
+    str(ROWS),
+    "--max-num-batched-tokens",
+    str(MAX_NUM_BATCHED_TOKENS),
+)
 
 Measurements = dict[str, Any]
 Shape = Callable[[random.Random], tuple[int, int]]
@@ -176,7 +183,9 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Measu
         await calm.first_token_s(16, 2)
         await ask(alone)
         flood = asyncio.create_task(
-            _keep_asking(wild, lambda draw: (STEP_TOKENS * 2, 8), outstanding, lambda service: None)
+            _keep_asking(
+                wild, lambda draw: (MAX_NUM_BATCHED_TOKENS * 2, 8), outstanding, lambda service: None
+            )
         )
         await asyncio.sleep(3.0)
         watch = asyncio.create_task(_watch_steps(running, steps_ms))
