@@ -23,7 +23,7 @@ _ERRORS = dict.fromkeys((400, 401, 403), ErrorBody)
 
 
 class AlertAdmin:
-    """Handles actions on alerts."""
+    """Performs operators' actions on alerts."""
 
     def __init__(self, manager: AlertManager) -> None:
         self._manager = manager
@@ -35,8 +35,8 @@ class AlertAdmin:
         return Effect(alert, after={"rule": alert.rule, "where": alert.where, "state": alert.state})
 
     async def silence(self, actor: Actor, asked: SilenceAlerts) -> Effect:
-        """Silence alerts. Raises LookupError if no rule matches, and ValueError if too many silences are
-        active."""
+        """Silence the alerts of matching rules for a while. Raises LookupError if no rule matches, and
+        ValueError if too many silences are active."""
         silence = self._manager.silence(asked.rule, asked.where, asked.for_s, asked.reason, actor.name)
         return Effect(silence, after=msgspec.to_builtins(silence))
 

@@ -39,7 +39,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Backend(NamedTuple):
-    """The functions that the routes call."""
+    """The functions that the routes of the admin API call."""
 
     status: Callable[[], Status]
     in_flight: Callable[[], Awaitable[list[UnfinishedRequest]]]
@@ -50,24 +50,24 @@ class Backend(NamedTuple):
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     routes: Sequence[ScopedRoute]
-    """Additional routes, which also read databases."""
+    """Additional routes, whose endpoints also read databases."""
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
-    """Performs the action that the parameters belong to. Raises ActionError."""
+    """Performs the action whose parameters are passed. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
-    """Adds an audit row for an action that was denied because the caller lacked the required scope. The row
-    contains the reason."""
+    """Adds a row to the audit chain for an action that was denied because the caller lacked the required
+    scope. The arguments are the caller, the action and the reason."""
     note: Callable[[str, str], None]
     """Reports a problem to operators. The arguments are its location and its description."""
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications. The first contains the routes; tests inspect its route table. The second is
-    the application to serve: it authenticates each caller and then calls the first."""
+    """Return two applications. The first contains the routes, and the tests inspect its route table. The
+    second is the application to serve: it authenticates each caller and then calls the first."""
     denials = CountedLog("requests on admin.sock were denied", functools.partial(backend.note, "admin"))
 
     @functools.cache
     def description() -> bytes:
-        # Cached, because building the OpenAPI document blocks the event loop for 15 to 40 ms.
+        # The document is cached, because building it blocks the event loop for 15 to 40 ms.
         return msgspec.json.encode(openapi_document("Appliance admin API", check_routes(app)))
 
     async def openapi(request: Request) -> Response:
@@ -117,7 +117,7 @@ def _guarded(app: Starlette, authenticator: Authenticator, denials: CountedLog) 
 
 
 async def _refuse(backend: Backend, denials: CountedLog, request: Request, error: Exception) -> Response:
-    """Answer a caller without the required scope, and record a denied action."""
+    """Return the response for a caller who lacks the required scope. If an action was denied, record this."""
     caller: Caller = request.scope["state"]["caller"]
     if caller.read_only:
         error = PermissionError(_READ_ONLY)
@@ -137,7 +137,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 
 
 def _read_routes(backend: Backend) -> list[ScopedRoute]:
-    """Return the routes that show one part of the service's state each."""
+    """Return the routes that each show one part of the service's state."""
     return [
         _shown("/status", backend.status, Status, "Return the service's state"),
         _shown(

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _MAX_AUDIT_WAIT_S = 3.0
 _MAX_DENIALS_PER_MINUTE = 10
 """Maximum number of denied actions per minute that are audited for each caller. The number is limited because
-each audit row is a disk write. The log contains every denial."""
+each audit row is written to disk. Every denial is also logged, without a limit."""
 _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,
     SettingsError: 400,
@@ -47,7 +47,7 @@ _STATUSES: Mapping[type[Exception], int] = {
     UnknownRecordError: 404,
     LookupError: 404,
 }
-"""HTTP status code for each error type that handlers raise to refuse an action."""
+"""The HTTP status code for each error type with which a handler refuses an action."""
 
 
 class ActionError(AdminRequestError):
@@ -55,8 +55,8 @@ class ActionError(AdminRequestError):
 
 
 class AuditedActions:
-    """Performs the registry's actions. Every action, even a refused one, has two rows in the audit chain: the
-    intent, which is written before anything is done, and the result."""
+    """Performs the actions of the registry. Every action, even one that is refused, has two rows in the audit
+    chain: the intent, which is written before anything is done, and the result."""
 
     def __init__(self, control: ControlStore, handlers: Mapping[type[msgspec.Struct], Handler]) -> None:
         self._control = control
@@ -66,7 +66,7 @@ class AuditedActions:
         self._minute = 0.0
 
     async def act(self, actor: Actor, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Perform the action that these parameters belong to. Raises ActionError."""
+        """Perform the action whose parameters are passed. Raises ActionError."""
         action, params = action_of(parameters), msgspec.to_builtins(parameters)
         acting, recorded = self._control.trail.intend(actor, action.name, params)
         await _recorded(recorded)
@@ -99,8 +99,8 @@ class AuditedActions:
         self._background.run(reload())
 
     def record_denied(self, actor: Actor, action: Action, reason: str) -> None:
-        """Record in the audit trail that an authenticated caller lacked the scope for an action. The action's
-        parameters are not recorded, because a denied request's body is not read."""
+        """Record in the audit chain that an authenticated caller lacked the scope for an action. The
+        parameters of the action are not recorded, because the body of a denied request is not read."""
         minute = time.monotonic() // 60
         if minute != self._minute:
             self._denials.clear()
@@ -111,8 +111,8 @@ class AuditedActions:
 
 
 async def _recorded(future: Future[None]) -> None:
-    """Wait until an audit row is stored, but only for a few seconds, because operators must be able to act
-    even if the disk does not respond. A row that takes longer still keeps its position in the chain."""
+    """Wait until an audit row is stored, but at most a few seconds, because operators must be able to act
+    even if the disk does not respond. A row that is written later still has its position in the chain."""
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():

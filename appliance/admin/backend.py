@@ -1,4 +1,5 @@
-"""Creates the admin API's backend, and passes each of its components the service objects that it needs."""
+"""Creates the backend of the admin API, and passes the objects of the service to the components that need
+them."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def admin_backend(
     note: Callable[[str, str], None],
 ) -> tuple[Backend, AuditedActions]:
     """Return the backend, and the object that performs its actions. `publish` applies changed tenants and
-    keys to the queue and the front processes. `note` reports a problem."""
+    keys to the queue and to the front processes. `note` reports a problem to the operator."""
     cancel = canceller.cancel_matching
     peers = PeerAdmin(control=control, unix=lambda: settings().unix, publish=publish)
     tenants = TenantAdmin(

@@ -1,4 +1,4 @@
-"""Reads and creates the JSON bodies of the admin API's requests and answers."""
+"""Reads the JSON bodies of requests to the admin API, and creates the JSON bodies of the answers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class AdminRequestError(Exception):
 
 
 async def read_parameters(request: Request, action: str, kind: type[Parameters]) -> Parameters:
-    """Parse the parameters in the request's body. An empty body counts as an empty object.
-
-    Raises AdminRequestError with a message that names the action."""
+    """Parse the parameters of an action in the request's body. An empty body counts as an empty object.
+    Raises AdminRequestError, whose message contains the name of the action."""
     body = b""
     async for piece in request.stream():
         body += piece

@@ -1,6 +1,6 @@
 """Authenticates callers of the admin API: operators by their uid or groups, and all other callers by a key
-with the `admin` or `read` scope. If a request carries a key, the key alone determines the caller's rights, so
-operators can test what a key permits.
+with the `admin` or `read` scope. If a request carries a key, only the key determines the caller's rights, so
+that operators can test what a key permits.
 
 A request with the header `x-appliance-read-only: true` is limited to read access, regardless of the caller's
 rights.
@@ -46,12 +46,12 @@ class Caller(NamedTuple):
     host: str
     key_id: str = ""
     read_only: bool = False
-    """Whether the session declares itself read-only. `scopes` then contains only `read`."""
+    """Whether the caller has requested a read-only session. `scopes` then contains only `read`."""
 
     @property
     def actor(self) -> Actor:
-        """Return the actor's name for the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request with
-        a key."""
+        """The name of the caller in the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request with a
+        key."""
         return Actor(f"uid:{self.uid} key:{self.key_id}" if self.key_id else f"uid:{self.uid}", self.host)
 
 
@@ -59,7 +59,7 @@ class Authenticator:
     """Identifies the callers of the admin API."""
 
     def __init__(self, settings: AdminSettings, valid_key: KeyLookup) -> None:
-        """`valid_key` returns the record of a valid key and the key's tenant."""
+        """`valid_key` is a function that returns the record of a valid key and the key's tenant."""
         self._valid_key = valid_key
         self._host = socket.gethostname()
         self.gid: int | None = None
@@ -67,18 +67,18 @@ class Authenticator:
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:
-        """Replace the operators with those in these settings."""
+        """Replace the list of operators with the operators in these settings."""
         gids = operator_gids(settings)
         self.gid = gids[0] if gids else None
         self._uids = frozenset({os.geteuid(), 0, *settings.uids})
         self._gids = frozenset(gids)
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether the peer may use the API without a key."""
+        """Return whether the peer may use the admin API without a key."""
         return peer.kind == "unix" and (peer.uid in self._uids or not self._gids.isdisjoint(peer.gids))
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer | None) -> Caller:
-        """Return the caller, who has at least read access. Raises DeniedError."""
+        """Return the caller of a request, who has at least read access. Raises DeniedError."""
         fields = list(headers)
         caller = self._caller(fields, peer)
         return caller._replace(scopes=_READ, read_only=True) if _is_read_only(fields) else caller
@@ -121,8 +121,8 @@ _READ = granted(("read",))
 
 
 def _is_read_only(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return whether the session is read-only. Raises DeniedError for a value other than "true", because a
-    mistyped value must not permit actions."""
+    """Return whether the caller has requested a read-only session. Raises DeniedError if the header has a
+    value other than "true", because a mistyped value must not permit actions."""
     name = READ_ONLY_HEADER.encode()
     values = [value for field, value in headers if field == name]
     for value in values:
@@ -136,7 +136,7 @@ def _is_read_only(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def operator_gids(settings: AdminSettings) -> list[int]:
-    """Return the ids of the groups whose members are operators. Unknown groups are ignored."""
+    """Return the ids of the groups whose members are operators. Groups that do not exist are ignored."""
     gids = []
     for group in settings.groups:
         try:

@@ -27,10 +27,10 @@ from engine.client import module_command, module_environment
 MAX_CHECK_S = 120.0
 """Time limit for a check, in seconds."""
 FINDINGS_KEPT_S = 30.0
-"""Time in seconds for which the findings of a finished check are reused."""
+"""Time in seconds for which the findings of a check are returned again after the check has finished."""
 _ERRORS = dict.fromkeys((401, 403, 503), ErrorBody)
 _COMMANDS: dict[Check, str] = {"audit": "appliance audit verify", "findings": "appliance doctor"}
-"""The command that runs each check without the service."""
+"""The command with which an operator runs each check without the service."""
 
 
 class CheckError(Exception):
@@ -38,8 +38,8 @@ class CheckError(Exception):
 
 
 class CheckRunner:
-    """Runs checks in separate processes, one at a time. A caller that asks for a check that is already
-    running or waiting gets the result of that run. Must be used on the event loop's thread."""
+    """Runs checks in separate processes, one at a time. If a check is requested that is already running or
+    waiting, the caller gets the result of that run. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -47,7 +47,8 @@ class CheckRunner:
         module: str = "appliance.monitoring.check_process",
         limit_s: float = MAX_CHECK_S,
     ) -> None:
-        """`module` is the module that the process runs. `limit_s` is the time limit of a check."""
+        """`module` is the Python module that the process runs. `limit_s` is the time limit of a check in
+        seconds."""
         self._settings = settings
         self._module = module
         self._limit_s = limit_s
@@ -60,7 +61,7 @@ class CheckRunner:
         self._closed = False
 
     def close(self) -> None:
-        """Kill the running check, because the service cannot exit while a check is running."""
+        """Kill the process of a running check, because the service cannot exit while a check is running."""
         with self._starting:
             self._closed = True
             if self._process is not None:
@@ -82,7 +83,7 @@ class CheckRunner:
         if task is None:
             task = self._running[check] = asyncio.create_task(self._checked(check))
             task.add_done_callback(lambda _: self._running.pop(check))
-        # A caller that disconnects must not end the check for the other callers.
+        # The check must continue for the other callers if one caller disconnects.
         return await asyncio.shield(task)
 
     async def _checked(self, check: Check) -> bytes:

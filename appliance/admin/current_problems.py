@@ -1,7 +1,5 @@
-"""The running service's current problems, each with its remedy, for `status` and `doctor`.
-
-A problem is listed only while it lasts. `appliance.core.problems` keeps past problems.
-"""
+"""The problems that the running service has at present, each with its remedy, for `status` and `doctor`. A
+problem is listed only while it lasts. `appliance.core.problems` keeps past problems."""
 
 from __future__ import annotations
 

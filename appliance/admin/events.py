@@ -2,7 +2,7 @@
 (`appliance.events.frames`).
 
 All readers with the same rate share the snapshots and their encoding, so an additional reader costs only the
-time to write the bytes. Readers have no queue: a reader gets the newest frame when its connection accepts
+time to write the bytes. There is no queue for a reader: it gets the newest frame when its connection accepts
 bytes, and a full snapshot if it has missed frames. While there are no readers, no snapshots are read.
 """
 
@@ -35,7 +35,7 @@ ReadSnapshot = Callable[[], Awaitable[Snapshot]]
 
 
 class EventFeed:
-    """Makes each frame once for all readers that use the same rate. Must be used on the event loop's
+    """Encodes each frame once for all readers that use the same rate. Must be used on the event loop's
     thread."""
 
     def __init__(self, read: ReadSnapshot, interval_s: float) -> None:
@@ -56,7 +56,7 @@ class EventFeed:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield frames as lines of JSON until the iterator is closed."""
-        # The state may be old, because no snapshots are read while there are no readers.
+        # The latest snapshot may be old, because no snapshots are read while there are no readers.
         idle = self._task is None or self._task.done()
         seen, last = self._seq if idle else self._seq - 1, -1
         self._readers += 1
@@ -88,7 +88,7 @@ class EventFeed:
             await asyncio.sleep(max(0.05, self._interval_s - (time.monotonic() - began)))
 
     def take(self, snapshot: Snapshot) -> None:
-        """Make the next frame from the differences between the previous snapshot and this one."""
+        """Build the next frame, which contains the differences between the previous snapshot and this one."""
         self._seq += 1
         self._at, self._requests, self._whole = snapshot.at, snapshot.requests, None
         changed = {}
@@ -133,17 +133,17 @@ class EventFeed:
 
 
 class EventFeeds:
-    """The feeds of all rates."""
+    """The event feeds of all rates."""
 
     def __init__(self, reader: Callable[[int], ReadSnapshot], streams: Streams) -> None:
-        """`reader` takes a feed's rate (frames per second), and returns a function that reads the feed's
-        snapshots."""
+        """`reader` is called with the rate of a feed, in frames per second. It returns the function that
+        reads the snapshots of this feed."""
         self._reader = reader
         self._streams = streams
         self._feeds: dict[int, EventFeed] = {}
 
     async def follow(self, query: EventsQuery) -> AsyncGenerator[bytes, None]:
-        """Yield the frames until the service stops."""
+        """Yield frames until the service stops."""
         feed = self._feeds.get(query.hz)
         if feed is None:
             feed = self._feeds[query.hz] = EventFeed(self._reader(query.hz), 1.0 / query.hz)

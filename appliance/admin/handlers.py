@@ -1,5 +1,5 @@
-"""Maps each action of the registry to its handler, and contains the handlers that are too small for a
-separate module."""
+"""Assigns a handler to each action of the registry. Handlers that are too small for a separate module are in
+this module."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def handlers(
     backups: BackupAdmin,
     reload: Callable[[], Awaitable[Reloaded]],
 ) -> Mapping[type[msgspec.Struct], Handler]:
-    """Return the handler for each action, by the type of the action's parameters."""
+    """Return the handler of each action, by the type of the action's parameters."""
 
     async def reload_config(actor: Actor, asked: ReloadConfig) -> Effect:
         reloaded = await reload()
@@ -128,8 +128,8 @@ class RequestAdmin:
         cancel: Callable[[str, str], bool],
         contents: Callable[[str], Awaitable[Contents]],
     ) -> None:
-        """`cancel` receives a request's id and the message for its client, and returns False for an unknown
-        id. `contents` returns a request's stored texts."""
+        """`cancel` is called with the id of a request and a message for its client, and returns False for an
+        unknown id. `contents` returns the stored texts of a request."""
         self._in_flight = in_flight
         self._cancel = cancel
         self._contents = contents
@@ -147,8 +147,8 @@ class RequestAdmin:
         )
 
     async def show(self, actor: Actor, asked: ShowContents) -> Effect:
-        """Return the stored prompts and answers. Raises LookupError if there are none, and StoreError if the
-        database fails."""
+        """Return a request's stored prompts and answers. Raises LookupError if there are none, and StoreError
+        if the database fails."""
         return Effect(await self._contents(asked.request_id))
 
 
@@ -160,7 +160,8 @@ class BackupAdmin:
         self._trail = trail
 
     async def begin(self, actor: Actor, asked: BeginBackup) -> Effect:
-        """Record the audit chain's head and return it. The backup can then be checked against this head."""
+        """Record the head of the audit chain, and return it. The backup can later be checked against this
+        head."""
         self._trail.record_head()
         head = self._trail.state().head
         return Effect(AuditHead(seq=head.seq, hash=head.hash))

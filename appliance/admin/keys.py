@@ -22,7 +22,7 @@ class KeyAdmin:
     control: ControlStore
     usage: Usage
     publish: Callable[[], None]
-    """Applies the changes to the queue and the front processes."""
+    """Applies the changes to the queue and to the front processes."""
     cancel: CancelRequests
 
     def list(self) -> list[Key]:
@@ -30,8 +30,8 @@ class KeyAdmin:
         return [self._shown(record) for record in self.control.list_keys()]
 
     async def create(self, actor: Actor, asked: CreateKey) -> Effect:
-        """Create a key. Like every method that changes keys, raises ValueError for an invalid change and
-        StoreError if the database fails."""
+        """Create a key. Raises ValueError for an invalid change and StoreError if the database fails, like
+        every method that changes keys."""
         fields = changes(asked, KeyFields)
         name = str(fields.pop("name"))
         created = await committed(

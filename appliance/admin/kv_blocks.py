@@ -1,7 +1,7 @@
 """Reads the KV blocks of all replicas, for a route of the admin API and for the recorded history.
 
-Replicas determine the state of their blocks only on request. While an operator reads the route, replicas are
-queried up to once per second; otherwise, the history queries them every few seconds.
+Replicas determine the state of their blocks only on request. While an operator uses the route, replicas are
+queried up to once per second. Otherwise, they are queried every few seconds, for the history.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from appliance.traffic.state import TrafficState
 from engine.messages import BlockUse
 
 RECORDED_EVERY_S = 10.0
-"""Interval at which the history requests the blocks while no operator reads them."""
+"""Interval at which the blocks are requested for the history while no operator uses the route."""
 
 
 class BlockMaps:
@@ -33,10 +33,11 @@ class BlockMaps:
         self._replicas = replicas
         self._traffic = traffic
         self._maps: dict[str, tuple[BlockUse, BlockMap]] = {}
-        """For each replica: the newest state of its blocks, and the map made from that state."""
+        """For each replica, the newest state of its blocks, and the block map that was made from this
+        state."""
 
     async def read(self) -> list[ReplicaBlocks]:
-        """Return the blocks of the replicas that answer."""
+        """Return the block maps of the replicas that answer."""
         replicas = list(self._replicas())
         found = await asyncio.gather(*(replica.blocks.read() for replica in replicas))
         return [
@@ -46,8 +47,8 @@ class BlockMaps:
         ]
 
     def recent(self) -> dict[str, BlockMap]:
-        """Return the last known blocks of each replica, without waiting. Request new ones if they are older
-        than `RECORDED_EVERY_S`. A replica's map is the same object until newer blocks have arrived."""
+        """Return the latest known block map of each replica, without waiting. If a map is older than
+        `RECORDED_EVERY_S`, request a new one. The same object is returned until a newer state has arrived."""
         replicas = list(self._replicas())
         found = {
             replica.name: self._map(replica, use)

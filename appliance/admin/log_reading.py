@@ -1,7 +1,7 @@
 """Reads the request log, the audit trail and the usage for the admin API.
 
-SQLite is read in two threads, never on the event loop. Each page is read through a separate connection, and
-is limited in rows, bytes and time. These limits keep callers from monopolising the disk or the memory.
+SQLite is read in two threads, never on the event loop. Each page is read through a new database connection,
+and is limited in rows, bytes and time. The limits prevent callers from monopolising the disk or the memory.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ Result = TypeVar("Result")
 MAX_READ_S = 2.0
 """Time limit for reading one page, in seconds."""
 MAX_PAGE_BYTES = 1 << 20
-"""A page of the request log ends with the row that brings the total size of its texts above this limit."""
+"""A page of the request log ends with the row with which the total size of the page's texts exceeds this
+limit."""
 _FOLLOWED_ROWS = 200
 _THREADS = 2
 
 
 class LogReading:
-    """Reads pages and follows changes. Must be used on the event loop's thread."""
+    """Reads pages of the logs, and follows changes to the logs. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class LogReading:
         streams: Streams,
         prices: Callable[[], Mapping[str, ModelPrices]],
     ) -> None:
-        """`prices` returns the prices by model."""
+        """`prices` is a function that returns the prices of each model."""
         self._usage = UsageReader(history.path, prices, lambda: control.policies, MAX_READ_S)
         self._history = history
         self._control = control
@@ -64,7 +65,7 @@ class LogReading:
         self._streams = streams
         self._requests = RequestReader(history.path, limit_s=MAX_READ_S, limit_bytes=MAX_PAGE_BYTES)
         self.threads = ThreadPoolExecutor(_THREADS, "admin-reads")
-        """Threads that read the databases and, for snapshots, the machine's load."""
+        """Threads that read the databases and, for snapshots, the load of the machine."""
 
     def close(self) -> None:
         """Stop the threads after the reads in progress have finished."""
@@ -78,7 +79,7 @@ class LogReading:
 
         def read() -> RequestPage:
             sequence = self._requests.last_sequence()
-            # Fetch one extra row to find out whether there is a next page.
+            # Fetch one more row than fits on the page, to find out whether there is a next page.
             rows = self._requests.query(query.filter, query.limit + 1, before)[::-1]
             shown = rows[: query.limit]
             size = sum(_size(row) for row in shown)
@@ -116,14 +117,14 @@ class LogReading:
         return await self._in_thread(lambda: self._usage.report(query))
 
     def log_page(self, query: LogQuery) -> LogPage:
-        """Return lines of the log."""
+        """Return lines of the service's log."""
         return self._lines.page(query)
 
     # ── following ──
 
     def follow_requests(self, query: RequestLogQuery) -> AsyncIterator[bytes]:
-        """Return a stream that yields each request when it ends. If the query selects open requests, each
-        request is instead yielded when it is admitted."""
+        """Return a stream that yields each request when the request ends. If the query selects open requests,
+        the stream yields each request when it is admitted."""
         wanted = msgspec.structs.replace(query.filter, state=query.state or "ended")
         after = query.after
 
@@ -132,7 +133,7 @@ class LogReading:
             if after is None:
                 after = self._requests.last_sequence()
                 return [], False
-            # Also skip the rows that do not match. Otherwise, they would be read again.
+            # Also skip rows that do not match the query. Otherwise, they would be read again.
             latest = self._requests.last_sequence()
             rows = self._requests.changes(after, _FOLLOWED_ROWS, wanted)
             more = len(rows) == _FOLLOWED_ROWS or sum(map(_size, rows)) > MAX_PAGE_BYTES
@@ -142,7 +143,7 @@ class LogReading:
         return self._follow(lambda: self._history.state().committed_rows, read)
 
     def follow_audit(self, query: AuditQuery) -> AsyncIterator[bytes]:
-        """Return a stream that yields an action each time one starts or ends."""
+        """Return a stream that yields an action when the action starts and when it ends."""
         after = query.after
 
         def head() -> int:
@@ -162,7 +163,7 @@ class LogReading:
         return self._follow(head, read)
 
     def follow_log(self, query: LogQuery) -> AsyncIterator[bytes]:
-        """Return a stream that yields new log lines."""
+        """Return a stream that yields new lines of the service's log."""
         after = self._lines.number if query.after is None else query.after
 
         async def read() -> tuple[list[bytes], bool]:

@@ -1,4 +1,5 @@
-"""The admin API's routes that return paginated or streamed lists. All of them require the scope `read`."""
+"""The routes of the admin API that return lists page by page or as a stream. All of them require the scope
+`read`."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def _route(
 def answered(
     endpoint: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that converts the given endpoint's errors into responses."""
+    """Return an endpoint that calls the given endpoint and converts its errors into responses."""
 
     async def answer(request: Request) -> Response:
         try:

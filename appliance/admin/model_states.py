@@ -36,7 +36,7 @@ class ModelStates:
     """Same as `ModelAdmin.declared_in`."""
 
     def all(self) -> list[RegisteredModel]:
-        """Return all models. The models from the settings come first."""
+        """Return all models. Models from the settings come first."""
         registry = self.operations.registry.current
         declared = self.settings().models
         shown = [self._declared(name, model) for name, model in declared.items()]
@@ -92,7 +92,7 @@ class ModelStates:
         )
 
     def state(self, unit: str) -> tuple[VersionState, str]:
-        """Return the state of a model or version, and an explanation of the state."""
+        """Return the state of a model or version, and an explanation of this state."""
         if unit in self.operations.draining or self.operations.is_falling_asleep(unit):
             return "draining", "finishing its requests"
         replicas = self.manager.of(unit)
@@ -131,7 +131,8 @@ class ModelStates:
         ]
 
     def _shares(self, unit: str) -> dict[str, float]:
-        """For each split name, return the fraction of the name's requests that the unit gets."""
+        """Return, for each name whose requests are split, the fraction of its requests that this model or
+        version gets."""
         return {
             route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
             / sum(arm.weight for arm in route.arms)

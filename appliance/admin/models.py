@@ -51,7 +51,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 
 @dataclass(kw_only=True)
 class ModelAdmin:
-    """Handles the actions on models. Models declared in the settings can only be changed in the settings."""
+    """Performs operators' actions on models. Models that are declared in the settings can be changed only in
+    the settings."""
 
     operations: ModelOperations
     swaps: VersionSwaps
@@ -60,11 +61,12 @@ class ModelAdmin:
     routing: Routing
     fronts: FrontRoutes
     check: Check
-    """Runs all checks of a model. The function blocks, so do not call it on the event loop's thread."""
+    """Runs all checks of a model. The function blocks, so it must not be called on the event loop's
+    thread."""
     settings: Callable[[], Settings]
     declared_in: Callable[[str], str]
-    """Returns the file or flag that declares a model, or an empty string if the settings do not declare
-    it."""
+    """Returns the settings file or the command-line flag that declares a model, or an empty string if the
+    settings do not declare the model."""
     _background: Background = field(default_factory=Background, init=False)
 
     def __post_init__(self) -> None:
@@ -109,8 +111,8 @@ class ModelAdmin:
             )
 
     async def _check(self, asked: AddModel) -> list[str]:
-        """Check the checkpoint's files, and return the warnings. Raises ValueError for a checkpoint that
-        cannot be served."""
+        """Check the files of the checkpoint, and return warnings. Raises ValueError if the checkpoint cannot
+        be served."""
         settings = self.operations.settings_of(asked.folder, asked.settings)
         [findings] = (await asyncio.to_thread(self.check, {asked.name: settings})).values()
         if (problem := problem_of(findings)) is not None:
@@ -118,7 +120,7 @@ class ModelAdmin:
         return [str(finding) for finding in findings if finding.level == "warning"]
 
     async def remove(self, actor: Actor, asked: RemoveModel) -> Effect:
-        """Remove a model or a version. Raises ConflictError if it is loaded or in use."""
+        """Remove a model or a version from the registry. Raises ConflictError if it is loaded or in use."""
         name, version = split_target(asked.model)
         self.check_declared(name, "removed")
         for record in self.operations.registry.current.versions_of(name):
@@ -135,7 +137,7 @@ class ModelAdmin:
         return done(f"{asked.model} removed; its files are kept")
 
     async def prune(self, actor: Actor, asked: PruneModels) -> Effect:
-        """Remove unused versions."""
+        """Remove all unused versions from the registry."""
         registry = self.operations.registry
         pruned = [one for one in registry.current.versions.values() if not self._is_named(one)]
         if not asked.dry_run:
@@ -159,8 +161,8 @@ class ModelAdmin:
             await self.operations.unload(record, 0.0)
 
     def _is_named(self, record: VersionRecord) -> bool:
-        """Return whether a version is in use, or can be reached by a name that does not contain its
-        number."""
+        """Return whether a version is in use, or whether requests can reach it by a name other than
+        NAME@VERSION."""
         registry = self.operations.registry.current
         model, unit = registry.models[record.model], _unit(record)
         return (
@@ -207,9 +209,12 @@ class ModelAdmin:
     async def _perform(
         self, operation: Awaitable[None], status: Callable[[], VersionStatus], wait: bool
     ) -> Effect:
-        """Run an operation to completion or, without `wait`, only start it. Raises LoadError if the operation
-        is refused immediately. If an operation that was only started fails later, the list of models shows
-        the failure."""
+        """Run an operation. If `wait` is true, wait until the operation has finished; otherwise, only start
+        it.
+
+        Raises LoadError if the operation is refused immediately. If an operation fails after it was only
+        started, the list of models shows the failure.
+        """
         before = status()
         task = asyncio.ensure_future(operation)
         await asyncio.sleep(0)
@@ -221,8 +226,8 @@ class ModelAdmin:
         return Effect(after, {"state": before.state}, {"state": after.state})
 
     async def retry(self, actor: Actor, asked: RetryModel) -> Effect:
-        """Immediately restart a model's replicas that have failed or are waiting to be restarted. Raises
-        UnknownModelError, or ConflictError if there are none."""
+        """Immediately start the replicas of a model that have failed or are waiting for a restart. Raises
+        UnknownModelError, or ConflictError if there are no such replicas."""
         unit = asked.model
         if not self.manager.is_declared(unit):
             unit = _unit(self._record(unit, "retried"))
@@ -238,7 +243,7 @@ class ModelAdmin:
         )
 
     async def pin(self, actor: Actor, asked: PinModel) -> Effect:
-        """Keep a version loaded."""
+        """Keep a version loaded until it is unpinned."""
         return await self._set_pinned(actor, "models.pin", asked.model, pinned=True)
 
     async def unpin(self, actor: Actor, asked: UnpinModel) -> Effect:
@@ -291,8 +296,8 @@ class ModelAdmin:
         return Effect(self.states.status(wanted))
 
     async def alias(self, actor: Actor, asked: SetAlias) -> Effect:
-        """Set or delete an alias. Raises ConflictError if the name is in use, or if the alias is in use but
-        the target is not loaded."""
+        """Set or delete an alias. Raises ConflictError if the name is already in use, or if the alias is in
+        use and the new target is not loaded."""
         registry = self.operations.registry
         if asked.target is None:
             await committed(registry.delete_alias(actor=actor, name=asked.name))
@@ -323,8 +328,8 @@ class ModelAdmin:
             )
 
     def check_declared(self, name: str, changed: str) -> None:
-        """Raise ConflictError if the settings declare the model. `changed` is a participle for the error
-        message that names the refused change, such as "loaded"."""
+        """Raise ConflictError if the settings declare the model. `changed` is the participle that names the
+        refused change in the error message, such as "loaded"."""
         if place := self.declared_in(name):
             raise ConflictError(
                 f"model {name!r} is declared in {place}, so it cannot be {changed} with this command: change "
@@ -349,7 +354,7 @@ class ModelAdmin:
 
     def _record(self, target: str, changed: str) -> VersionRecord:
         """Return the version with this NAME or NAME@VERSION. Raises UnknownModelError, or ConflictError if
-        the settings declare the model. `changed` is the same as in `check_declared`."""
+        the settings declare the model. `changed` has the same meaning as in `check_declared`."""
         name, version = split_target(target)
         for declared in (target, name):
             self.check_declared(declared, changed)

@@ -1,4 +1,5 @@
-"""Query parameters of the admin API as typed structs, with errors that name the parameter."""
+"""Parses the query parameters of the admin API into typed structs. Error messages contain the name of the
+parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _SHOWN_CHARS = 100
 
 
 class QueryError(Exception):
-    """Raised if a query parameter cannot be used. The message names the parameter, its value and the
+    """Raised if a query parameter cannot be used. The message contains the parameter, its value and the
     remedy."""
 
 
@@ -46,7 +47,7 @@ def parse_query(request: Request, kind: type[Query]) -> Query:
 
 
 def query_parameters(kind: type[msgspec.Struct]) -> tuple[dict[str, Any], ...]:
-    """Return the OpenAPI parameter objects of a query struct."""
+    """Return the OpenAPI parameter objects for the fields of a query struct."""
     schema = msgspec.json.schema(kind)
     properties = schema["$defs"][kind.__name__]["properties"]
     return tuple(

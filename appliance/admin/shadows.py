@@ -1,4 +1,4 @@
-"""The admin operation for shadow traffic, which copies a share of a name's requests to another model or
+"""The admin action for shadow traffic, which copies a share of the requests for a name to another model or
 version."""
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from store.errors import ConflictError, UnknownModelError
 
 @dataclass(kw_only=True)
 class ShadowAdmin:
-    """Handles the action that sets and ends shadows, and shows their results."""
+    """Performs the action that sets and ends shadows, and reads their results."""
 
     models: ModelAdmin
     results: ShadowResults
 
     async def shadow(self, actor: Actor, asked: ShadowModel) -> Effect:
-        """Set or end a shadow. Raises UnknownModelError if the name or target does not exist, and
-        ConflictError if the target is not loaded or already answers the name's requests."""
+        """Set or end a shadow. Raises UnknownModelError if the name or the target does not exist, and
+        ConflictError if the target is not loaded or already answers requests for the name."""
         name, routing = asked.name, self.models.routing
         registry = self.models.operations.registry
         target = None
@@ -51,7 +51,7 @@ class ShadowAdmin:
         return done(f"{asked.share:.1%} of the requests for {name} are copied to {target}")
 
     def shown(self) -> list[RegisteredModel]:
-        """Return all models, with the results of their shadows."""
+        """Return all models with the results of their shadows."""
         models = self.models.states.all()
         for model in models:
             model.shadows = [shadow for name in (model.name, *model.aliases) for shadow in self._of(name)]

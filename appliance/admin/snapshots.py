@@ -35,16 +35,16 @@ from appliance.snapshot import (
 from store.policies import Policies, TenantRecord
 
 MAX_TENANTS = 200
-"""Maximum number of tenants in a snapshot. Tenants with requests are preferred."""
+"""Maximum number of tenants in a snapshot. Tenants with requests come first."""
 _CHOOSE_EVERY_S = 30.0
-"""Interval in seconds at which tenants are chosen again if there are more than `MAX_TENANTS`."""
+"""If there are more than `MAX_TENANTS` tenants, they are chosen again at this interval, in seconds."""
 _BLOCK_TOKENS = 64
 _COUNT_KEYS_EVERY_S = 15.0
 
 
 class TenantChoice:
-    """Chooses which tenants snapshots include if there are more than `MAX_TENANTS`. The choice changes
-    rarely, because each change starts a new layout in the recorded telemetry."""
+    """Chooses which tenants a snapshot contains if there are more than `MAX_TENANTS`. The choice changes
+    rarely, because after each change the recorded telemetry needs a new layout."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,7 +52,7 @@ class TenantChoice:
         self._at = float("-inf")
 
     def choose(self, names: list[str], busy: set[str]) -> list[str]:
-        """Return at most `MAX_TENANTS` of the names, in their original order."""
+        """Return at most `MAX_TENANTS` of the names, in the order in which they are given."""
         if len(names) <= MAX_TENANTS:
             return names
         now, kept = self._clock(), self._chosen.intersection(names)
@@ -65,7 +65,7 @@ class TenantChoice:
 
 @dataclass(kw_only=True)
 class SnapshotParts:
-    """The components from which snapshots are read."""
+    """The components from which a snapshot is read."""
 
     status: StatusReader
     running: RunningRequests
@@ -80,9 +80,9 @@ class SnapshotParts:
 
 
 class SnapshotReader:
-    """Reads snapshots. The counts of a batch cover the time since the reader's previous snapshot, so each
-    feed needs a separate reader. `SnapshotParts` is shared by all readers. Must be used on the event loop's
-    thread."""
+    """Reads snapshots. The counts of a batch in a snapshot cover the time since the same reader's previous
+    snapshot, so each feed needs a reader of its own. All readers share `SnapshotParts`. Must be used on the
+    event loop's thread."""
 
     def __init__(self, parts: SnapshotParts) -> None:
         self._parts = parts
@@ -90,10 +90,10 @@ class SnapshotReader:
         self._keys: tuple[Policies | None, float, Counter[str]] = (None, float("-inf"), Counter())
 
     async def read(self) -> Snapshot:
-        """Return the service's current state."""
+        """Return a snapshot of the service's current state."""
         running = self._parts.running
         progress = await running.progress()
-        # The ages of requests must refer to the time of the snapshot, because readers compute later ages from
+        # The ages of requests must refer to the time of the snapshot, because readers derive later ages from
         # them.
         at = time.time()
         return self._read(at, running.known(progress, at))
@@ -252,8 +252,8 @@ class SnapshotReader:
         return [use(tenant) for tenant in chosen]
 
     def _valid_keys(self, policies: Policies) -> Counter[str]:
-        """Return each tenant's number of valid keys. Keys are counted again when a policy changes and,
-        because keys expire, at regular intervals."""
+        """Return each tenant's number of valid keys. The keys are counted again when a policy changes and,
+        because keys can expire, at regular intervals."""
         known, at, count = self._keys
         if known is not policies or time.monotonic() - at > _COUNT_KEYS_EVERY_S:
             now = time.time()
@@ -263,7 +263,7 @@ class SnapshotReader:
 
 
 class _Counters:
-    """The counters of a replica at one moment."""
+    """The counters of a replica at one point in time."""
 
     def __init__(self, replica: Replica, at: float) -> None:
         report, steps = replica.latest_report, replica.steps
@@ -276,7 +276,7 @@ class _Counters:
         self.preemptions = report.preemptions
 
     def since(self, before: _Counters) -> dict[str, Any]:
-        """Return the fields of a `Batch` that cover the time since `before`."""
+        """Return the fields of a `Batch` for the time since the earlier counters `before`."""
         decode_steps = self.decode_steps - before.decode_steps
         mixed_steps = self.mixed_steps - before.mixed_steps
         return {
@@ -291,7 +291,8 @@ class _Counters:
 
 
 def _longest(replica: Replica, since: float) -> dict[str, Any]:
-    """Return the fields of a `Batch` that describe the longest step since the monotonic time `since`."""
+    """Return the fields of a `Batch` that describe the longest step since `since`, a time on the monotonic
+    clock."""
     step = replica.steps.longest.since(since)
     if step is None:
         return {}
@@ -319,15 +320,16 @@ def with_replicas(gpu: Gpu, status: Status) -> Gpu:
     """Return a copy of the GPU's record that also contains the names of the replicas that use the GPU, the
     memory that they use on it, and the replica that owns each process.
 
-    A replica uses the GPU if one of its processes does. If the process ids are not known, a replica uses the
-    GPU if the GPU is one of its devices. A replica's memory, which is the sum over its ranks, is divided
-    equally among the ranks."""
+    A replica uses the GPU if one of the replica's processes uses it. If the process ids are unknown, a
+    replica uses the GPU if the GPU is one of the replica's devices. The memory of a replica is known only as
+    a sum over its ranks, so it is divided equally among the ranks.
+    """
     replicas = [replica for model in status.models for replica in model.replicas]
     owners = {pid: replica for replica in replicas for pid in replica.pids}
     processes = gpu.processes or []
     ranks = [owners[one.pid] for one in processes if one.pid in owners]
     if not ranks:
-        # In a container, the driver reports no processes, or reports their ids in another PID namespace.
+        # In a container, the driver reports no processes, or it reports their ids in another PID namespace.
         ranks = [one for one in replicas for device in one.devices if device == f"cuda:{gpu.number}"]
     named = [
         msgspec.structs.replace(one, replica=owners[one.pid].name if one.pid in owners else "")

@@ -41,24 +41,25 @@ from store.writer import Writer
 
 _ETA_EVERY_S = 1.0
 """Interval in seconds at which the durations of drains are predicted again. A prediction examines every
-running request, so it is not repeated for each of the several snapshots per second that consoles may read."""
+running request, so it is not repeated for every snapshot: consoles may read several snapshots per second."""
 _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
 
 _SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
-"""States of replicas and fronts that do not make the service "starting". They include the states of processes
-that are being stopped, for example because a model is unloaded. If a required model has no other replica, the
-service does not count as ready anyway."""
+"""If all replicas and fronts are in these states, the service does not count as "starting". The states
+"stopping" and "stopped" are included because a replica is also stopped when a model is unloaded. If a
+required model has no ready replica, the service does not count as ready in any case."""
 
 
 @functools.cache
 def service_version() -> str:
-    """Return the version of the installed product, as it was at the first call.
+    """Return the version of the installed product at the time of the first call.
 
-    The result is cached because every status contains it. Each lookup reads a file and creates reference
-    cycles, which take up memory until the garbage collector runs, and the core collects rarely
-    (`appliance.core.process.COLLECT_AFTER`)."""
+    The result is cached because every status contains it. Each lookup reads a file, and creates reference
+    cycles that take up memory until the garbage collector runs. The core runs the collector rarely
+    (`appliance.core.process.COLLECT_AFTER`).
+    """
     try:
         return version("appliance")
     except PackageNotFoundError:
@@ -89,7 +90,7 @@ def audit_status(state: TrailState) -> AuditStatus:
 
 @dataclass(kw_only=True)
 class StatusReader:
-    """Reads the status of the service and its drains."""
+    """Reads the status of the service and of its drains."""
 
     settings: Callable[[], Settings]
     traffic: TrafficState
@@ -167,7 +168,7 @@ class StatusReader:
         )
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
-        """Return the service's state. `degraded` is true if there are current problems."""
+        """Return the state of the service. `degraded` is true if the service currently has problems."""
         if (drain := self.drains.of_service) is not None:
             return drain.public_state
         drains = [self.drains.of(model) for model in self.models.models]
@@ -183,7 +184,8 @@ class StatusReader:
         return "ready" if not reason and _SETTLED.issuperset(processes) else "starting"
 
     def _drain_etas(self) -> dict[str, float | None]:
-        """For each model, return how long a drain would take. Predictions are reused for `_ETA_EVERY_S`."""
+        """Return how long a drain of each model would take. A prediction is used again for `_ETA_EVERY_S`
+        seconds."""
         now = time.monotonic()
         if now - self._etas_at >= _ETA_EVERY_S or self._etas.keys() != self.models.models.keys():
             self._etas = {name: self.traffic.remaining(name).seconds for name in self.models.models}
@@ -212,13 +214,13 @@ class StatusReader:
         )
 
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:
-        """Return a model's state and an explanation of it."""
+        """Return the state of a model, and an explanation of this state."""
         if (drain := self.drains.of(model)) is not None:
             return (
                 drain.public_state,
                 f"taken out of service by an operator; put it back with: appliance resume --model {model}",
             )
-        # A model's state is the best state among its replicas, because the replica with the best state can
+        # The state of a model is the best state of any of its replicas, because one good replica is enough to
         # serve clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:

@@ -1,6 +1,6 @@
 """Responses of the admin API that stay open and send lines of JSON (`application/x-ndjson`).
 
-An empty line is sent after some seconds without data, which lets both sides notice a broken connection. A
+After some seconds without data, an empty line is sent, so that both sides notice a broken connection. A
 response that cannot continue ends with a line that contains only the field `error`.
 """
 
@@ -25,7 +25,7 @@ HEARTBEAT = b"\n"
 CONTENT_TYPE = "application/x-ndjson"
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""Time in seconds for which a stream tolerates a database that cannot be read."""
+"""Time in seconds after which a stream ends because its database cannot be read."""
 
 
 class TooManyStreamsError(Exception):
@@ -33,7 +33,7 @@ class TooManyStreamsError(Exception):
 
 
 class Streams:
-    """Counts the open streams, and ends them when the service stops."""
+    """Counts the open streams, and ends all streams when the service stops."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -44,7 +44,8 @@ class Streams:
         self.closing = True
 
     def response(self, lines: AsyncIterator[bytes]) -> Response:
-        """Return a response that sends these lines as they arrive. Raises TooManyStreamsError."""
+        """Return a response that sends these lines as soon as they are available. Raises
+        TooManyStreamsError."""
         if self.open >= MAX_STREAMS or self.closing:
             raise TooManyStreamsError(
                 f"{self.open} streams are open, which is the maximum: close one, or retry later"
@@ -63,8 +64,8 @@ class Streams:
     async def follow(
         self, version: Callable[[], object], read: Callable[[], Awaitable[tuple[list[bytes], bool]]]
     ) -> AsyncIterator[bytes]:
-        """Call `read` whenever `version` has changed, and yield the lines that it returns. `read` also
-        returns whether more can be read immediately."""
+        """Yield the lines that `read` returns. It is called whenever the result of `version` has changed. In
+        addition to the lines, `read` returns whether more lines can be read immediately."""
         seen: object = None
         sent_at = time.monotonic()
         failing_since: float | None = None
@@ -94,5 +95,5 @@ def lines_of(values: Iterable[Any]) -> list[bytes]:
 
 
 def end_of_stream(error: str) -> bytes:
-    """Return the line that ends a stream that cannot continue."""
+    """Return the last line of a stream that cannot continue."""
     return msgspec.json.encode(StreamEnd(error=error)) + b"\n"

@@ -1,5 +1,5 @@
-"""The admin API's routes for the recorded history. All of them require the scope `read`. The database is read
-in threads, and each answer is limited in rows and time."""
+"""The routes of the admin API for the recorded history. All of them require the scope `read`. The database is
+read in threads, and each answer is limited in rows and time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Query = TypeVar("Query", bound=msgspec.Struct)
 
 
 def telemetry_routes(history: Path, threads: ThreadPoolExecutor) -> list[ScopedRoute]:
-    """Return the routes that read `history`, the path of `history.db`, in `threads`."""
+    """Return the routes that read the database at `history` (`history.db`) in `threads`."""
     past = PastReader(history, limit_s=MAX_READ_S)
 
     def route(

@@ -20,10 +20,10 @@ from store.policies import Quota, TenantRecord
 from store.tenants import BUILT_IN
 
 CancelRequests = Callable[[Callable[[Identity], bool], str], int]
-"""Cancels the running and queued requests of matching callers, sends the message to the clients, and returns
-the number of cancelled requests."""
+"""Cancels the running and queued requests of all callers that match, sends the message to their clients, and
+returns the number of cancelled requests."""
 Usage = Callable[[str, str], list[LimitUsage]]
-"""Returns how much of each limit a tenant or key has used up. The arguments are ("tenant", name) or ("key",
+"""Returns how much of each limit a tenant or key has used. The arguments are ("tenant", name) or ("key",
 id)."""
 
 
@@ -36,7 +36,7 @@ class TenantAdmin:
     usage: Usage
     peers: Callable[[], Iterable[PeerMapping]]
     publish: Callable[[], None]
-    """Applies the changes to the queue and the front processes."""
+    """Applies the changes to the queue and to the front processes."""
     cancel: CancelRequests
 
     def list(self) -> list[Tenant]:
@@ -47,8 +47,8 @@ class TenantAdmin:
         return [self._shown(tenant, keys, peers) for tenant in policies.tenants.values()]
 
     async def create(self, actor: Actor, asked: CreateTenant) -> Effect:
-        """Create a tenant. Like every method that changes tenants, raises ValueError for an invalid change
-        and StoreError if the database fails."""
+        """Create a tenant. Raises ValueError for an invalid change and StoreError if the database fails, like
+        every method that changes tenants."""
         fields = changes(asked, TenantRecord)
         await committed(self.control.create_tenant(actor=actor, name=asked.name, changes=fields))
         return self._changed(asked.name)
@@ -60,7 +60,7 @@ class TenantAdmin:
         return self._changed(asked.name)
 
     async def suspend(self, actor: Actor, asked: SuspendTenant) -> Effect:
-        """Refuse new requests from a tenant."""
+        """Refuse new requests of a tenant."""
         await committed(self.control.suspend_tenant(actor=actor, name=asked.name))
         self.publish()
         cancelled = None
@@ -72,13 +72,13 @@ class TenantAdmin:
         return done(f"tenant {asked.name} suspended; {requests_after(cancelled)}")
 
     async def resume(self, actor: Actor, asked: ResumeTenant) -> Effect:
-        """Accept requests from a tenant again."""
+        """Accept requests of a tenant again."""
         await committed(self.control.resume_tenant(actor=actor, name=asked.name))
         self.publish()
         return done(f"tenant {asked.name} resumed")
 
     async def delete(self, actor: Actor, asked: DeleteTenant) -> Effect:
-        """Delete a tenant that is not in use."""
+        """Delete a tenant that has no keys and is not mapped to users."""
         await committed(self.control.delete_tenant(actor=actor, name=asked.name))
         self.publish()
         return done(f"tenant {asked.name} deleted")
@@ -98,7 +98,7 @@ class TenantAdmin:
 
 
 def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
-    """Return the declared fields of `record` that the caller set. The quota's fields are nested under
+    """Return the fields of `record` that the caller has set. The fields of the quota are nested under
     "quota"."""
     given = _given(asked, record)
     limits = _given(asked, Quota)
@@ -106,8 +106,8 @@ def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, ob
 
 
 def requests_after(cancelled: int | None) -> str:
-    """Describe the effect on running requests. `cancelled` is the number of cancelled requests, or None if
-    running requests continue."""
+    """Describe what happens to running requests. `cancelled` is the number of requests that are being
+    cancelled, or None if running requests continue."""
     if cancelled is None:
         return "its running requests continue"
     return f"cancelling {cancelled} request{'' if cancelled == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Forecasts the effect of new limits by replaying the requests of the last few minutes. Changes nothing."""
+"""Predicts the effect of new limits by replaying the requests of the last few minutes. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ERRORS = dict.fromkeys((400, 401, 403, 404, 409, 503), ErrorBody)
 
 
 class WhatIfError(AdminRequestError):
-    """Raised if no forecast can be made."""
+    """Raised if the effect of new limits cannot be predicted."""
 
 
 class WhatIf:
-    """Forecasts the effect of new limits. Only one replay runs at a time."""
+    """Predicts the effect of new limits. Only one replay runs at a time."""
 
     def __init__(
         self, traffic: TrafficState, policies: Callable[[], Policies], rules: Callable[[], QueueRules]
@@ -46,7 +46,7 @@ class WhatIf:
         self._running = False
 
     async def forecast(self, asked: msgspec.Struct) -> QuotaForecast:
-        """Return the effect of the limits in an action's parameters. Raises WhatIfError."""
+        """Return the predicted effect of the limits in an action's parameters. Raises WhatIfError."""
         try:
             changed = self._changed(asked)
             given = self._input(changed)
@@ -100,7 +100,7 @@ class WhatIf:
 
 
 def what_if_routes(what_if: WhatIf) -> list[ScopedRoute]:
-    """Return the routes that forecast the effect of new limits for a tenant or key."""
+    """Return the routes that predict the effect of new limits of a tenant or key."""
     return [_route(what_if, "tenants.set", SetTenant), _route(what_if, "keys.set", SetKey)]
 
 
