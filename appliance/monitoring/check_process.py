@@ -1,8 +1,8 @@
-"""`python -m appliance.monitoring.check_process`: runs a running service's long checks, which are the
+"""`python -m appliance.monitoring.check_process`: runs the long checks of a running service, which are the
 verification of the audit chain and the checks of `appliance doctor`.
 
-The core runs them in this separate process, because hashing the rows of a long chain would block its event
-loop, and because a damaged database must not be able to crash the core.
+The core runs these checks in a separate process for two reasons. Hashing the rows of a long chain would block
+the core's event loop, and a damaged database must not be able to crash the core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_PROBLEMS = 100
 """Maximum number of faults in the audit chain that are reported individually. Additional faults are only
 counted."""
 _NICENESS = 10
-"""Nice value of this process, which gives the service a higher priority."""
+"""Nice value of this process. It gives the service a higher priority for CPU time."""
 _NO_JOURNAL = (
     "the service cannot read the journal: to verify the chain against it, run appliance audit verify on the "
     "service's machine"
@@ -34,13 +34,13 @@ _NO_JOURNAL = (
 
 
 class CheckInput(msgspec.Struct, kw_only=True):
-    """The check to run, and the service that it concerns."""
+    """The check to run, and the service to which it applies."""
 
     check: Check
     run_dir: str
     state_dir: str
     config: str | None = None
-    """The settings file with which the service was started."""
+    """The settings file with which the service was started, or None."""
 
 
 def verify_chain(state_dir: Path) -> ChainReport:
@@ -65,7 +65,7 @@ def run_check(given: CheckInput) -> msgspec.Struct:
 
 
 def main() -> None:
-    """Run the check on standard input, and print its result as JSON."""
+    """Run the check that is described on standard input, and print its result as JSON."""
     os.nice(_NICENESS)
     given = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckInput)
     try:

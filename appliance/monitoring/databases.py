@@ -1,5 +1,5 @@
-"""Checks the databases. They are opened read-only and only briefly, because an open reader prevents the
-service from leaving WAL mode when it stops."""
+"""Checks the databases. Each database is opened read-only and only briefly, because the service cannot leave
+SQLite's WAL mode when it stops while another process has the database open."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from store.schemas import CONTENTS, HISTORY
 
 
 def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check the databases' owners, pages, schema versions and sizes, the audit chain, and open requests.
-    Files that an untrusted user could have created are not opened.
-    """
+    """Check the databases' owners, pages, schema versions and sizes, the audit chain, and the open requests
+    in the request log. Files that an untrusted user could have created are not opened."""
     try:
         uids = _owners(state_dir, run_dir)
     except UntrustedError as error:
@@ -71,7 +70,7 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
 
 
 def _owners(state_dir: Path, run_dir: Path) -> frozenset[int]:
-    """Return the users who may own the databases. The owner of an untrusted run directory is excluded,
+    """Return the users who may own the databases. The owner of an untrusted run directory is left out,
     because another finding reports that directory."""
     try:
         return trusted_state(state_dir, run_dir)
@@ -156,7 +155,7 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
 
 
 def _refused(subject: str, error: StoreError | UntrustedError) -> Finding:
-    """Return the finding about a file that cannot be used."""
+    """Return a finding about a file that cannot be used."""
     return _broken(subject, error.description, error.remedy)
 
 

@@ -1,7 +1,5 @@
-"""Checks everything that can prevent the service from working, without changing anything.
-
-A check that itself fails is reported as a finding, and the remaining checks still run.
-"""
+"""Checks everything that can prevent the service from working. Nothing is changed. If a check itself fails,
+the failure is reported as a finding, and the remaining checks still run."""
 
 from __future__ import annotations
 
@@ -80,12 +78,13 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | SettingsError) 
 
 
 def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
-    """Request the service's status. Returns four values:
+    """Ask the service for its status. Return four values:
 
-    - the status, or None if it is not available,
-    - the reason why it is not available,
+    - the status, or None if the status is not available,
+    - the reason why the status is not available,
     - whether the reason is that this user lacks access,
-    - the reason why the process that listens on the socket is not trusted."""
+    - the reason why the process that listens on the socket is not trusted.
+    """
     with AdminClient(run_dir, timeout_s=5.0) as client:
         try:
             return client.status(), "", False, ""

@@ -1,5 +1,5 @@
-"""Counts requests that have ended, and keeps the latencies of the most recent ones, for the service's
-snapshots."""
+"""Counts the requests that have ended, and keeps the latencies of the most recent of them, for snapshots of
+the service."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from store.requests import RequestRow
 
 WINDOW_S = 60.0
 MAX_KEPT = 4096
-"""Maximum number of latencies that are kept. Above 68 requests per second, the percentiles cover less time
-than `WINDOW_S`; their `window_s` states the actual period."""
+"""Maximum number of latencies that are kept. With more than 68 requests per second, the percentiles therefore
+cover less time than `WINDOW_S`, and their field `window_s` contains the actual period."""
 _SHARES = (0.5, 0.9, 0.99)
 _REUSED_S = 0.9
-"""Time in seconds for which computed percentiles are reused, because sorting is the most expensive part of a
-snapshot."""
+"""Time in seconds for which computed percentiles are used again, because sorting the latencies is the most
+expensive part of a snapshot."""
 
 
 class TenantCounts:
-    """Counts of one tenant's requests that have ended."""
+    """Counts of the requests of one tenant that have ended."""
 
     __slots__ = ("billed_tokens", "cached_tokens", "prompt_tokens", "refused", "requests")
 
@@ -33,7 +33,7 @@ class TenantCounts:
         self.prompt_tokens = self.cached_tokens = self.billed_tokens = 0
 
     def add(self, row: RequestRow) -> None:
-        """Count a request."""
+        """Count a request that has ended."""
         self.requests += 1
         self.refused += outcome(row) == "refused"
         self.prompt_tokens += row.prompt_tokens
@@ -50,12 +50,12 @@ class _Ended(NamedTuple):
 
 
 class EndedRequests:
-    """Passes rows on to the request log, and counts requests that have ended. Must be used on the event
-    loop's thread."""
+    """Counts the requests that have ended, and passes their rows on to the request log. Must be used on the
+    event loop's thread."""
 
     def __init__(self, rows: RowSink, is_tenant: Callable[[str], bool]) -> None:
         """`is_tenant` returns whether a tenant exists. Requests of unknown tenants are counted only in the
-        totals."""
+        totals of the service."""
         self.failed = self.cancelled = self.billed_tokens = 0
         self.tenants: dict[str, TenantCounts] = {}
         self._rows = rows
@@ -64,7 +64,7 @@ class EndedRequests:
         self._latency, self._computed_at = Latency(), float("-inf")
 
     def open(self, row: RequestRow) -> bool:
-        """Pass an admitted request's row on to the request log."""
+        """Pass the row of an admitted request on to the request log."""
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
@@ -75,8 +75,8 @@ class EndedRequests:
         self.billed_tokens += row.billed_tokens
         if tenant in self.tenants or self._is_tenant(tenant):
             self.tenants.setdefault(tenant, TenantCounts()).add(row)
-        # A retry that joined a running request, or got a stored answer again, did not run itself, so its
-        # timings are not counted.
+        # A retry that joined a running request or got a stored answer did not run itself, so its timings are
+        # not counted.
         if row.retry not in ("joined", "repeated"):
             e2e_ms = row.e2e_ms if how == "ok" else None
             self._recent.append(_Ended(time.monotonic(), row.ttft_ms, row.itl_ms, row.queue_ms, e2e_ms))
@@ -87,7 +87,7 @@ class EndedRequests:
         self.tenants = {name: one for name, one in self.tenants.items() if self._is_tenant(name)}
 
     def latency(self) -> Latency:
-        """Return the percentiles over the requests that ended within the window."""
+        """Return the percentiles of the latencies of requests that ended within the window."""
         now = time.monotonic()
         if now - self._computed_at < _REUSED_S:
             return self._latency

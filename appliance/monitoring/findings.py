@@ -11,24 +11,24 @@ Area = Literal["versions", "devices", "directories", "sockets", "service", "mode
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check. A problem prevents the service from working; a warning may become a problem
-    later."""
+    """The result of one check. If the finding is a problem, the service cannot work; a warning may become a
+    problem later."""
 
     area: Area
     subject: str
-    """Subject of the check, in one or two words."""
+    """The subject of the check, in one or two words."""
     level: Level
     text: str
-    """The result of the check, with the values."""
+    """The result of the check, with the measured values."""
     remedy: str = ""
     """Remedy for the problem; empty if there is none."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings of one run."""
+    """All findings of one run of the doctor."""
 
     at: float
-    """Time when the checks ran, in unix seconds."""
+    """Unix time at which the checks ran."""
     host: str
     run_dir: str
     state_dir: str

@@ -1,5 +1,5 @@
 """Reads GPU measurements through NVML, which creates no CUDA context. A value that a GPU or its driver does
-not report is None. If NVML says that the GPU does not support the value, `Gpu.unsupported` contains the name
+not report is None. If NVML reports that the GPU does not support a value, `Gpu.unsupported` contains the name
 of the value's field."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from appliance.snapshot import Gpu, GpuProcess
 Value = TypeVar("Value")
 
 _RETRY_S = 30.0
-"""Seconds until the next attempt to read the GPUs after the driver could not be used. The delay is long
-because loading NVML is slow."""
+"""Time in seconds until the GPUs are read again after the driver could not be used. The delay is long because
+loading NVML is slow."""
 _THROTTLE_REASONS = (
     ("nvmlClocksThrottleReasonSwPowerCap", "power cap"),
     ("nvmlClocksThrottleReasonHwSlowdown", "hardware slowdown"),
@@ -27,14 +27,14 @@ _THROTTLE_REASONS = (
 
 
 _ALL_LINKS = 0xFFFFFFFF
-"""Scope of a field that covers all of a GPU's NVLinks."""
+"""Scope of an NVML field value that covers all NVLinks of a GPU."""
 _MAX_EVENTS = 100
-"""Maximum number of events per read. Without a limit, a continuous stream of events could keep the reader
-from returning."""
+"""Maximum number of events that one read returns. Without this limit, a continuous stream of events could
+prevent the read from ending."""
 
 
 class _LinkBytes(NamedTuple):
-    """The bytes that a GPU has sent and received over NVLink, at one moment."""
+    """The numbers of bytes that a GPU has sent and received over NVLink, at one point in time."""
 
     at: float
     sent: int
@@ -42,8 +42,8 @@ class _LinkBytes(NamedTuple):
 
 
 class GpuReader:
-    """Reads the GPUs. Must not be used on an event loop, because a driver that does not respond blocks the
-    call."""
+    """Reads the measurements of the GPUs. Must not be used on an event loop, because a driver that does not
+    respond blocks the call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         import pynvml
@@ -55,7 +55,7 @@ class GpuReader:
         self._events: Any = None
         """The NVML event set that receives Xid errors."""
         self._xids: dict[int, int] = {}
-        """The newest Xid error of each GPU that reports Xid errors; 0 if there was none."""
+        """The newest Xid error of each GPU that reports Xid errors; 0 if it has reported none."""
         self._without_xids: set[int] = set()
         """The GPUs that cannot report Xid errors."""
         self._links: dict[int, _LinkBytes] = {}
@@ -84,7 +84,7 @@ class GpuReader:
             return []
 
     def close(self) -> None:
-        """Release NVML."""
+        """Close the connection to NVML."""
         if self._open:
             self._open = False
             if self._events is not None:
@@ -99,7 +99,8 @@ class GpuReader:
         unsupported: list[str] = []
 
         def known(names: str, read: Callable[..., Value], *arguments: Any) -> Value | None:
-            """Return the value that determines the named fields, or None if NVML does not report it."""
+            """Return a value from which the named fields of the GPU are computed, or None if NVML does not
+            report the value."""
             try:
                 return read(*arguments)
             except nvml.NVMLError as error:
@@ -154,7 +155,7 @@ class GpuReader:
     # ── Xid errors ──
 
     def _register_events(self) -> None:
-        """Ask NVML to report the Xid errors of all GPUs. Errors from before this call are not reported."""
+        """Ask NVML to report the Xid errors of all GPUs from now on. Earlier errors are not reported."""
         nvml, known = self._nvml, self._known
         self._events = known(nvml.nvmlEventSetCreate)
         if self._events is None:
@@ -187,8 +188,9 @@ class GpuReader:
     def _link_rates(
         self, number: int, handle: Any, unsupported: list[str]
     ) -> tuple[float | None, float | None]:
-        """Return how many bytes per second a GPU has sent and received over all links since the previous
-        read. If the GPU does not support the counters, add the names of both fields to `unsupported`."""
+        """Return how many bytes per second a GPU has sent and received over all its NVLinks since the
+        previous read. If the GPU does not support the counters, add the names of both fields to
+        `unsupported`."""
         before, now = self._links.get(number), self._link_bytes(handle, unsupported)
         if now is None:
             return None, None
@@ -196,7 +198,7 @@ class GpuReader:
         if before is None or now.at <= before.at:
             return None, None
         span_s = now.at - before.at
-        # A counter that has decreased was reset.
+        # A counter with a lower value than before was reset.
         sent = (now.sent - before.sent) / span_s if now.sent >= before.sent else None
         received = (now.received - before.received) / span_s if now.received >= before.received else None
         return sent, received
@@ -222,7 +224,7 @@ class GpuReader:
         return [text for name, text in _THROTTLE_REASONS if mask & getattr(self._nvml, name, 0)]
 
     def _known(self, read: Callable[..., Value], *arguments: Any) -> Value | None:
-        """Return the value that NVML reports, or None if this GPU or driver does not report it."""
+        """Return the value that NVML reports, or None if this GPU or driver does not report the value."""
         try:
             return read(*arguments)
         except self._nvml.NVMLError:
@@ -230,7 +232,7 @@ class GpuReader:
 
 
 def _process_name(pid: int) -> str:
-    """Return the name of a process, or an empty string for a process in another PID namespace."""
+    """Return the name of a process, or an empty string if the process is in another PID namespace."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:

@@ -14,7 +14,7 @@ Role = Literal["core", "front", "replica", "worker"]
 
 
 class ServiceProcess(NamedTuple):
-    """A process of the service, as known to the core."""
+    """A process of the service, as far as the core knows it."""
 
     name: str
     role: Role
@@ -24,8 +24,8 @@ class ServiceProcess(NamedTuple):
 
 
 class HostReader:
-    """Reads the host's load. Percentages cover the time since the previous call. Must not be used on an event
-    loop, because a disk that does not respond blocks the call."""
+    """Reads the load of the machine. Percentages cover the time since the previous call. Must not be used on
+    an event loop, because a disk that does not respond blocks the call."""
 
     def __init__(self, state_dir: str) -> None:
         import psutil
@@ -37,15 +37,15 @@ class HostReader:
         self._is_first = True
 
     def read(self, processes: Sequence[ServiceProcess]) -> Host:
-        """Return the load of the machine and of `processes`."""
+        """Return the load of the machine and of the given processes."""
         psutil = self._psutil
         memory = psutil.virtual_memory()
         try:
             disk = shutil.disk_usage(self._state_dir)
         except OSError:
             disk = None
-        # The first interval began only a moment ago, when this object was created, so its value would mean
-        # nothing.
+        # The first interval began when this object was created, only a moment ago, so its value would be
+        # meaningless.
         cpu_percent = psutil.cpu_percent()
         cpu_percent, self._is_first = None if self._is_first else cpu_percent, False
         pids = {process.pid for process in processes}
@@ -68,8 +68,8 @@ class HostReader:
         try:
             known = self._known.get(process.pid)
             if known is None:
-                # The first call returns no meaningful value; it only starts the interval that the next call
-                # measures.
+                # The first call only starts the interval that the next call measures. It returns no
+                # meaningful value.
                 known = self._known[process.pid] = self._psutil.Process(process.pid)
                 known.cpu_percent()
             else:

@@ -1,4 +1,4 @@
-"""Checks the installed versions and the devices."""
+"""Checks the installed versions and the devices of the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.monitoring.versions import product_version, requirements, version
 from appliance.quantities import of_bytes
 
 _MIN_PYTHON = (3, 11)
-# The first SQLite version in which two connections may safely write or checkpoint at the same time
+# The first version of SQLite in which two connections may safely write or checkpoint at the same time
 # (https://sqlite.org/wal.html#walresetbug).
 _WAL_RESET_MENDED = (3, 51, 3)
 _MIN_DESCRIPTORS = 4096
@@ -24,7 +24,8 @@ _LITTLE_MEMORY_BYTES = 1 << 30
 
 
 def versions() -> Iterator[Finding]:
-    """Check the versions of the product and its dependencies, using the metadata of installed packages."""
+    """Check the versions of the product and its dependencies, as stated in the metadata of the installed
+    packages."""
     yield _python()
     missing = [name for name in requirements() if version_of(name) is None]
     if product_version().startswith("unknown"):
@@ -125,7 +126,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
 
 
 def gpu_links(topology: Topology) -> Iterator[Finding]:
-    """Check the links between GPUs. Yields nothing for a single GPU."""
+    """Check the links between the GPUs. If the machine has only one GPU, there is no finding."""
     gpus = range(len(topology.uuids))
     links = topology.between(gpus)
     if not links:

@@ -1,5 +1,5 @@
-"""Checks whether the models can run: configured models before they are loaded, and models of a running
-service based on its status."""
+"""Checks whether the models can run. Configured models are checked before they are loaded, and the models of
+a running service are checked by means of the service's status."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from appliance.settings import ModelSettings
 
 
 def configured_models(models: Mapping[str, ModelSettings], memory: MachineMemory) -> Iterator[Finding]:
-    """Check whether the models could run if the service were started now."""
+    """Check whether the configured models could run if the service were started now."""
     for name, model in models.items():
         for found in check_model(model, memory, service_user()):
             yield _finding(name, found.level, found.text, found.remedy)
 
 
 def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
-    """Check the models of a running service, based on its status."""
+    """Check the models of a running service by means of the service's status."""
     for model in models:
         for replica in model.replicas:
             if replica.state != "ready":
@@ -48,7 +48,7 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
 
 def _is_removed(folder: Path) -> bool:
     """Return whether the folder was removed. The check uses the permissions of the current user, although the
-    service's user may be able to read more folders."""
+    service's user may have access to more folders."""
     try:
         return not folder.is_dir()
     except PermissionError:

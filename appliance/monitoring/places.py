@@ -1,5 +1,5 @@
-"""Checks the directories and their contents: disk space, sockets, locks, and leftovers of an earlier
-service."""
+"""Checks the directories of the service and their contents: disk space, sockets, locks, and files that an
+earlier run of the service left behind."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class SocketState(NamedTuple):
     answered: bool
     ready: bool = False
     text: str = ""
-    """The answer, or the reason why there was none."""
+    """The answer of the socket, or the reason why there was no answer."""
 
 
 def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
-    """Check that the run directory and the state directory can be used and have enough disk space left."""
+    """Check that the run directory and the state directory can be used, and that the disk has enough free
+    space."""
     for name, path, flag in (("run", run_dir, "--run-dir"), ("state", state_dir, "--state-dir")):
         yield _directory(name, path, flag)
     longest = max(len(os.fsencode(run_dir / name)) for name in _SOCKETS)
@@ -68,7 +69,7 @@ def api_state(socket: Path) -> SocketState:
 
 
 def _reason(body: bytes) -> str:
-    """Return the reason given in a health response, or the text of any other response."""
+    """Return the reason in a health response, or the text of any other response."""
     text = body.decode("utf-8", "replace")
     try:
         document = json.loads(text)
@@ -80,7 +81,7 @@ def _reason(body: bytes) -> str:
 
 
 def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:
-    """Check that the sockets respond. `running` indicates whether the admin socket responded."""
+    """Check that the sockets respond. `running` is true if the admin socket has responded."""
     if running and not api.answered:
         yield Finding(
             area="sockets",
@@ -105,7 +106,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
 
 
 def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check for sockets and locks that a stopped service left behind, and for a service that hangs."""
+    """Check for sockets and locks that a stopped service has left behind, and for a service that hangs."""
     holder = None if running else lock_holder(run_dir / "service.lock")
     if holder is not None:
         yield Finding(
@@ -139,8 +140,9 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the id of the process that holds the flock on `path`; None if there is none. Does not try to
-    take the lock, because a service that starts at the same moment would then fail."""
+    """Return the id of the process that holds the flock on `path`, or None if no process holds it. This
+    function does not try to take the lock itself, because a service that starts at the same moment would then
+    fail."""
     try:
         wanted = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()

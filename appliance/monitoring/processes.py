@@ -1,4 +1,4 @@
-"""Checks for processes that have outlived their service."""
+"""Checks for processes that still run although their service has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.monitoring.findings import Finding
 
 _CHILDREN = ("engine.replica", "appliance.front")
 _EXIT_S = 5.0
-"""How long the processes of a service that has just ended may take to exit."""
+"""Time in seconds that the processes of a service that has just ended may take to exit."""
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
@@ -22,7 +22,8 @@ def orphans(service_pid: int | None) -> Iterator[Finding]:
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         words = process.info["cmdline"] or []
         ours = any(first == "-m" and second in _CHILDREN for first, second in pairwise(words))
-        # If the service is process 1 of a container, its children also have parent 1 but are not orphans.
+        # If the service is process 1 of a container, its children also have the parent 1, but they are not
+        # orphans.
         if ours and process.info["ppid"] == 1 and service_pid != 1 and not _service_is_init():
             orphaned.append(process)
     _, left = psutil.wait_procs(orphaned, timeout=_EXIT_S)

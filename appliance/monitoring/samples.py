@@ -1,5 +1,5 @@
-"""Samples the service's counters once a second. Snapshots use the samples for rates over a short window and
-for totals that include replicas that have exited."""
+"""Samples the counters of the service once a second. Snapshots use the samples to compute rates over a short
+window, and totals that include replicas that have exited."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _ENGINE_COUNTERS = ("prompt_tokens", "cached_tokens", "computed_tokens", "genera
 
 
 class CounterSample(NamedTuple):
-    """The counters at one moment."""
+    """The values of the counters at one point in time."""
 
     at: float
     """Time of the sample, on the monotonic clock."""
     totals: ServiceTotals
     service: Mapping[str, float]
-    """Weighted number of tokens computed for each tenant's ended requests."""
+    """Number of weighted tokens computed for each tenant's requests that have ended."""
     tokens: Mapping[str, int]
-    """Number of prompt and output tokens of each tenant's ended requests."""
+    """Number of prompt tokens and output tokens of each tenant's requests that have ended."""
     prefix: Mapping[str, tuple[int, int]]
-    """Each replica's number of prompt tokens and number of cached prompt tokens."""
+    """Number of prompt tokens and of cached prompt tokens of each replica."""
 
 
 class CounterSampler:
@@ -49,7 +49,7 @@ class CounterSampler:
         self._ended = ended
         self._counted = dict.fromkeys(_ENGINE_COUNTERS, 0)
         self._last: dict[str, tuple[int, ReplicaStats]] = {}
-        """The incarnation and the latest statistics of each replica."""
+        """For each replica, the number of its latest start and its latest statistics."""
         self._samples: deque[CounterSample] = deque(maxlen=int(HIT_WINDOW_S / _EVERY_S) + 2)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -64,7 +64,7 @@ class CounterSampler:
             self._timer.cancel()
 
     def sample(self) -> CounterSample:
-        """Return the current counters."""
+        """Return the current values of the counters."""
         self._count_engines()
         traffic, ended = self._traffic, self._ended
         ended.forget_deleted()
@@ -87,11 +87,12 @@ class CounterSampler:
         )
 
     def before(self, now: CounterSample, window_s: float) -> CounterSample | None:
-        """Return the oldest sample within the window that ends at `now`."""
+        """Return the oldest sample in the window that ends at the time `now`."""
         return next((one for one in self._samples if now.at - one.at <= window_s + _EVERY_S / 2), None)
 
     def rates(self, now: CounterSample) -> Rates:
-        """Return the counters' increases per second over the rate window that ends at `now`."""
+        """Return how much the counters have increased per second in the rate window that ends at the time
+        `now`."""
         then = self.before(now, RATE_WINDOW_S)
         if then is None or now.at - then.at < _EVERY_S / 2:
             return Rates()
@@ -111,8 +112,8 @@ class CounterSampler:
         )
 
     def hit_rate(self, now: CounterSample, replica: str) -> tuple[float | None, float | None]:
-        """Return the fraction of a replica's prompt tokens that were found in the prefix cache within a
-        window, and the window's length in seconds."""
+        """Return the fraction of a replica's prompt tokens that were found in the prefix cache during a
+        window, and the length of the window in seconds."""
         then = self.before(now, HIT_WINDOW_S)
         if then is None or replica not in now.prefix or replica not in then.prefix:
             return None, None
@@ -124,7 +125,8 @@ class CounterSampler:
         return cached_tokens / prompt_tokens, now.at - then.at
 
     def _count_engines(self) -> None:
-        """Add the replicas' counts since the previous sample. The counts of a new incarnation begin at 0."""
+        """Add what the replicas have counted since the previous sample. When a replica restarts, its counts
+        begin at 0."""
         latest: dict[str, tuple[int, ReplicaStats]] = {}
         for replica in self._replicas():
             report = replica.latest_report
@@ -137,6 +139,6 @@ class CounterSampler:
                 self._counted[name] += max(0, getattr(report, name) - base)
             latest[replica.name] = replica.incarnation, report
         kept = {name: known for name, known in self._last.items() if name not in latest}
-        # Forget removed replicas. Otherwise, the table would grow without bound. Names of replicas are not
-        # reused within a minute.
+        # Remove the entries of replicas that no longer exist. Otherwise, the table would grow without bound.
+        # The name of a replica is not used again within a minute.
         self._last = latest if len(kept) > len(latest) + 64 else kept | latest

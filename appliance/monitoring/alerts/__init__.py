@@ -1,2 +1,1 @@
-"""Alerts: evaluates rules on the recorded measurements, groups alerts by their cause, and notifies
-operators."""
+"""Alerts: evaluates rules on recorded measurements, groups alerts by their cause, and notifies operators."""

@@ -1,4 +1,4 @@
-"""Evaluates rules on recorded history."""
+"""Evaluates alert rules on the recorded history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from store.telemetry_reader import TelemetryReader
 
 
 class BackTest(NamedTuple):
-    """The result of a back-test."""
+    """The result of evaluating rules on the recorded history."""
 
     since: float
     """Time of the first evaluated sample, in unix seconds."""
@@ -22,7 +22,7 @@ class BackTest(NamedTuple):
     samples: int
     transitions: list[Transition]
     lasting: int
-    """Number of shown alerts that are still active at the end of the tested period."""
+    """Number of shown alerts that are still active at the end of the period."""
 
 
 def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float) -> BackTest:
@@ -40,7 +40,7 @@ def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float
 
 def recorded_samples(reader: TelemetryReader, since: float, until: float) -> Iterator[TelemetrySample]:
     """Yield all samples between two times, oldest first. Each part of the history is read at the finest
-    resolution recorded for it."""
+    resolution that was recorded."""
     begins = [reader.begin(resolution) for resolution in RESOLUTIONS]
     end_times = [
         until,

@@ -1,7 +1,5 @@
-"""Finds the likely cause of an alert among the changes that preceded it.
-
-The changes are read from the samples, so a cause is found for recorded history as well.
-"""
+"""Finds the likely cause of an alert among the changes that preceded it. Changes are derived from samples, so
+causes can also be found in the recorded history."""
 
 from __future__ import annotations
 
@@ -15,18 +13,19 @@ from appliance.monitoring.alerts.selection import Scope, related, subject
 from store.samples import TelemetryLayout, TelemetrySample
 
 WINDOW_S = 300.0
-"""Changes within this many seconds before an alert are considered possible causes."""
+"""A change is a possible cause of an alert if it happened at most this many seconds before the alert."""
 _KEEP_EVERY_S = 10.0
 _LOAD = (
     ("rates.requests_per_s", "requests per second"),
     ("rates.prompt_tokens_per_s", "prompt tokens per second"),
     ("queue.running", "running requests"),
 )
-"""Metrics that measure load, each with its name in alert texts."""
+"""The metrics that measure load, and the name of each metric in the texts of alerts."""
 _LOAD_FACTOR = 2.0
-"""A load that has grown by at least this factor is a likely cause."""
+"""Load that has grown by at least this factor is a likely cause."""
 _TENANT_SHARE = 0.5
-"""A tenant with more than this share of the running and waiting requests is named in the text."""
+"""If more than this share of the running and waiting requests belong to one tenant, the text names this
+tenant."""
 _STATE = re.compile(r"(?:models\[[^\]]*\]\.replicas|fronts)\[([^\]]*)\]\.(state|last_error)")
 _THROTTLE = re.compile(r"gpus\[([^\]]*)\]\.throttle_reasons\[\d+\]")
 _DRAIN = re.compile(r"drains\[([^\]]*)\]\.state")
@@ -38,25 +37,26 @@ class _Change(NamedTuple):
 
     at: float
     rank: int
-    """Changes with lower ranks are more likely causes."""
+    """A change with a lower rank is a more likely cause."""
     text: str
     scope: Scope
     is_clock_reduction: bool = False
-    """Whether the change is a GPU reducing its clocks. Such a change is never reported as the cause of a GPU
-    alert: the alert's condition, such as a high temperature, causes the reduction, not vice versa."""
+    """Whether the change is that a GPU has reduced its clocks. Such a change is never reported as the cause
+    of a GPU alert, because the condition of the alert, such as a high temperature, is the cause of the
+    reduction."""
 
 
 class CauseFinder:
-    """Collects changes, and finds the one that most likely caused an alert."""
+    """Collects changes, and finds the change that most likely caused an alert."""
 
     def __init__(self) -> None:
         self._changes: deque[_Change] = deque()
         self._samples: deque[TelemetrySample] = deque()
-        """Samples from the last `WINDOW_S` seconds, about `_KEEP_EVERY_S` seconds apart."""
+        """Samples of the last `WINDOW_S` seconds, about `_KEEP_EVERY_S` seconds apart."""
         self._latest: TelemetrySample | None = None
 
     def observe(self, sample: TelemetrySample) -> None:
-        """Record the changes since the previous sample."""
+        """Record what has changed since the previous sample."""
         if self._latest is not None:
             self._changes.extend(_changes(self._latest, sample))
         self._latest = sample
@@ -67,7 +67,7 @@ class CauseFinder:
                 old.popleft()
 
     def find(self, condition: Condition) -> str:
-        """Return a one-line description of the likely cause of an alert raised by the latest sample."""
+        """Return one line about the likely cause of an alert that the latest sample has raised."""
         assert self._latest is not None
         at = self._latest.at
         is_gpu = condition.rule.metric.startswith("gpus[")
@@ -112,7 +112,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
 
 
 def _watched(layout: TelemetryLayout) -> dict[str, int]:
-    """Return the name and position of each number for which a change counts as an event."""
+    """Return the name and the position of each number of which every change counts as an event."""
     names = ["audit_rows", *(f"gpus[{number}].last_xid" for number in range(16))]
     return {name: layout.metrics[name] for name in names if name in layout.metrics}
 
@@ -139,8 +139,8 @@ def _text_changes(at: float, before: TelemetryLayout, after: TelemetryLayout) ->
 
 
 def _largest_tenant(sample: TelemetrySample) -> str:
-    """Return the tenant with more than `_TENANT_SHARE` of the requests. Empty if there is no such tenant, or
-    if there is only one tenant."""
+    """Return the tenant with more than `_TENANT_SHARE` of the requests. Return an empty string if there is no
+    such tenant, or if only one tenant has requests."""
     requests: dict[str, float] = {}
     for name in sample.layout.metrics:
         if name.startswith("tenants[") and name.endswith(("].running", "].waiting")):

@@ -1,4 +1,4 @@
-"""Decides when a rule's alert for one metric is raised and when it ends."""
+"""Decides when a rule raises an alert for one metric, and when the alert ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from appliance.monitoring.alerts.windows import Window
 
 Phase = Literal["ok", "pending", "firing"]
 _DEFAULT_GAP = 0.1
-"""Distance of the default clear value from the threshold, as a fraction of the threshold."""
+"""By default, the value at which an alert ends differs from the threshold by this fraction of the
+threshold."""
 
 
 @dataclass(slots=True)
@@ -24,22 +25,23 @@ class Condition:
     scope: Scope
     phase: Phase = "ok"
     since: float = 0.0
-    """When the condition began."""
+    """Time when the condition began to hold; None if it does not hold."""
     raised_at: float = 0.0
     clear_since: float | None = None
-    """Time when the condition stopped holding; None while it holds. The alert may still be active."""
+    """Time when the condition ceased to hold; None while it holds. The alert may stay active for a while
+    after this time."""
     seen_at: float = 0.0
     """Time of the latest sample that contains the metric."""
     value: float | None = None
     text: str = ""
     remedy: str = ""
     armed: bool = False
-    """Whether one of the rule's `clear_texts` has been seen."""
+    """Whether one of the rule's `clear_texts` has occurred in a sample."""
     window: Window | None = field(default=None)
 
     def update(self, at: float, value: float | None, text: str, remedy: str) -> bool | None:
-        """Apply a sample. Returns True if this raises the alert, False if it ends the alert, otherwise
-        None."""
+        """Process a sample. Return True if the alert is raised, False if the alert ends, and None
+        otherwise."""
         self.seen_at = at
         crossed, cleared = self._text(text) if self.rule.texts else self._number(at, value)
         if self.phase == "firing":
@@ -58,8 +60,8 @@ class Condition:
         return True
 
     def miss(self, at: float) -> bool | None:
-        """Apply a sample that does not contain the metric. When a metric disappears, its alert ends as if the
-        metric had returned to normal. Returns False if this ends the alert, otherwise None."""
+        """Process a sample that does not contain the metric. An alert ends when its metric disappears, as if
+        the metric had returned to normal. Return False if the alert ends, and None otherwise."""
         if self.phase != "firing":
             self.phase = "ok"
             return None
@@ -86,8 +88,8 @@ class Condition:
         return crossed and self.armed, cleared
 
     def _number(self, at: float, value: float | None) -> tuple[bool, bool]:
-        """Return whether the measure has crossed the threshold, and whether the alert may end. While the
-        alert is active, an unknown measure changes nothing."""
+        """Return whether the measured value has crossed the threshold, and whether the alert may end. While
+        the alert is active, an unknown value changes nothing."""
         rule = self.rule
         measured = None if value is None else self._measure(at, value)
         if measured is None or math.isnan(measured):
@@ -117,12 +119,12 @@ class Condition:
 
 
 def threshold(rule: AlertRule) -> float | None:
-    """Return the rule's threshold, or None for a rule on texts."""
+    """Return the threshold of the rule, or None for a rule about texts."""
     return rule.above if rule.above is not None else rule.below
 
 
 def clear_value(rule: AlertRule) -> float:
-    """Return the value that the measure must pass before the alert ends."""
+    """Return the value that the measured value must cross before the alert ends."""
     limit = threshold(rule)
     assert limit is not None
     if rule.clear is not None:

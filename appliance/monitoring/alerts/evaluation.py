@@ -1,5 +1,5 @@
-"""Evaluates rules on samples. This code reads no clock and has no side effects, so both the running service
-and back-tests of recorded history use it."""
+"""Evaluates rules on samples. This code reads no clock and has no side effects, so it is used for the running
+service and for evaluating rules on the recorded history."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from appliance.monitoring.alerts.texts import filled
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
-"""For this many seconds after an alert has ended, it can still be the cause of other alerts."""
+"""Time in seconds after the end of an alert during which it can still be the cause of other alerts."""
 GROUP_S = 30.0
-"""If a rule raises more alerts within this many seconds after one of its alerts, they are grouped under that
+"""If a rule raises an alert and raises more alerts within this many seconds, these are grouped under the
 first alert."""
 
 Event = Literal["raised", "ended", "suppressed"]
 
 
 class Raised(msgspec.Struct, kw_only=True):
-    """An alert that was raised. Its fields are those of `appliance.snapshot.Alert`."""
+    """An alert that was raised. The fields are those of `appliance.snapshot.Alert`."""
 
     id: str
     rule: str
@@ -43,18 +43,19 @@ class Raised(msgspec.Struct, kw_only=True):
     scope: Scope = frozenset()
     ended_at: float | None = None
     suppressed_by: str = ""
-    """Id of the alert that caused this alert. Empty if this alert is shown."""
+    """Id of the alert that is the cause of this alert. An alert with a cause is not shown. Empty if the alert
+    has no cause."""
     explains: list[str] = []
-    """Subjects of the alerts that this alert caused."""
+    """Subjects of the alerts of which this alert is the cause."""
     announced: bool = False
     """Whether the alert is shown."""
     known: bool = False
-    """Whether a transition of this alert has already been reported."""
+    """Whether a change of the state of this alert has been reported before."""
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """A change of an alert's state. An alert that was caused by another alert is not reported as "raised"; if
-    it was raised before the other alert, it becomes "suppressed"."""
+    """A change in the state of an alert. If an alert has another alert as its cause, it is not reported as
+    "raised". If it was raised before its cause, its state changes to "suppressed"."""
 
     at: float
     event: Event
@@ -62,7 +63,8 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class Evaluator:
-    """The state of all rules. Samples must be passed to `step` in chronological order."""
+    """Evaluates all rules, and keeps their state. The method `step` must be called with samples in
+    chronological order."""
 
     def __init__(self, rules: Sequence[AlertRule]) -> None:
         self._causes = CauseFinder()
@@ -72,12 +74,12 @@ class Evaluator:
         self.alerts: dict[str, Raised] = {}
         """The active alerts, and those that ended within the last `SETTLE_S` seconds, by id."""
         self._of: dict[tuple[str, str], Raised] = {}
-        """The active alert of each rule and subject."""
+        """The active alert of each pair of rule and subject."""
         self.rules: dict[str, AlertRule] = {}
         self.set_rules(rules)
 
     def set_rules(self, rules: Sequence[AlertRule]) -> None:
-        """Replace the rules. Conditions of rules that have not changed keep their state."""
+        """Replace the rules. Rules that have not changed keep the state of their conditions."""
         former, self.rules = self.rules, {rule.name: rule for rule in rules}
         kept = {name for name, rule in self.rules.items() if former.get(name) == rule}
         self._conditions = {
@@ -86,7 +88,7 @@ class Evaluator:
         self._layout = None
 
     def restore(self, alerts: Iterable[Raised]) -> None:
-        """Restore alerts that were still active when an earlier run ended."""
+        """Restore the alerts that were still active when an earlier run of the service ended."""
         for alert in alerts:
             rule = self.rules.get(alert.rule)
             self.alerts[alert.id] = self._of[alert.rule, alert.where] = alert
@@ -97,7 +99,7 @@ class Evaluator:
             self._conditions[alert.rule, alert.where] = condition
 
     def step(self, sample: TelemetrySample) -> list[Transition]:
-        """Apply a sample and return the transitions that it causes."""
+        """Process a sample, and return the changes in the state of alerts."""
         if sample.layout is not self._layout:
             self._layout = sample.layout
             self._selected = [
@@ -120,8 +122,8 @@ class Evaluator:
                 if condition is None:
                     condition = self._conditions[key] = Condition(rule, metric.where, metric.scope)
                 elif condition.seen_at == at:
-                    # If several texts about the same subject match, such as two reasons for throttling, raise
-                    # only one alert.
+                    # If several texts about the same subject match, raise only one alert. For example, a GPU
+                    # can have two reasons for throttling.
                     continue
                 value = None
                 if metric.position >= 0:
@@ -180,7 +182,7 @@ class Evaluator:
             yield Transition(at, "ended", alert)
 
     def _suppress(self) -> None:
-        """For each active alert, find the alert that caused it, if any."""
+        """Find the cause of each active alert among the other alerts."""
         for alert in self.alerts.values():
             alert.explains = []
         for alert in self._of.values():
@@ -211,7 +213,7 @@ class Evaluator:
                     alert.announced = False
                     yield Transition(at, "suppressed", alert)
             elif not alert.announced and self._conditions[alert.rule, alert.where].clear_since is None:
-                # An alert that is about to end is not raised, even if it is no longer suppressed.
+                # An alert that is about to end is not reported as raised, even if it is no longer suppressed.
                 alert.announced = alert.known = True
                 yield Transition(at, "raised", alert)
 
@@ -222,8 +224,8 @@ class Evaluator:
 
 
 def _is_head(other: Raised, alert: Raised) -> bool:
-    """Return whether `alert` is grouped under `other`. This requires that `other` is active and was raised
-    first."""
+    """Return whether `alert` is grouped under the alert `other`. This is possible only if `other` is active
+    and was raised first."""
     if other.rule != alert.rule or other.ended_at is not None or other.suppressed_by:
         return False
     first = (other.raised_at, other.id) < (alert.raised_at, alert.id)

@@ -1,5 +1,5 @@
-"""The alert manager of the running service: evaluates each sample, stores acknowledgements and silences,
-writes alerts to `history.db` and passes them to the receivers."""
+"""The alert manager of the running service. It evaluates each sample, stores acknowledgements and silences,
+writes alerts to `history.db`, and passes them to the receivers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from store.structs import Silence
 log = logging.getLogger(__name__)
 
 _SHOWN_ENDED = 50
-"""Maximum number of listed alerts that have already ended."""
+"""Maximum number of alerts in the list that have already ended."""
 _SHOWN_ENDED_S = 3600.0
 MAX_SILENCES = 500
 
 
 class Receivers(Protocol):
-    """Receives announced alerts."""
+    """Sends alerts to the configured receivers."""
 
     def send(self, event: str, alert: Alert) -> None:
         """Pass an alert to the receivers. Must not block."""
@@ -54,11 +54,11 @@ class AlertManager:
         self._silences: dict[str, Silence] = {}
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
         self._explained: dict[str, int] = {}
-        """Number of alerts suppressed by each alert, as written to the database."""
+        """Number of alerts that each alert suppresses, as written to the database."""
 
     def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
-        """Restore the alerts and silences of the previous run. Suppressed alerts are ended, and are raised
-        again if their conditions still hold."""
+        """Restore the alerts and silences of the service's previous run. Suppressed alerts are ended; they
+        are raised again if their conditions still hold."""
         lasting = []
         for row in alerts:
             if row.suppressed_by:
@@ -75,7 +75,7 @@ class AlertManager:
         self._evaluator.set_rules(rules)
 
     def observe(self, sample: TelemetrySample) -> None:
-        """Evaluate the rules on a sample."""
+        """Evaluate the rules on a new sample."""
         for transition in self._evaluator.step(sample):
             self._announce(transition)
         for alert in self._evaluator.alerts.values():
@@ -113,8 +113,8 @@ class AlertManager:
         return self._shown(alert)
 
     def silence(self, rule: str, subject: str, for_s: float, reason: str, actor: str) -> Silence:
-        """Stop announcing alerts of matching rules and subjects for some time. Raises LookupError if no rule
-        matches, and ValueError if too many silences are active."""
+        """For some time, send no alerts of matching rules and subjects to the receivers. Raises LookupError
+        if no rule matches, and ValueError if too many silences are active."""
         if not any(fnmatchcase(name, rule) for name in self._evaluator.rules):
             known = ", ".join(sorted(self._evaluator.rules))
             raise LookupError(f"no rule matches {rule!r}: use one of {known}")
@@ -199,7 +199,8 @@ class AlertManager:
         )
 
     def _silence_of(self, alert: Raised) -> Silence | None:
-        """Return the longest-lasting silence that covers the alert."""
+        """Return the silence that covers the alert. If there are several, return the one that lasts
+        longest."""
         matching = [
             silence
             for silence in self.silences()

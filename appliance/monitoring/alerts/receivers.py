@@ -1,5 +1,5 @@
-"""Passes alerts to commands and webhooks, on a separate thread with a bounded queue. An unresponsive receiver
-therefore never delays the service."""
+"""Passes alerts to commands and webhooks. A separate thread with a queue of limited length does this, so a
+receiver that does not respond never delays the service."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from appliance.snapshot import Alert
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 200
-"""Maximum number of waiting deliveries. Additional deliveries are dropped and counted."""
+"""Maximum number of alerts that wait to be delivered. Additional deliveries are dropped and counted."""
 _FIRST_DELAY_S = 1.0
 
 
 class Notification(msgspec.Struct, kw_only=True):
-    """The data that a receiver gets as JSON."""
+    """The data about an alert that a receiver gets as JSON."""
 
     event: str
     """"raised" or "ended"."""
@@ -44,14 +44,14 @@ class _Delivery(NamedTuple):
 
 
 class AlertReceivers:
-    """Delivers alerts from `start` to `stop`. `send` may be called on any thread."""
+    """Delivers alerts between `start` and `stop`. The method `send` may be called in any thread."""
 
     def __init__(
         self, host: str, sinks: Sequence[AlertSink] = (), first_delay_s: float = _FIRST_DELAY_S
     ) -> None:
         self.sinks = sinks
         self.dropped = 0
-        """Number of deliveries that were dropped because too many were waiting."""
+        """Number of deliveries that were dropped because too many deliveries were waiting."""
         self._host = host
         self._first_delay_s = first_delay_s
         self._queue: queue.Queue[_Delivery | None] = queue.Queue(MAX_WAITING)
@@ -59,18 +59,18 @@ class AlertReceivers:
         self._thread = threading.Thread(target=self._run, name="alert receivers", daemon=True)
 
     def start(self) -> None:
-        """Begin to deliver."""
+        """Start the thread that delivers alerts."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop delivering. Waiting deliveries are dropped."""
+        """Stop delivering alerts. Deliveries that are still waiting are dropped."""
         self._stopped.set()
-        # If the queue is full, the thread notices the stop after its current delivery.
+        # If the queue is full, the thread stops after its current delivery.
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
     def send(self, event: str, alert: Alert) -> None:
-        """Pass an alert to the receivers that accept its severity. Never blocks."""
+        """Pass an alert to all receivers that accept its severity. Never blocks."""
         urgency = SEVERITIES.index(alert.severity)
         wanted = [sink for sink in self.sinks if urgency >= SEVERITIES.index(sink.severity)]
         if not wanted:
@@ -119,7 +119,8 @@ class AlertReceivers:
 
 
 def deliver(sink: AlertSink, body: bytes) -> None:
-    """Pass an alert to a receiver. Blocks for at most the receiver's time limit. Raises DeliveryError."""
+    """Pass an alert to a receiver. This blocks until the receiver's time limit at most. Raises
+    DeliveryError."""
     if sink.command:
         _run_command(sink, body)
     if sink.webhook:
@@ -127,7 +128,8 @@ def deliver(sink: AlertSink, body: bytes) -> None:
 
 
 def name_of(sink: AlertSink) -> str:
-    """Return a name for the receiver, for use in messages. It leaves out secrets that the URL may contain."""
+    """Return a name of the receiver for messages. The name does not contain secrets that the receiver's URL
+    may contain."""
     if sink.command:
         return f"command {sink.command[0]}"
     parts = urlsplit(sink.webhook)

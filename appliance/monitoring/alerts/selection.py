@@ -1,4 +1,4 @@
-"""Finds the metrics that match a rule's pattern, and the objects to which they belong."""
+"""Finds the metrics that match the pattern of a rule, and the objects to which the metrics belong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from store.samples import TelemetryLayout
 
 Scope = frozenset[tuple[str, str]]
-"""The models, replicas, GPUs and tenants that an alert concerns, each as a pair of kind and name."""
+"""The objects that an alert concerns: models, replicas, GPUs and tenants, each as a pair of kind and name."""
 
 _KINDS = {
     "models": "model",
@@ -25,10 +25,9 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""The lists whose entries can be subjects of alerts, and the kind of entry in each list."""
+"""The lists in a sample whose entries can be subjects of alerts, and the kind of the entries."""
 _PLAIN = ("replica", "front", "process", "problem")
-"""Kinds that are left out of the description of a subject, because the subject's name already implies the
-kind."""
+"""Kinds that are not named in the description of a subject, because the subject's name shows the kind."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 
@@ -40,17 +39,18 @@ class Selected(NamedTuple):
     """The subject of the metric's alert, such as "demo-1", "GPU 3" or "queue"."""
     scope: Scope
     position: int
-    """Position among the sample's numbers; -1 for a text."""
+    """Position of the metric among the numbers of a sample; -1 if the metric is a text."""
     per: int
-    """Position of the number by which this metric is divided; -1 if it is not divided."""
+    """Position of the number by which the metric is divided; -1 if it is not divided."""
     text: str
-    """Value of a text."""
+    """The text, if the metric is a text."""
     remedy: str
-    """Value of the field `remedy` in the same object as the metric."""
+    """Value of the field `remedy` of the object that contains the metric."""
 
 
 def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:
-    """Yield the metrics of a layout that match the pattern. Metrics without the divisor `per` are skipped."""
+    """Yield the metrics of a layout that match the pattern. Metrics are skipped if they lack the number `per`
+    by which they would be divided."""
     matching = _pattern(pattern)
     values = layout.texts if is_text else layout.metrics
     for name, value in values.items():
@@ -102,8 +102,8 @@ def _related(layout: TelemetryLayout, kind: str, key: str, entry: str) -> Iterat
 
 
 def related(one: Scope, other: Scope) -> bool:
-    """Return whether alerts with these scopes can have the same cause. This is the case if the scopes
-    share an object of each kind that occurs in both."""
+    """Return whether alerts with these scopes can have the same cause. For each kind of object that occurs in
+    both scopes, they must have an object in common."""
     kinds = {kind for kind, _ in one} & {kind for kind, _ in other}
     return all(any(kind == shared for shared, _ in one & other) for kind in kinds)
 

@@ -8,7 +8,7 @@ from appliance.quantities import of_measure
 
 
 def filled(rule: AlertRule, condition: Condition) -> str:
-    """Return the text of an alert."""
+    """Return the text of an alert, with the values filled in."""
     limit = threshold(rule)
     text = rule.description or ("{where}: {text}" if rule.texts else f"{{where}}: {rule.metric} is {{value}}")
     return text.format(

@@ -1,5 +1,5 @@
-"""Keeps the recent values of one metric in a bounded number of buckets, and computes their
-rate, change, deviation and trend."""
+"""Keeps the recent values of one metric, and computes their rate, change, deviation and trend. The values are
+stored in a limited number of buckets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _BUCKETS = 60
 _MIN_BUCKETS = 10
 """Minimum number of buckets for a trend or a deviation."""
 _MIN_RELATIVE_DEVIATION = 0.05
-"""Minimum standard deviation, as a fraction of the mean. Without it, the first small change of a constant
-metric would count as a large deviation."""
+"""Minimum standard deviation, as a fraction of the mean. Without this minimum, the first small change of a
+constant metric would count as a large deviation."""
 _MIN_FIT = 0.5
-"""Minimum coefficient of determination of a trend. Below it, the metric has no clear trend."""
+"""Minimum coefficient of determination of a trend. If the coefficient is lower, the metric has no clear
+trend."""
 
 
 class _Bucket:
@@ -35,7 +36,7 @@ class _Bucket:
 
 
 class Window:
-    """The values of the last `window_s` seconds."""
+    """The values of a metric in the last `window_s` seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -44,7 +45,7 @@ class Window:
         self._at = -math.inf
 
     def add(self, at: float, value: float) -> None:
-        """Add a value. Times must increase; a value with an earlier time is ignored."""
+        """Add a value. The times must increase: a value with an earlier time is ignored."""
         if at <= self._at:
             return
         self._at = at
@@ -57,12 +58,12 @@ class Window:
             buckets.popleft()
 
     def change(self) -> float:
-        """Return the difference between the maximum and the minimum."""
+        """Return the difference between the highest and the lowest value."""
         return max(one.high for one in self._buckets) - min(one.low for one in self._buckets)
 
     def rate(self) -> float | None:
-        """Return the increase per second. Returns None if the values cover too little time, or if the counter
-        was reset."""
+        """Return the increase per second, or None if the values cover too little time or if the counter was
+        reset."""
         first, last = self._buckets[0], self._buckets[-1]
         span_s = self._at - first.begin
         if span_s < min(self._window_s / 2, 30.0) or last.last < first.low:
@@ -81,11 +82,9 @@ class Window:
         return (value - mean) / max(math.sqrt(variance), least)
 
     def time_to(self, target: float) -> float | None:
-        """Return the number of seconds until the metric reaches `target` if its trend continues. Returns
-        infinity if it does not approach the target, and None if there are not enough values.
-
-        The trend is the least-squares line through the means of the buckets.
-        """
+        """Return the number of seconds until the metric reaches `target` if its trend continues. The result
+        is infinity if the metric does not approach the target, and None if there are too few values. The
+        trend is the least-squares line through the means of the buckets."""
         points = [(one.begin - self._at, one.mean) for one in self._buckets]
         if len(points) < _MIN_BUCKETS or -points[0][0] < self._window_s / 4:
             return None
@@ -103,5 +102,5 @@ class Window:
 
 
 def _passed(now: float, target: float, slope: float) -> bool:
-    """Return whether the metric has reached the target and is still moving in the same direction."""
+    """Return whether the metric has reached the target and still moves in the same direction."""
     return now >= target if slope > 0 else now <= target

@@ -1,4 +1,4 @@
-"""Counts requests when their log rows are closed, which keeps the counters consistent with the request
+"""Counts requests when their rows in the request log are closed, so that the counters agree with the request
 log."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from store.requests import RequestRow
 
 
 class CountedRows:
-    """Passes rows on to the request log, and counts finished requests."""
+    """Counts finished requests, and passes their rows on to the request log."""
 
     def __init__(self, rows: RowSink, tenants: ShownTenants) -> None:
         self.families = Families()
@@ -18,7 +18,7 @@ class CountedRows:
         self._rows = rows
 
     def open(self, row: RequestRow) -> bool:
-        """Pass an admitted request's row on to the request log."""
+        """Pass the row of an admitted request on to the request log."""
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
@@ -28,15 +28,16 @@ class CountedRows:
 
     def _count(self, row: RequestRow) -> None:
         families = self.families
-        # If the row has no version, the model is unknown, and its name may have been invented by a client.
+        # If the row has no version, the model is unknown. A client may have invented its name, so the name
+        # does not become a label.
         model = row.model if row.model and row.version else OTHERS
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)
         if row.fallback_of:
             families.fallbacks.count(row, row.fallback_of)
         families.tenant_rows.count(row, self.tenants.label(row.tenant or ""))
-        # A retry that joined a running request, or got a stored answer again, did not run itself, so its
-        # times are not counted.
+        # A retry that joined a running request or got a stored answer did not run itself, so its times are
+        # not counted.
         if row.retry not in ("joined", "repeated"):
             families.times.count(row, model, row.request_class)
             if row.unit and row.unit != row.model:

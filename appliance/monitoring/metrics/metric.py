@@ -1,4 +1,4 @@
-"""Metrics and the functions that read them, in groups with a common source."""
+"""Metrics and the functions that read their values. Metrics with the same source form a group."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Metric(NamedTuple):
     unit: Unit
     help: str
     read: Callable[[Any], Any]
-    """Reads the value from the group's source: a number, or the count and sum of a summary; None if there is
-    no value. If `labels` is not empty, returns a mapping from each label value, or tuple of label values, to
-    the value."""
+    """Reads the value of the metric from the group's source: a number, or the count and the sum of a summary.
+    The result is None if there is no value. If `labels` is not empty, the function returns a mapping from
+    each label value, or tuple of label values, to the value."""
     labels: tuple[str, ...] = ()
-    """Labels in addition to the group's labels."""
+    """Labels of the metric in addition to the labels of the group."""
     bounds: tuple[float, ...] = ()
-    """Bucket bounds of a histogram."""
+    """Bounds of the buckets of a histogram."""
 
 
 class Group(Generic[Source]):
-    """Metrics with the same source and labels, and their series."""
+    """Metrics with the same source and the same labels, and their series."""
 
     def __init__(self, labels: tuple[str, ...], *metrics: Metric) -> None:
         self.metrics = metrics
@@ -49,7 +49,7 @@ class Group(Generic[Source]):
         ]
 
     def set(self, source: Source, *labels: str) -> None:
-        """Set this source's series to their current values."""
+        """Set the series of this source to their current values."""
         for read, labelled, set_to in self._series:
             found = read(source)
             if labelled:
@@ -59,7 +59,7 @@ class Group(Generic[Source]):
                 set_to(found, *labels)
 
     def count(self, source: Source, *labels: str) -> None:
-        """Add this source's values to the counters and histograms."""
+        """Add the values of this source to the counters and histograms."""
         for read, labelled, add in self._counters:
             found = read(source)
             if labelled:
@@ -69,7 +69,7 @@ class Group(Generic[Source]):
                 add(found, *labels)
 
     def clear(self) -> None:
-        """Remove every series."""
+        """Remove all series of the group."""
         for family in self.families:
             family.clear()
 
@@ -84,7 +84,8 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> MetricFamily[Any]:
 
 
 def _setter(family: MetricFamily[Any]) -> Callable[..., None]:
-    """Return a function that sets a series. Its arguments are the value and the label values."""
+    """Return a function that sets a series of the metric. The function's arguments are the value and the
+    label values."""
     if isinstance(family, Summaries):
         return lambda value, *labels: family.set(*value, *labels)
     if isinstance(family, Numbers):

@@ -1,6 +1,9 @@
-"""Answers scrapes with the counters and the current values of the gauges. The cost depends only on the number
-of series: a scrape reads no requests and sends nothing to front processes or replicas. The values of a busy
-replica come from its latest report, which is at most 100 ms or one step old."""
+"""Answers scrapes with the counters and the current values of the gauges.
+
+The cost of a scrape depends only on the number of series: it does not read individual requests, and it sends
+nothing to front processes or replicas. The values of a busy replica come from its latest report, which is at
+most 100 ms or one step old.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _KEPT_S = 0.05
 
 
 class Scraper:
-    """Returns the metrics of the service."""
+    """Returns the values of all metrics of the service."""
 
     def __init__(
         self,
@@ -45,8 +48,8 @@ class Scraper:
         names: Callable[[], Collection[str]],
         shadows: ShadowResults,
     ) -> None:
-        """Store the sources of the values. `service` returns the source of service-wide metrics. `names`
-        returns the names of all models, versions and aliases; series with other names are removed."""
+        """Store the sources of the values. `service` returns the source of the metrics of the whole service.
+        `names` returns the names of all models, versions and aliases; series with other names are removed."""
         self._families = counted.families
         self._tenants = counted.tenants
         self._service = service
@@ -63,8 +66,8 @@ class Scraper:
         self._text, self._made_at = b"", -math.inf
 
     def __call__(self) -> bytes:
-        """Return every metric in Prometheus' text format. A result is reused for up to 50 ms, to keep the
-        cost of frequent scrapes low."""
+        """Return all metrics in Prometheus' text format. The result is used again for up to 50 ms, to limit
+        the cost of frequent scrapes."""
         now = time.monotonic()
         if now >= self._made_at + _KEPT_S:
             self._text, self._made_at = self.make(), now
@@ -83,7 +86,7 @@ class Scraper:
         return render(self._families)
 
     def _forget(self) -> None:
-        """Remove the series of deleted tenants and models."""
+        """Remove the series of tenants and models that were deleted."""
         families, policies = self._families, self._control.policies
         if policies is not self._policies:
             self._policies = policies
@@ -143,7 +146,7 @@ class Scraper:
         families = self._families
         families.fronts.clear()
         for front in self._fronts.fronts:
-            # The label is the number of the front process, because its name changes with each restart.
+            # The label is the number of the front process, because its name changes when it restarts.
             status, name = front.status(), f"front-{front.number}"
             families.fronts.set(status, name)
             families.logs.set(status.log_dropped_lines, name)

@@ -1,8 +1,9 @@
 """Serves the metrics on a separate TCP address, without a key, to every client that can connect.
 
-This listener runs inside the core, so its clients must not slow down the core. It accepts few connections,
-with short time limits, and closes the oldest one to accept a new one. Each connection handles one request at
-a time, and requests that arrive at about the same time share a scrape.
+This listener runs inside the core, so its clients must not slow down the core. It accepts only a few
+connections, with short time limits, and closes the oldest connection to accept a new one. Each connection
+handles one request at a time, and requests that arrive at about the same time get the result of the same
+scrape.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ log = logging.getLogger(__name__)
 
 _LIMITS = Limits(max_body_bytes=1024, max_unauthenticated_connections=16)
 SHARED_S = 0.1
-"""Requests that arrive within this many seconds after a scrape share its result. Gateways treat metrics older
-than 0.2 s as stale."""
+"""Requests that arrive within this many seconds after a scrape get the same result. Gateways treat metrics
+older than 0.2 s as stale."""
 _STOP_S = 1.0
 
 
 class SharedScrape:
-    """Scrapes at most once every `SHARED_S` seconds."""
+    """Runs at most one scrape every `SHARED_S` seconds."""
 
     def __init__(self, scrape: Callable[[], bytes]) -> None:
         self._scrape = scrape
@@ -71,15 +72,15 @@ class MetricsServer:
         self._background = Background()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """If the address in `settings` has changed, open a socket on the new address and return it. Pass the
-        result to `change`. Raises ListenError, in which case nothing has changed."""
+        """If the address in `settings` has changed, open a socket on the new address, and return it for a
+        later call of `change`. If ListenError is raised, nothing has changed."""
         wanted = settings.metrics.address()
         if wanted is None or (self._server is not None and listens_on(self._address, wanted)):
             return None
         return bind_tcp(*wanted, setting="metrics.listen")
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Serve on the address in `settings`. `opened` is the result of `prepare`."""
+        """Serve the metrics on the address in `settings`. `opened` is the result of `prepare`."""
         if self._server is not None and (opened is not None or settings.metrics.listen is None):
             self._background.run(self._server.stop(_STOP_S))
             self._server = None

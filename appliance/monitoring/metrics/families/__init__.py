@@ -1,8 +1,10 @@
-"""The table of all metrics: name, meaning, unit, labels and the function that reads the value.
-`docs/metrics.md` is generated from it.
+"""The table of all metrics: name, meaning, unit, labels and the function that reads the value. The page
+`docs/metrics.md` is generated from this table.
 
-Metrics with the same source form a group. The group's labels identify the source; a metric with additional
-labels reads a mapping from label values to numbers. Each module declares the groups of one component."""
+Metrics whose values come from the same kind of object form a group. The labels of the group identify the
+object. A metric with additional labels reads a mapping from label values to numbers. Each module of this
+package declares the groups of one component.
+"""
 
 from __future__ import annotations
 
@@ -60,5 +62,5 @@ class Families:
         return (family for group in self.groups() for family in group.families)
 
     def by(self, label: str) -> list[MetricFamily[Any]]:
-        """Return the metrics that have this label."""
+        """Return all metrics that have this label."""
         return [family for family in self if label in family.labels]

@@ -13,18 +13,18 @@ from engine.messages import BLOCK_TOKENS
 
 
 class GatewaySource(NamedTuple):
-    """The source of a model's metrics for gateways."""
+    """The data from which a model's metrics for gateways are read."""
 
     model: ModelStats
     ready: list[ReplicaStatus]
-    """Status of each ready replica of the model."""
+    """Status of each replica of the model that is ready."""
 
     def blocks(self) -> int:
-        """Return the number of KV blocks."""
+        """Return the number of KV blocks of all ready replicas."""
         return sum(status.blocks_total for status in self.ready)
 
     def kv_usage(self) -> float:
-        """Return the fraction of KV blocks in use, or 1 if no replica is ready."""
+        """Return the fraction of the KV blocks that is in use, or 1 if no replica is ready."""
         blocks = self.blocks()
         return sum(status.blocks_used for status in self.ready) / blocks if blocks else 1.0
 

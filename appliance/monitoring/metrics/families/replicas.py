@@ -12,7 +12,7 @@ from appliance.protocol import ReplicaStatus
 
 
 class ReplicaSource(NamedTuple):
-    """The source of a replica's metrics."""
+    """The data from which a replica's metrics are read."""
 
     status: ReplicaStatus
     replica: Replica

@@ -14,7 +14,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ServiceSource(NamedTuple):
-    """The source of service-wide metrics."""
+    """The data from which the metrics of the whole service are read."""
 
     ready: bool
     draining: bool
@@ -23,7 +23,7 @@ class ServiceSource(NamedTuple):
     held: int
     """Number of held requests."""
     connections: Mapping[str, int]
-    """Number of accepted connections, by listener."""
+    """Number of accepted connections of each listener."""
     version: str
     started_at: float
 
