@@ -9,9 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("appliance", "console", "engine", "kernels", "store")
 
-KNOWN_DUPLICATES = {"Connection", "Exchange"}
-"""Class names that are still used twice. Do not add any names."""
-
 
 def public_class_names(package: str) -> list[str]:
     trees = [ast.parse(path.read_text()) for path in sorted((ROOT / package).rglob("*.py"))]
@@ -22,4 +19,4 @@ def public_class_names(package: str) -> list[str]:
 def test_public_class_names_are_unique() -> None:
     counts = Counter(name for package in PACKAGES for name in public_class_names(package))
     assert len(counts) > 300
-    assert {name for name, count in counts.items() if count > 1} <= KNOWN_DUPLICATES
+    assert [name for name, count in counts.items() if count > 1] == []

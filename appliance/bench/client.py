@@ -39,7 +39,7 @@ class _Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-class Exchange:
+class TargetExchange:
     """A request and the content of its response. `done` resolves when the response ends or the request
     fails."""
 
@@ -131,7 +131,7 @@ class Exchange:
             self._last_at = now
 
 
-class Connection(asyncio.Protocol):
+class TargetConnection(asyncio.Protocol):
     """A connection that carries one exchange at a time. httptools calls the methods that begin with `on_`."""
 
     transport: asyncio.Transport
@@ -141,10 +141,10 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self.has_response = False
         """Whether any byte of the response to the last request has arrived."""
-        self._exchange: Exchange | None = None
+        self._exchange: TargetExchange | None = None
         self._has_length = self._ends_at_close = False
 
-    def start(self, request: bytes, exchange: Exchange) -> None:
+    def start(self, request: bytes, exchange: TargetExchange) -> None:
         """Send a request."""
         self._parser = httptools.HttpResponseParser(self)
         self._exchange = exchange
@@ -213,10 +213,10 @@ class Client:
     def __init__(self, target: Target, timeout_s: float) -> None:
         self.target = target
         self._timeout_s = timeout_s
-        self._free: list[Connection] = []
+        self._free: list[TargetConnection] = []
         self._tls = ssl.create_default_context() if target.tls_name else None
 
-    async def complete(self, request: bytes, exchange: Exchange, due_at: float) -> Record:
+    async def complete(self, request: bytes, exchange: TargetExchange, due_at: float) -> Record:
         """Send a request for a streamed completion and return its record. The request was due at `due_at`."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
@@ -232,7 +232,7 @@ class Client:
             message=exchange.message,
         )
 
-    async def send(self, request: bytes, exchange: Exchange) -> None:
+    async def send(self, request: bytes, exchange: TargetExchange) -> None:
         """Send a request and wait until `exchange` is done. A failure is recorded in the exchange, not
         raised."""
         loop = asyncio.get_running_loop()
@@ -275,18 +275,18 @@ class Client:
             connection.close()
         self._free.clear()
 
-    async def _connect(self, deadline: float) -> Connection:
+    async def _connect(self, deadline: float) -> TargetConnection:
         loop = asyncio.get_running_loop()
         target = self.target
         async with asyncio.timeout_at(deadline):
             while True:
                 try:
                     if target.socket:
-                        _, connection = await loop.create_unix_connection(Connection, target.socket)
+                        _, connection = await loop.create_unix_connection(TargetConnection, target.socket)
                         _check_peer(connection, target.trusted_uids)
                     else:
                         _, connection = await loop.create_connection(
-                            Connection,
+                            TargetConnection,
                             target.host,
                             target.port,
                             ssl=self._tls,
@@ -298,7 +298,7 @@ class Client:
                     await asyncio.sleep(_CONNECT_AGAIN_S)
 
 
-def _check_peer(connection: Connection, uids: frozenset[int]) -> None:
+def _check_peer(connection: TargetConnection, uids: frozenset[int]) -> None:
     """Raise PermissionError if an untrusted user's process owns the socket. Called before any data is
     sent."""
     if not uids:

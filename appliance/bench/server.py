@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from appliance.bench.client import Client, Exchange, refusal_text
+from appliance.bench.client import Client, TargetExchange, refusal_text
 from appliance.bench.load import Load, Target
 from appliance.bench.processes import BenchError
 from appliance.bench.workloads import Shape
@@ -175,7 +175,7 @@ async def _try(client: Client, server: Server) -> None:
         seed="try",
         requests=1,
     )
-    exchange = Exchange(streamed=True)
+    exchange = TargetExchange(streamed=True)
     await client.send(load.body(0), exchange)
     kind, message = exchange.failure, exchange.message
     if not kind:
@@ -198,7 +198,7 @@ def _unauthorised(target: Target, status: int, message: str) -> BenchError:
 
 
 async def _ask(client: Client, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    exchange = Exchange(streamed=False)
+    exchange = TargetExchange(streamed=False)
     await client.send(client.target.request(method, path, body), exchange)
     if exchange.failure == "connect":
         raise BenchError(

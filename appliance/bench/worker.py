@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from appliance.bench.client import Client, Exchange
+from appliance.bench.client import Client, TargetExchange
 from appliance.bench.load import STOPPED, BenchProgress, Load, Record
 
 PROGRESS_S = 0.2
@@ -31,7 +31,7 @@ class Sender:
         self._streams = len(range(worker, load.streams, workers))
         prepared = min(_MAX_PREPARED, _MAX_PREPARED_TOKENS // load.prompt_tokens)
         self._bodies = {number: load.body(number) for number in self._numbers[:prepared]}
-        self._running: set[Exchange] = set()
+        self._running: set[TargetExchange] = set()
         self._records: list[Record] = []
         self._chunks = 0
 
@@ -85,7 +85,7 @@ class Sender:
                 streams.create_task(self._send(client, body, due_at))
 
     async def _send(self, client: Client, body: bytes, due_at: float) -> None:
-        exchange = Exchange(streamed=True)
+        exchange = TargetExchange(streamed=True)
         self._running.add(exchange)
         try:
             record = await client.complete(body, exchange, due_at)

@@ -20,7 +20,7 @@ from console.source import ListName
 _ORDER = ("critical", "warning", "info")
 
 
-class AlertRow(NamedTuple):
+class ListedAlert(NamedTuple):
     """A row of the screen."""
 
     alert: Alert
@@ -40,13 +40,13 @@ class AlertRow(NamedTuple):
         return max(0.0, (self.now if self.alert.ended_at is None else self.alert.ended_at) - self.alert.since)
 
 
-def _rank(row: AlertRow) -> int:
+def _rank(row: ListedAlert) -> int:
     """Return the sort key of an alert: alerts are ordered by severity, and all ended alerts come last."""
     alert = row.alert
     return _ORDER.index(alert.severity) + (len(_ORDER) if alert.state == "resolved" else 0)
 
 
-class AlertsView(TableView[AlertRow]):
+class AlertsView(TableView[ListedAlert]):
     """The screen with all alerts."""
 
     name = "alerts"
@@ -112,11 +112,11 @@ class AlertsView(TableView[AlertRow]):
         *("cause", "remedy", "alert_value", "alert_ended", "silenced_until"),
     )
 
-    def rows(self, context: Context) -> Sequence[AlertRow]:
+    def rows(self, context: Context) -> Sequence[ListedAlert]:
         snapshot = context.snapshot
-        return [] if snapshot is None else [AlertRow(one, snapshot.at) for one in snapshot.alerts]
+        return [] if snapshot is None else [ListedAlert(one, snapshot.at) for one in snapshot.alerts]
 
-    def id_of(self, row: AlertRow) -> str:
+    def id_of(self, row: ListedAlert) -> str:
         return row.id
 
     def lists(self) -> tuple[ListName, ...]:
@@ -148,10 +148,10 @@ class AlertsView(TableView[AlertRow]):
     def has_target(self, name: str, context: Context) -> bool:
         return any(name in (row.id, row.alert.rule) for row in self.rows(context))
 
-    def title_of(self, row: AlertRow) -> str:
+    def title_of(self, row: ListedAlert) -> str:
         return units.about(row.alert.where, row.alert.description)
 
-    def describe(self, row: AlertRow, context: Context, width: int) -> list[Line]:
+    def describe(self, row: ListedAlert, context: Context, width: int) -> list[Line]:
         one = row.alert
         held = "lasted " if one.ended_at is not None else "for "
         facts = [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.bench.client import Connection, Exchange
+from appliance.bench.client import TargetConnection, TargetExchange
 
 EVENTS = (
     b': comment\r\ndata: {"choices": [{"text": "a"}]}\r\n\r\n'
@@ -36,12 +36,12 @@ class Transport(asyncio.Transport):
     def abort(self) -> None: ...
 
 
-def received(*pieces: bytes, closes: bool = False) -> tuple[Exchange, Connection]:
+def received(*pieces: bytes, closes: bool = False) -> tuple[TargetExchange, TargetConnection]:
     """Send one request, and deliver its response in the given pieces. Return the exchange and its
     connection."""
 
-    async def run() -> tuple[Exchange, Connection]:
-        connection, exchange = Connection(), Exchange(streamed=True)
+    async def run() -> tuple[TargetExchange, TargetConnection]:
+        connection, exchange = TargetConnection(), TargetExchange(streamed=True)
         connection.connection_made(Transport())
         connection.start(b"", exchange)
         for piece in pieces:

@@ -17,7 +17,7 @@ from console.explanations import EXPLANATIONS
 from console.fake import FIXED_TIME
 from console.lines import Line, plain
 from console.screens import panels
-from console.screens.alerts import AlertRow, AlertsView
+from console.screens.alerts import AlertsView, ListedAlert
 from console.screens.silences import SilencesView
 from console.session import ConsoleSession
 from tests.console.frames import SIZES, context, session, unknown
@@ -56,7 +56,9 @@ def test_the_value_of_an_alert_has_the_form_of_its_text(
     value: float | None, threshold: float | None, unit: str, text: str | None
 ) -> None:
     alert = _alert(value=value, threshold=threshold, unit=unit)
-    rows = [plain(row) for row in AlertsView().describe(AlertRow(alert, FIXED_TIME), context(unknown()), 70)]
+    rows = [
+        plain(row) for row in AlertsView().describe(ListedAlert(alert, FIXED_TIME), context(unknown()), 70)
+    ]
     assert [row.partition("value")[2].strip() for row in rows if row.startswith("value")] == (
         [] if text is None else [text]
     )
@@ -191,7 +193,7 @@ def test_alerts_are_sorted_and_filtered_by_their_age() -> None:
     assert [row.id for row in view.ordered(shown)] == ["a300"]
 
 
-def _described(made: ConsoleSession, number: int) -> tuple[AlertRow, Context, int]:
+def _described(made: ConsoleSession, number: int) -> tuple[ListedAlert, Context, int]:
     return AlertsView().rows(made.context)[number], made.context, 100
 
 
