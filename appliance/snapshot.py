@@ -21,7 +21,7 @@ from appliance.protocol.status import (
     ServiceState,
     SocketStatus,
 )
-from engine.messages import NO_OWNER as NO_OWNER
+from engine.rank_messages import NO_OWNER as NO_OWNER
 
 Phase = Literal["queued", "prefill", "decode", "ending"]
 """A running request is in "prefill" until its first token, and in "decode" afterwards."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from appliance.snapshot import STALL_FACTOR, Stall
-from engine.messages import LongestStep, Report
+from engine.rank_messages import LongestStep, Report
 
 MAX_STALLS = 32
 """Maximum number of stalls in a snapshot. The newest stalls are kept."""

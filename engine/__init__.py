@@ -1,5 +1,6 @@
 """The inference engine. It turns prompt token ids into output token ids and does not handle HTTP, text or
 tenants.
 
-The service imports only `engine.client`, `engine.messages` and `engine.sizing`, which do not load torch.
+The service imports only the interface of the engine, such as `engine.client`, `engine.messages` and
+`engine.sizing`, which does not load torch.
 """

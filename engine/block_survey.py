@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Generator, Iterator
 
-from engine.messages import BLOCK_CELLS, NO_OWNER, BlockOwner, BlockUse
+from engine.rank_messages import BLOCK_CELLS, NO_OWNER, BlockOwner, BlockUse
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence, Submission
 

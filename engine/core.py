@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from engine.expert_use import expert_use
-from engine.messages import EngineGauges, Finished, LayerExperts, LongestStep, Output
+from engine.messages import Output
 from engine.plan import MemoryPlan, RankPlan, StepPlan, StepTokens
+from engine.rank_messages import EngineGauges, Finished, LayerExperts, LongestStep
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import ScheduledStep
 

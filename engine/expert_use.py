@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.messages import LayerExperts
+from engine.rank_messages import LayerExperts
 
 
 def expert_use(choices: dict[int, list[int]]) -> tuple[LayerExperts, ...]:

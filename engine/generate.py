@@ -12,9 +12,7 @@ from engine.assembly import build_core
 from engine.core import StepResult, StepTiming
 from engine.launch import RANK_ENVIRONMENT
 from engine.messages import (
-    Finished,
     FinishReason,
-    MemoryChanged,
     Output,
     ReplicaSpec,
     SamplingParams,
@@ -25,6 +23,7 @@ from engine.messages import (
 from engine.other_ranks import OtherRanks
 from engine.parallel import RankFailureError
 from engine.progress import ProgressCallback, no_progress
+from engine.rank_messages import Finished, MemoryChanged
 from engine.replica import build_runner
 from engine.sleeping import SleepControl
 

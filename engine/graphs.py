@@ -14,9 +14,9 @@ import torch
 
 from engine.device_tables import SlotTables
 from engine.forward import ForwardInput
-from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.progress import ProgressCallback
+from engine.rank_messages import Progress
 from engine.sampler import Sampler
 from engine.sizing import decode_capture_sizes, size_for
 from kernels import AttentionInput, KvPool

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from engine.layer_graphs import captured, first_of_each_kind
-from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.model.layers import Layer, LayerInput
 from engine.peer_overlap import HALVES, PeerOverlap
 from engine.progress import ProgressCallback
+from engine.rank_messages import Progress
 from engine.sizing import overlap_split
 from kernels import KvPool, Residual
 

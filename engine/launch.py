@@ -21,17 +21,8 @@ import msgspec
 
 from engine.child_log import ChildLog
 from engine.memory_kills import count_memory_kills, memory_kill_note
-from engine.messages import (
-    AskBlocks,
-    Attach,
-    CancelSequences,
-    RankOutbound,
-    ReplicaSpec,
-    Sleep,
-    Start,
-    Stop,
-    Wake,
-)
+from engine.messages import ReplicaSpec
+from engine.rank_messages import AskBlocks, Attach, CancelSequences, RankOutbound, Sleep, Start, Stop, Wake
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5

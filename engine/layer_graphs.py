@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.model.layers import Layer, LayerInput
 from engine.progress import ProgressCallback
+from engine.rank_messages import Progress
 from kernels import KvPool, Residual
 
 

@@ -15,22 +15,19 @@ import msgspec
 from engine.block_survey import BlockSurvey
 from engine.core import EngineCore, StepResult, StepTiming
 from engine.logs import log_state
-from engine.messages import (
+from engine.messages import Cancel, DataInbound, StepFrame, Submit
+from engine.plan import StepPlan
+from engine.rank_messages import (
     AskBlocks,
     Attach,
-    Cancel,
     CancelSequences,
-    DataInbound,
     LongStep,
     RankInbound,
     Report,
     Sleep,
-    StepFrame,
     Stop,
-    Submit,
     Wake,
 )
-from engine.plan import StepPlan
 from engine.sleeping import SleepControl
 from engine.step_forecast import StepForecast
 from engine.wire import Channel

@@ -18,7 +18,8 @@ from collections.abc import Callable
 import msgspec
 
 from engine.launch import describe_exit, new_rendezvous, remove_rendezvous, spawn_rank
-from engine.messages import Fatal, RankOutbound, ReplicaSpec, Start, Stop
+from engine.messages import ReplicaSpec
+from engine.rank_messages import Fatal, RankOutbound, Start, Stop
 from engine.wire import Channel, socketpair
 
 STOP_GRACE_S = 10.0

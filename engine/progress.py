@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.messages import Progress
+from engine.rank_messages import Progress
 
 ProgressCallback = Callable[[Progress], None]
 

@@ -17,10 +17,10 @@ import torch
 
 from engine.device_tables import SlotTables
 from engine.forward import ForwardInput
-from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.plan import StepPlan
 from engine.progress import ProgressCallback
+from engine.rank_messages import Progress
 from engine.sizing import prompt_capture_sizes, size_for
 from engine.transfer import upload
 from kernels import AttentionInput, ChunkSpan, KvPool

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from engine.core import LaunchedStep, StepRunner
 from engine.garbage import settle_garbage
 from engine.logs import UtcFormatter, log_to_stderr
-from engine.messages import Fatal, Progress, RankInbound, Ready, ReplicaSpec, Start, Stop
+from engine.messages import ReplicaSpec
 from engine.peer_watch import PeerWatch
 from engine.plan import MemoryPlan
 from engine.plan_channel import plan_channel
 from engine.process_memory import bound_kernel_caches, return_memory_periodically
 from engine.progress import ProgressCallback
+from engine.rank_messages import Fatal, Progress, RankInbound, Ready, Start, Stop
 from engine.sleeping import MemoryRunner, SleepControl
 from engine.step_forecast import StepForecast
 from engine.wire import Channel

@@ -26,7 +26,7 @@ from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
 from engine.kv_memory import allocate_kv
 from engine.launched import StepResults, StreamStep, ThreadStep, read_results, to_host
-from engine.messages import BLOCK_TOKENS, MemoryChanged, Progress, ReplicaInfo, ReplicaSpec
+from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
@@ -34,6 +34,7 @@ from engine.plan import StepPlan, StepTokens
 from engine.profiling import profile_cuda, steps_fit
 from engine.progress import ProgressCallback, StageTimes
 from engine.rank_memory import open_memory
+from engine.rank_messages import MemoryChanged, Progress
 from engine.replica_model import ReplicaModel
 from engine.sampler import Sampler
 from engine.scheduling.scheduler import default_mixed_tokens

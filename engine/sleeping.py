@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from engine.core import EngineCore
-from engine.messages import MemoryChanged
 from engine.plan import MemoryPlan
+from engine.rank_messages import MemoryChanged
 
 if TYPE_CHECKING:
     from engine.rank_memory import RankMemory

@@ -17,8 +17,9 @@ import torch
 from engine.device_tables import Padding
 from engine.forward import ForwardInput
 from engine.launched import StepResults
-from engine.messages import BLOCK_TOKENS, Progress
+from engine.messages import BLOCK_TOKENS
 from engine.progress import ProgressCallback, no_progress
+from engine.rank_messages import Progress
 from engine.sampler import LOGPROB_ROWS
 from engine.sizing import gemm_sizes
 from engine.steps import StepExecutor

@@ -20,7 +20,7 @@ from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
 from appliance.snapshot import BlockMap, ReplicaBlocks
 from appliance.traffic.state import TrafficState
-from engine.messages import BlockUse
+from engine.rank_messages import BlockUse
 
 RECORDED_EVERY_S = 10.0
 """Interval at which the blocks are requested for the history while no operator uses the route."""

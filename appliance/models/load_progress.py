@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from appliance.protocol import LoadStatus
 from appliance.quantities import of_bytes
-from engine.messages import Progress
+from engine.rank_messages import Progress
 
 _LOG_EVERY_S = 10.0
 _MIN_RATE_S = 0.5

@@ -29,17 +29,8 @@ from appliance.protocol import BreakerState, LoadStatus, ReplicaState, precision
 from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
 from engine.client import ReplicaGroup
-from engine.messages import (
-    BlockUse,
-    Fatal,
-    MemoryChanged,
-    Progress,
-    RankOutbound,
-    Ready,
-    ReplicaInfo,
-    ReplicaSpec,
-    Report,
-)
+from engine.messages import ReplicaInfo, ReplicaSpec
+from engine.rank_messages import BlockUse, Fatal, MemoryChanged, Progress, RankOutbound, Ready, Report
 
 log = logging.getLogger(__name__)
 

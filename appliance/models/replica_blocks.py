@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from engine.client import ReplicaGroup
-from engine.messages import BlockUse
+from engine.rank_messages import BlockUse
 
 _EVERY_S = 1.0
 """The replica is asked again only if its latest answer is older than this."""

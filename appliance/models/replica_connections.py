@@ -16,7 +16,7 @@ from appliance.models.registry import describe
 from appliance.models.replica import Replica
 from appliance.stalls import StallLog
 from appliance.traffic.request_manager import RequestManager
-from engine.messages import Report
+from engine.rank_messages import Report
 
 log = logging.getLogger(__name__)
 

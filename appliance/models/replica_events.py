@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from engine.messages import Report
+from engine.rank_messages import Report
 
 if TYPE_CHECKING:
     from appliance.models.replica import Replica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.messages import LongStep, RankOutbound
+from engine.rank_messages import LongStep, RankOutbound
 
 SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a

@@ -8,7 +8,7 @@ import time
 
 from appliance.quantities import of_bytes
 from engine.client import ReplicaGroup
-from engine.messages import MemoryChanged
+from engine.rank_messages import MemoryChanged
 
 
 class ReplicaSleep:

@@ -10,7 +10,8 @@ from appliance.models.cgroups import LIMITS_REMEDY
 from appliance.models.load_progress import load_text
 from appliance.models.replica import Replica
 from appliance.protocol import Degradation, ReplicaStatus
-from engine.messages import ReplicaInfo, ReplicaStats, Report
+from engine.messages import ReplicaInfo
+from engine.rank_messages import ReplicaStats, Report
 
 
 def replica_status(replica: Replica) -> ReplicaStatus:

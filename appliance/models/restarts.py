@@ -32,7 +32,7 @@ class Exit(NamedTuple):
 
     reason: str
     kind: str
-    """`engine.messages.Fatal.kind` if the replica reported why it could not continue; empty otherwise."""
+    """The `kind` of the replica's `Fatal` message, or an empty string if it sent none."""
     served_s: float | None
     """Time in seconds between the replica becoming ready and its exit, or None if the replica did not become
     ready."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from appliance.stalls import LongestSteps
-from engine.messages import Report
+from engine.rank_messages import Report
 
 
 class StepTotal:

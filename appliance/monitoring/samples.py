@@ -13,7 +13,7 @@ from appliance.models.replica import Replica
 from appliance.monitoring.ended import EndedRequests
 from appliance.snapshot import Rates, ServiceTotals
 from appliance.traffic.state import TrafficState
-from engine.messages import ReplicaStats
+from engine.rank_messages import ReplicaStats
 
 RATE_WINDOW_S = 10.0
 HIT_WINDOW_S = 60.0

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.messages import ReplicaStats
+from engine.rank_messages import ReplicaStats
 from store.policies import KeyFields, TenantRecord
 from store.structs import KeptText
 from store.structs import Silence as Silence

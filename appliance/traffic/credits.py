@@ -9,7 +9,8 @@ from typing import NamedTuple
 from appliance.traffic.prefixes import ComputedPrefixes
 from appliance.traffic.rates import ReplicaRates
 from engine.levels import FIRST_VICTIMS, LEVELS, TIERS, kept_free
-from engine.messages import BLOCK_TOKENS, Report
+from engine.messages import BLOCK_TOKENS
+from engine.rank_messages import Report
 
 REAL_TIME = 0
 

@@ -31,7 +31,7 @@ from appliance.traffic.model import ModelTraffic
 from appliance.traffic.request import Request, own_settle, row_of
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.state import TrafficState
-from engine.messages import Finished
+from engine.rank_messages import Finished
 from store.requests import RequestRow
 
 log = logging.getLogger(__name__)

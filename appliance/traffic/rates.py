@@ -10,7 +10,7 @@ a prediction, no rate is known, and no request is refused because of its waiting
 
 from __future__ import annotations
 
-from engine.messages import Report
+from engine.rank_messages import Report
 
 _HALF_LIFE_S = 2.0
 """Busy time, in seconds, after which the weight of a measurement has halved."""

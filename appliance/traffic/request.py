@@ -13,7 +13,7 @@ from appliance.protocol import RequestState
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket
 from appliance.traffic.quotas import Reservation
-from engine.messages import Finished
+from engine.rank_messages import Finished
 from store.requests import RequestRow
 
 log = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ from appliance.traffic.request import Request, rejected_row, retried_row
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.shadows import ShadowResults
 from appliance.traffic.state import TrafficState
-from engine.messages import Report
+from engine.rank_messages import Report
 from store.policies import BACKGROUND, Policies
 
 log = logging.getLogger(__name__)

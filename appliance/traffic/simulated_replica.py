@@ -17,7 +17,8 @@ import msgspec
 
 from appliance.traffic.credits import CreditAccount
 from engine.levels import LEVELS
-from engine.messages import BLOCK_TOKENS, Finished, Report
+from engine.messages import BLOCK_TOKENS
+from engine.rank_messages import Finished, Report
 
 _CREDIT_STEPS = 2
 """The token credit of a simulated replica covers the prompts of this many mixed steps."""

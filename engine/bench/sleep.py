@@ -27,8 +27,9 @@ from engine.bench.start import FAILURES, add_options, devices_text, leave, start
 from engine.bench.workloads import EngineWorkload
 from engine.generate import LocalEngine
 from engine.memory import resident_bytes
-from engine.messages import MemoryChanged, SamplingParams
+from engine.messages import SamplingParams
 from engine.rank_memory import SleepError
+from engine.rank_messages import MemoryChanged
 from kernels.writable import UnwritableError, check_writable
 
 _WORKLOAD = EngineWorkload(1, 512, 64, "ms")

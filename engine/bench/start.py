@@ -21,9 +21,10 @@ from engine.device import DeviceError
 from engine.families import read_config
 from engine.garbage import settle_garbage
 from engine.generate import LocalEngine
-from engine.messages import Progress, ReplicaInfo, ReplicaSpec
+from engine.messages import ReplicaInfo, ReplicaSpec
 from engine.parallel import RankFailureError
 from engine.progress import no_progress
+from engine.rank_messages import Progress
 
 FAILURES = (
     CheckpointError,

@@ -16,7 +16,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.forward import ForwardInput
-from engine.messages import BLOCK_TOKENS, Progress
+from engine.messages import BLOCK_TOKENS
 from engine.model.experts import ExpertChoices, ExpertsLayer
 from engine.model.halves import run_in_halves, split_attention
 from engine.model.kinds import LAYER_KINDS
@@ -26,6 +26,7 @@ from engine.model.weight_fit import WeightFit
 from engine.parallel import Ranks
 from engine.progress import ProgressCallback
 from engine.rank_memory import RankMemory
+from engine.rank_messages import Progress
 from kernels import KvPool, Ops, Residual
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from engine.config import CheckpointError
-from engine.messages import Progress
 from engine.model.block_scales import dequantised, fill_scales, scale_shape
 from engine.model.checkpoint import TensorEntry, read_entries
 from engine.model.decoder import Decoder
@@ -27,6 +26,7 @@ from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.model.weight_file import fits_page_cache, keep_cached
 from engine.progress import ProgressCallback, no_progress
+from engine.rank_messages import Progress
 
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.levels import LEVELS
-from engine.messages import Finished, Output, Submit
+from engine.messages import Output, Submit
+from engine.rank_messages import Finished
 from engine.scheduling.sequence import Sequence, Submission
 from engine.scheduling.validation import MAX_SAMPLES
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from engine.messages import (
-    BLOCK_TOKENS,
-    MAX_BAD_WORD_TOKENS,
-    Finished,
-    FinishReason,
-    Submit,
-    TokenLogprob,
-    view_tokens,
-)
+from engine.messages import BLOCK_TOKENS, MAX_BAD_WORD_TOKENS, FinishReason, Submit, TokenLogprob, view_tokens
 from engine.plan import SlotSetup
+from engine.rank_messages import Finished
 from engine.scheduling.block_pool import PrefixChain
 
 _NEVER = 1 << 62

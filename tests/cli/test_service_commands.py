@@ -20,7 +20,7 @@ from appliance.cli.status import status_lines
 from appliance.protocol import Key, ReplicaStatus
 from appliance.protocol.status import ClassStatus, Status
 from appliance.settings import Flags, load_settings
-from engine.messages import LayerExperts
+from engine.rank_messages import LayerExperts
 from tests.cli.conftest import Run, a_status, change_replica, on_a_terminal
 from tests.cli.servers import AdminService
 

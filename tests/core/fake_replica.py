@@ -24,27 +24,21 @@ from typing import Any
 
 from engine.client import Channel
 from engine.levels import LEVELS
-from engine.messages import (
+from engine.messages import Cancel, DataInbound, Output, ReplicaInfo, ReplicaSpec, StepFrame, Submit
+from engine.rank_messages import (
     AskBlocks,
     Attach,
     BlockOwner,
     BlockUse,
-    Cancel,
     CancelSequences,
-    DataInbound,
     Fatal,
     Finished,
     LongStep,
-    Output,
     Progress,
     RankInbound,
     Ready,
-    ReplicaInfo,
-    ReplicaSpec,
     Report,
     Start,
-    StepFrame,
-    Submit,
 )
 
 STEP_S = float(os.environ.get("FAKE_STEP_S", "0.01"))

@@ -16,8 +16,9 @@ import msgspec
 from appliance.traffic.credits import CreditAccount
 from engine.core import EngineCore
 from engine.leader import StepMeans
-from engine.messages import Finished, Report, Submit
+from engine.messages import Submit
 from engine.plan import StepPlan, StepTokens
+from engine.rank_messages import Finished, Report
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import sampling_slots
 

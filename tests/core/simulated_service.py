@@ -16,7 +16,7 @@ from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
 from engine.levels import LEVELS, level_of
-from engine.messages import Finished, Report
+from engine.rank_messages import Finished, Report
 from store.requests import RequestRow
 
 SLOTS, TOKENS = 4, 40

@@ -25,7 +25,7 @@ from appliance.history.block_frames import (
 from appliance.history.details import DetailEncoder, decode_details
 from appliance.models.replica_blocks import BlockUseReader
 from appliance.snapshot import NO_OWNER, BlockMap, with_blocks
-from engine.messages import BlockOwner, BlockUse
+from engine.rank_messages import BlockOwner, BlockUse
 from tests.core.test_event_stream import a_request
 from tests.core.test_recorded_details import at
 

@@ -10,7 +10,8 @@ import pytest
 
 from appliance.traffic.credits import CreditAccount
 from engine.levels import LEVELS, TIERS, split_level
-from engine.messages import Report, Submit
+from engine.messages import Submit
+from engine.rank_messages import Report
 from tests.engine.scheduling.simulated_engine import SimulatedEngine
 from tests.prompts import prompt_of
 

@@ -11,7 +11,7 @@ from appliance.channel.core_messages import Admitted, Refused
 from appliance.channel.front_messages import Admit, Settle
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.rules import QueueRules
-from engine.messages import Report
+from engine.rank_messages import Report
 from tests.core.simulated_service import SLOTS, TOKENS, FakeFront, SimulatedService
 from tests.core.test_request_manager import finished, report
 

@@ -6,7 +6,7 @@ import pytest
 
 from appliance.traffic.rates import FIRST_STEPS, ReplicaRates
 from appliance.traffic.rules import QueueRules
-from engine.messages import Report
+from engine.rank_messages import Report
 from store.policies import TenantRecord
 from tests.core.scheduler_replica import Speed
 from tests.core.simulated_server import Asked, Shape, SimulatedServer

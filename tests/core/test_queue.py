@@ -15,7 +15,7 @@ from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import ReplicaRates
 from appliance.traffic.timeline import Promises, Timeline
 from engine.levels import LEVELS, level_of
-from engine.messages import Report
+from engine.rank_messages import Report
 from tests.core.tickets import RULES, Serial
 
 NEVER = float("inf")

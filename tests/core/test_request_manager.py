@@ -11,7 +11,7 @@ from appliance.channel.identity import Identity
 from appliance.traffic.load_shedder import DROP_BACKGROUND
 from appliance.traffic.request_manager import MAX_DROPPED
 from appliance.traffic.rules import QueueRules
-from engine.messages import Finished, Report
+from engine.rank_messages import Finished, Report
 from tests.core.simulated_service import SLOTS, TOKENS, FakeFront, SimulatedService
 
 

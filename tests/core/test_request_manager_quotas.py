@@ -12,7 +12,7 @@ from appliance.channel.core_messages import Admitted, Refused
 from appliance.channel.identity import Identity
 from appliance.protocol import LimitUsage
 from appliance.traffic.credits import CreditAccount
-from engine.messages import Report
+from engine.rank_messages import Report
 from store.policies import KeyRecord, Policies, Quota, TenantRecord
 from tests.core.simulated_service import SLOTS, TOKENS, FakeFront, SimulatedService
 from tests.core.test_request_manager import answers, read_all, report

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.core.serving import ServingParts
 from appliance.traffic.credits import CreditAccount
-from engine.messages import Report
+from engine.rank_messages import Report
 from tests.monitoring.parts import Parts
 
 

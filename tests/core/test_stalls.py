@@ -7,7 +7,7 @@ from typing import Any
 
 from appliance.snapshot import Stall
 from appliance.stalls import MAX_STALLS, LongestSteps, StallLog
-from engine.messages import LongestStep, Report
+from engine.rank_messages import LongestStep, Report
 
 
 def report(ms: float, mean_ms: float = 0.0, request: str = "r-1") -> Report:

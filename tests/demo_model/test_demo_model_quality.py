@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.client import ReplicaGroup
-from engine.messages import RankOutbound, Ready, ReplicaInfo, ReplicaSpec, SamplingParams, Submit, pack_tokens
+from engine.messages import ReplicaInfo, ReplicaSpec, SamplingParams, Submit, pack_tokens
+from engine.rank_messages import RankOutbound, Ready
 from tests.demo_model.asking import DEMO, END, questions
 from tests.demo_model.quality import BLOCK_FORMS, FORMS, MIN_KEPT, Score, held_out_windows, measure
 from tests.engine.streaming_client import StreamingClient

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.core import StepResult
-from engine.messages import Finished, Output, Submit, TokenLogprob
+from engine.messages import Output, Submit, TokenLogprob
+from engine.rank_messages import Finished
 from tests.engine.soak_traffic import FORBIDDEN
 from tests.prompts import prompt_of
 

@@ -18,11 +18,12 @@ from engine import parallel
 from engine.assembly import build_core
 from engine.device import select_device
 from engine.generate import LocalEngine
-from engine.messages import RankInbound, ReplicaSpec
+from engine.messages import ReplicaSpec
 from engine.parallel import Ranks
 from engine.peer_watch import PeerWatch
 from engine.plan_channel import plan_channel
 from engine.progress import no_progress
+from engine.rank_messages import RankInbound
 from engine.replica import follow
 from engine.runner import ModelRunner
 from engine.sleeping import SleepControl

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.messages import Progress
 from engine.progress import StageTimes
+from engine.rank_messages import Progress
 
 
 def test_the_time_between_reports_is_assigned_to_stages() -> None:

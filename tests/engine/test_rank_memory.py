@@ -18,8 +18,9 @@ from engine import device_arena, memory, rank_memory
 from engine.cuda_driver import CudaDriver, DriverError, _Access, _Properties
 from engine.device_arena import ALIGNMENT, DeviceArena
 from engine.generate import LocalEngine
-from engine.messages import MemoryChanged, ReplicaSpec, SamplingParams
+from engine.messages import ReplicaSpec, SamplingParams
 from engine.rank_memory import HOST_RESERVE_BYTES, CpuMemory, GpuMemory, SleepError, TorchMemory
+from engine.rank_messages import MemoryChanged
 from engine.sleeping import RankSleep
 from tests.engine.fake_driver import GRANULARITY, FakeDriver
 from tests.engine.tiny import TINY

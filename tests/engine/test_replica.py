@@ -20,18 +20,8 @@ import pytest
 from engine import launch
 from engine.child_log import child_records
 from engine.client import ReplicaGroup
-from engine.messages import (
-    Fatal,
-    Finished,
-    RankOutbound,
-    Ready,
-    ReplicaInfo,
-    ReplicaSpec,
-    Report,
-    SamplingParams,
-    Submit,
-    pack_tokens,
-)
+from engine.messages import ReplicaInfo, ReplicaSpec, SamplingParams, Submit, pack_tokens
+from engine.rank_messages import Fatal, Finished, RankOutbound, Ready, Report
 from engine.wire import socketpair
 from tests.engine.streaming_client import ReplicaDisconnectedError, StreamingClient
 

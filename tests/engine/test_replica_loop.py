@@ -17,28 +17,23 @@ import pytest
 from engine import leader, wire
 from engine.core import EngineCore
 from engine.leader import LeaderLoop
-from engine.messages import (
-    AskBlocks,
-    Attach,
-    BlockUse,
-    Cancel,
-    LongStep,
-    MemoryChanged,
-    Output,
-    RankInbound,
-    RankOutbound,
-    Report,
-    SamplingParams,
-    Sleep,
-    StepFrame,
-    Stop,
-    Submit,
-    Wake,
-    pack_tokens,
-)
+from engine.messages import Cancel, Output, SamplingParams, StepFrame, Submit, pack_tokens
 from engine.parallel import RankFailureError
 from engine.plan import Chunk, MemoryPlan, RankPlan, StepPlan, StepTokens
 from engine.plan_channel import PlanSender
+from engine.rank_messages import (
+    AskBlocks,
+    Attach,
+    BlockUse,
+    LongStep,
+    MemoryChanged,
+    RankInbound,
+    RankOutbound,
+    Report,
+    Sleep,
+    Stop,
+    Wake,
+)
 from engine.replica import follow
 from engine.scheduling.scheduler import Scheduler
 from engine.sleeping import SleepControl

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.messages import MemoryChanged, RankOutbound, pack_tokens
+from engine.messages import pack_tokens
+from engine.rank_messages import MemoryChanged, RankOutbound
 from tests.engine.test_replica import Watched, ask, collect, replica
 
 pytestmark = pytest.mark.system

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from engine.core import StepResult
-from engine.messages import Finished, Output, SamplingParams, Submit, TokenLogprob, pack_tokens
+from engine.messages import Output, SamplingParams, Submit, TokenLogprob, pack_tokens
+from engine.rank_messages import Finished
 from tests.engine import soak
 from tests.engine.output_checker import Entry, OutputChecker, Told
 from tests.engine.soak_known import Answer, Known

@@ -9,7 +9,7 @@ import time
 from appliance.cli.status_line import load_line, loads_shown
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.protocol import LoadStatus, ReplicaStatus
-from engine.messages import Progress
+from engine.rank_messages import Progress
 
 GIB = 1 << 30
 

@@ -18,7 +18,7 @@ from appliance.models.gpus import DetectedGpu, GpuReport
 from appliance.models.manager import ModelManager
 from appliance.models.replica_heartbeat import SILENT_AFTER_S
 from appliance.settings import ModelSettings, Settings
-from engine.messages import LongStep, MemoryChanged, Ready
+from engine.rank_messages import LongStep, MemoryChanged, Ready
 from tests.models.on_demand_site import served
 from tests.models.test_replica_sleep import SLEPT, Processes, info
 

@@ -19,7 +19,8 @@ from appliance.models.restarts import Restarts
 from appliance.models.start_checks import StartChecks
 from appliance.models.topology import NO_TOPOLOGY
 from appliance.settings import ModelSettings, RestartSettings
-from engine.messages import Fatal, ReplicaSpec
+from engine.messages import ReplicaSpec
+from engine.rank_messages import Fatal
 
 
 class Simulated:

@@ -19,7 +19,8 @@ from appliance.models.start_checks import StartChecks
 from appliance.models.topology import NO_TOPOLOGY
 from appliance.models.unit_sleep import UnitSleep
 from appliance.settings import ModelSettings, RestartSettings
-from engine.messages import MemoryChanged, Ready, ReplicaInfo
+from engine.messages import ReplicaInfo
+from engine.rank_messages import MemoryChanged, Ready
 
 WITHIN_S = 60.0
 SLEPT = MemoryChanged(True, freed_bytes=3 << 20, host_bytes=2 << 20, seconds=0.5)

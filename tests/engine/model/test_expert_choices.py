@@ -11,11 +11,12 @@ from engine import steps
 from engine.expert_use import expert_use
 from engine.families import read_config
 from engine.generate import LocalEngine
-from engine.messages import LayerExperts, ReplicaSpec, SamplingParams
+from engine.messages import ReplicaSpec, SamplingParams
 from engine.model.decoder import Decoder
 from engine.model.loader import load
 from engine.parallel import Ranks
 from engine.progress import no_progress
+from engine.rank_messages import LayerExperts
 from kernels import Residual, select_backend
 from tests.engine.running.thread_ranks import on_ranks
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
 from engine.families import read_config
-from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.model.layers import WeightShard
 from engine.model.loader import load, load_dummy
@@ -24,6 +23,7 @@ from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.parallel import single
 from engine.progress import no_progress
+from engine.rank_messages import Progress
 from kernels import select_backend
 from kernels.reference import quantise_fp8
 from tests.engine.model.page_cache import drop

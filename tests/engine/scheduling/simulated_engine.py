@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from engine.core import EngineCore
-from engine.messages import Finished, Output, SamplingParams, Submit, pack_tokens
+from engine.messages import Output, SamplingParams, Submit, pack_tokens
 from engine.plan import StepPlan, StepTokens
+from engine.rank_messages import Finished
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep, alone
 

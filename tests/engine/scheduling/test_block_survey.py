@@ -11,7 +11,8 @@ import pytest
 
 from engine import block_survey
 from engine.block_survey import BlockSurvey
-from engine.messages import BLOCK_CELLS, BLOCK_TOKENS, NO_OWNER, BlockUse
+from engine.messages import BLOCK_TOKENS
+from engine.rank_messages import BLOCK_CELLS, NO_OWNER, BlockUse
 from engine.scheduling.block_pool import BlockPool
 from tests.engine.scheduling.simulated_engine import SimulatedEngine
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core import EngineCore
-from engine.messages import Finished, Output, SamplingParams, Submit, pack_tokens
+from engine.messages import Output, SamplingParams, Submit, pack_tokens
+from engine.rank_messages import Finished
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, SimulatedRunner, alone
 from tests.examples import examples

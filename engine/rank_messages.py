@@ -1,0 +1,290 @@
+"""The control messages between the core and the ranks of a replica.
+
+All structs contain only plain data, which `engine.wire` encodes as msgpack. The plans that rank 0 sends to
+the other ranks are defined in `engine.plan`. The core imports this module, so it does not load torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.levels import LEVELS
+from engine.messages import FinishReason, ReplicaInfo, ReplicaSpec
+
+BLOCK_CELLS = 16_384
+"""Maximum number of blocks that `BlockUse` describes."""
+NO_OWNER = 0xFFFF
+"""Owner of a block that no request uses, in `BlockUse.owners`."""
+
+
+class Start(msgspec.Struct, tag="start", frozen=True):
+    """First message from the core to each rank. It tells the process to start as rank number `rank`. For rank
+    0, the message carries the file descriptors of the plan channels to the other ranks, in rank order. For
+    every other rank, it carries the descriptor of that rank's plan channel."""
+
+    spec: ReplicaSpec
+    rank: int
+
+
+class Attach(msgspec.Struct, tag="attach", frozen=True):
+    """Sent by the core to rank 0 to connect a front. The message carries the file descriptor of the front's
+    data channel."""
+
+    front: str
+
+
+class CancelSequences(msgspec.Struct, tag="cancel_request", frozen=True):
+    """Sent by the core to rank 0 to end all sequences of a request, because an operator has cancelled the
+    request or its deadline has passed."""
+
+    request_id: str
+
+
+class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+    """Sent by the core to rank 0 to release the device memory of the weights and the KV cache. The replica
+    must have no unfinished sequences. The answer is `MemoryChanged`."""
+
+
+class Wake(msgspec.Struct, tag="wake", frozen=True):
+    """Sent by the core to rank 0 to restore the memory released by `Sleep`. The answer is `MemoryChanged`."""
+
+
+class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
+    """Sent by rank 0 to the core after `Sleep` or `Wake`. Byte counts are sums over all ranks."""
+
+    asleep: bool
+    """Whether the replica sleeps now."""
+    problem: str = ""
+    """Reason why the operation failed and changed nothing; empty if it succeeded."""
+    freed_bytes: int = 0
+    """Number of bytes that were released."""
+    host_bytes: int = 0
+    """Number of bytes of host memory that now contain copies of the weights."""
+    seconds: float = 0.0
+    """Duration of the operation."""
+
+
+class AskBlocks(msgspec.Struct, tag="ask_blocks", frozen=True):
+    """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. A single
+    answer serves all `AskBlocks` messages that arrived before it was sent."""
+
+
+class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
+    """An unfinished request and its KV blocks, as part of `BlockUse`."""
+
+    request_id: str
+    blocks: int
+    """Number of entries in the block tables of the request's samples. A block that several samples found in
+    the prefix cache is counted once for each of them."""
+    preemptions: int
+    """Number of preemptions of the request's unfinished submissions."""
+
+
+class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
+    """Sent by rank 0 to the core with the state of the KV blocks, in the order of the pool.
+
+    At most BLOCK_CELLS blocks are described: in a larger pool, every `stride`-th block. A message therefore
+    takes at most 64 KiB, plus about 40 bytes for each unfinished request. Its data is collected over several
+    steps, so a block may have no owner if its owner has changed in the meantime.
+    """
+
+    stride: int
+    states: bytes
+    """One byte per described block: 0 (free), 1 (cached), 2 (used) or 3 (used, with more than one
+    reference)."""
+    ages: bytes
+    """One byte per described block: for a cached block, the binary logarithm of 1 + the seconds since it was
+    last used, rounded down; otherwise 0."""
+    owners: bytes
+    """Two bytes per described block, little-endian: an index into `requests`, or NO_OWNER. The owner of a
+    block with several references is the first of its requests."""
+    requests: list[BlockOwner]
+    """The unfinished requests, oldest first."""
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Sent by the core to a rank to make it exit immediately. Running sequences are lost."""
+
+
+LoadStage = Literal["start", "read", "convert", "build", "warm up", "ready"]
+"""The stages of a rank's start, in order: the process starts; weights are read; weights are packed into the
+device's layout; kernels are compiled and the KV pool is sized; warm-up steps run."""
+
+
+class Progress(msgspec.Struct, tag="progress", frozen=True):
+    """Sent by a rank to the core during its start, with the current stage and its progress."""
+
+    stage: LoadStage
+    done: int = 0
+    total: int = 0
+    """Total amount of work, or 0 if it is not known."""
+    unit: str = ""
+    """What `done` and `total` count, such as "bytes" or "layers"."""
+    detail: str = ""
+    """What the stage is working on, such as the name of a file."""
+    note: str = ""
+    """A message for the log, unrelated to the progress."""
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """Sent by rank 0 to the core when the replica is ready to accept submissions."""
+
+    info: ReplicaInfo
+
+
+class Fatal(msgspec.Struct, tag="fatal", frozen=True):
+    """Last message from a rank to the core, with the reason why the rank exits. The kind "checkpoint" means
+    that the files or the configuration are invalid; the core then waits longer before it restarts the
+    replica."""
+
+    kind: Literal["checkpoint", "memory", "device", "internal"]
+    message: str
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """Final counts of a submission. Exactly one `Finished` is sent for each `Submit`."""
+
+    request_id: str
+    index: int
+    first_sample: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    """Number of tokens generated for all samples, excluding the tokens in `Submit.output_token_ids`."""
+    preemptions: int
+    batch_size: int
+    """Batch size (number of sequences) of the step that started the submission."""
+    finish_reason: list[FinishReason]
+    """One finish reason per sample."""
+    credit_tokens: int
+    """The submission's total token credit, which has been granted back completely."""
+
+
+class LayerExperts(msgspec.Struct, frozen=True):
+    """Statistics of the experts that tokens have chosen in one layer since the replica started."""
+
+    layer: int
+    experts: int
+    """Number of experts."""
+    choices: int
+    """Number of choices: the number of counted tokens times the number of experts that each token chooses."""
+    busiest: int
+    """The expert that was chosen most often."""
+    busiest_choices: int
+    unused: int
+    """Number of experts that no token has chosen."""
+
+    @property
+    def imbalance(self) -> float:
+        """How often the busiest expert was chosen, divided by the mean over all experts. 0 if there are no
+        choices."""
+        return self.busiest_choices * self.experts / max(1, self.choices)
+
+
+class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a replica's engine. Counts of tokens, evictions and preemptions are totals since the replica
+    started."""
+
+    step: int
+    """Number of the last step whose tokens were read."""
+    credit_seqs: int
+    credit_tokens: int
+    returned_seqs: tuple[int, ...] = (0,) * LEVELS
+    """Number of finished samples per level. The sum equals `credit_seqs` minus the initial credit."""
+    returned_tokens: tuple[int, ...] = (0,) * LEVELS
+    """Number of prompt tokens per level that were computed or dropped. The sum equals `credit_tokens` minus
+    the initial credit."""
+    running: int = 0
+    waiting: int = 0
+    waiting_seqs: tuple[int, ...] = (0,) * LEVELS
+    """Number of waiting sequences per level."""
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_shared: int = 0
+    """Number of used blocks with more than one reference. Samples forked from one prompt together hold one
+    reference."""
+    evictions: int = 0
+    """Number of cached blocks that were overwritten because no block was free."""
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    """Number of prompt tokens of all started submissions. A prompt is counted once per submission."""
+    cached_tokens: int = 0
+    """Number of prompt tokens that were found in the prefix cache."""
+    computed_tokens: int = 0
+    """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
+    tokens, are counted again."""
+    generated_tokens: int = 0
+    expert_layers: tuple[LayerExperts, ...] = ()
+    """Statistics of the chosen experts, for each layer that has experts. All steps are counted. The counts
+    are up to one second old."""
+
+
+class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
+    """State of a replica's engine, and statistics of the steps since the previous report."""
+
+    decode_steps: int = 0
+    """Number of decode-only steps."""
+    step_ms: float = 0.0
+    """Mean duration of a decode-only step in milliseconds, or 0 if there was none."""
+    idle_us: float = 0.0
+    """Mean time, in microseconds, that the device waited for the host before a decode-only step."""
+    mixed_steps: int = 0
+    """Number of steps with prefill. Their mean duration and mean idle time are `mixed_step_ms` and
+    `mixed_idle_us`."""
+    mixed_step_ms: float = 0.0
+    mixed_idle_us: float = 0.0
+    log_dropped_lines: int = 0
+    """Number of log lines that rank 0 has dropped since its start because standard error was blocked."""
+
+
+class LongestStep(msgspec.Struct, array_like=True, frozen=True):
+    """A replica's longest step with decodes. Prefill in such a step delays the next tokens of the decoding
+    sequences."""
+
+    ms: float
+    """Duration in milliseconds."""
+    decodes: int
+    """Number of sequences that decoded."""
+    prompt_tokens: int
+    """Number of prompt tokens that the step computed."""
+    request_id: str = ""
+    """Request with the largest chunk of the step, or an empty string if the step computed no prompt."""
+
+
+class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
+    """Sent by rank 0 to the core with the state of the replica. A report is sent after each step that ended a
+    submission or granted credit, every 100 ms while steps run, and every 500 ms otherwise. A longer pause is
+    announced by `LongStep`.
+
+    Credits are totals granted since the start. The core computes the available credit as the granted credit
+    minus the used credit. `credit_seqs` starts at `max_num_seqs` and increases by one for each ended sample.
+    `credit_tokens` starts at the token budget of two steps with decodes or of one step without decodes,
+    whichever is larger. It increases by a submission's `credit_tokens` as these tokens are computed, found in
+    the prefix cache, or dropped. `returned_seqs` and `returned_tokens` contain the credit granted back per
+    level.
+    """
+
+    finished: list[Finished] = []
+    longest_step: LongestStep | None = None
+    """The longest step with decodes since the previous report, or None if there was none."""
+    disconnected_fronts: list[str] = []
+    """Front processes whose channels have closed. All of their submissions have been reported in
+    `finished`."""
+
+
+class LongStep(msgspec.Struct, tag="long_step", frozen=True):
+    """Sent by rank 0 to the core before it waits for a long step. Rank 0 sends no other message until the
+    step ends."""
+
+    expected_s: float
+    """Predicted duration in seconds, based on the step's size and the measured speed of earlier steps
+    (`engine.step_forecast`)."""
+
+
+RankInbound = Start | Attach | CancelSequences | Sleep | Wake | AskBlocks | Stop
+"""Messages from the core to ranks."""
+RankOutbound = Progress | Ready | Report | LongStep | MemoryChanged | BlockUse | Fatal
+"""Messages from ranks to the core."""
