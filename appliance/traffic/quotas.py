@@ -279,7 +279,8 @@ class Quotas:
 
     def buckets(self, tenant: str) -> list[Bucket]:
         """Return a tenant's buckets, refilled to the current time. The caller must not change the buckets."""
-        return list(_refilled(self._accounts_of(tenant, ""), self._clock()))
+        account = self._tenants.get(tenant)
+        return [] if account is None else list(_refilled((account,), self._clock()))
 
     def _accounts_of(self, tenant: str, key_id: str) -> tuple[Account, ...]:
         of_tenant, of_key = self._tenants.get(tenant), self._keys.get(key_id)

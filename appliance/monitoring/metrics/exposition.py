@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
 from typing import Generic, Literal, TypeVar
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -65,15 +66,12 @@ class MetricFamily(Generic[Series]):
 class Value:
     """A single number. The attribute `value` may be changed by callers."""
 
-    __slots__ = ("_head", "value")
+    __slots__ = ("head", "value")
 
     def __init__(self, name: str, labels: str) -> None:
-        self._head = f"{name}{{{labels}}} " if labels else f"{name} "
+        self.head = f"{name}{{{labels}}} " if labels else f"{name} "
+        """The sample's line before the value."""
         self.value: float = 0
-
-    def line(self) -> str:
-        """Return the line of exposition text with this value."""
-        return f"{self._head}{_number(self.value)}\n"
 
 
 class Numbers(MetricFamily[Value]):
@@ -91,7 +89,10 @@ class Numbers(MetricFamily[Value]):
         self.of(*values).value = value
 
     def samples(self) -> Iterable[str]:
-        return [series.line() for series in self._series.values()]
+        return [
+            f"{series.head}{value if isfinite(value := series.value) else _number(value)}\n"
+            for series in self._series.values()
+        ]
 
 
 class Distribution:
@@ -184,9 +185,9 @@ def render(families: Iterable[MetricFamily[object]]) -> bytes:
 
 
 def _number(value: float) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-    return repr(value)
+    if isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
 def _escaped(value: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from appliance.monitoring.metrics.exposition import Histograms, MetricFamily, Numbers, Summaries
+from appliance.monitoring.metrics.exposition import Histograms, MetricFamily, Numbers, Summaries, Value
 
 Source = TypeVar("Source")
 Unit = Literal["", "requests", "tokens", "seconds", "bytes", "rows", "lines", "blocks", "sequences"]
@@ -33,10 +33,17 @@ class Group(Generic[Source]):
 
     def __init__(self, labels: tuple[str, ...], *metrics: Metric) -> None:
         self.metrics = metrics
+        self.labels = labels
         self.families: list[MetricFamily[Any]] = [_family(metric, labels) for metric in metrics]
-        self._series = [
+        both = list(zip(metrics, self.families, strict=True))
+        self._plain = [(metric.read, family) for metric, family in both if _is_plain(metric)]
+        self._plain_series: dict[tuple[str, ...], list[tuple[Callable[[Any], float], Value]]] = {}
+        """The readers and series of the plain metrics, by the group's label values. A scrape sets thousands
+        of series, and this saves it from looking up each one."""
+        self._others = [
             (metric.read, bool(metric.labels), _setter(family))
-            for metric, family in zip(metrics, self.families, strict=True)
+            for metric, family in both
+            if not _is_plain(metric)
         ]
         self._counters = [
             (
@@ -44,13 +51,18 @@ class Group(Generic[Source]):
                 bool(metric.labels),
                 family.observe if isinstance(family, Histograms) else family.add,
             )
-            for metric, family in zip(metrics, self.families, strict=True)
+            for metric, family in both
             if isinstance(family, Histograms | Numbers)
         ]
 
     def set(self, source: Source, *labels: str) -> None:
         """Set the series of this source to their current values."""
-        for read, labelled, set_to in self._series:
+        plain = self._plain_series.get(labels)
+        if plain is None:
+            plain = self._plain_series[labels] = [(read, family.of(*labels)) for read, family in self._plain]
+        for read, series in plain:
+            series.value = read(source)
+        for read, labelled, set_to in self._others:
             found = read(source)
             if labelled:
                 for more, value in found.items():
@@ -70,8 +82,16 @@ class Group(Generic[Source]):
 
     def clear(self) -> None:
         """Remove all series of the group."""
+        self._plain_series.clear()
         for family in self.families:
             family.clear()
+
+    def keep(self, label: str, values: Collection[str]) -> None:
+        """Keep only the series in which the value of `label`, if the group has this label, is in `values`."""
+        if label in self.labels:
+            self._plain_series.clear()
+            for family in self.families:
+                family.keep(label, values)
 
 
 def _family(metric: Metric, labels: tuple[str, ...]) -> MetricFamily[Any]:
@@ -81,6 +101,11 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> MetricFamily[Any]:
     if metric.kind == "summary":
         return Summaries(metric.name, metric.help, *every)
     return Numbers(metric.kind, metric.name, metric.help, *every)
+
+
+def _is_plain(metric: Metric) -> bool:
+    """Return whether the metric is a number without labels of its own."""
+    return metric.kind in ("counter", "gauge") and not metric.labels
 
 
 def _setter(family: MetricFamily[Any]) -> Callable[..., None]:

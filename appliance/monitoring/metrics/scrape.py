@@ -92,13 +92,11 @@ class Scraper:
             self._policies = policies
             families.limits.clear()  # an operator may have removed a limit
             if self._tenants.forget_deleted():
-                for family in families.by("tenant"):
-                    family.keep("tenant", (*self._tenants, OTHERS))
+                families.keep("tenant", (*self._tenants, OTHERS))
         models = {*self._models.models, *self._names()}
         if models != self._model_names:
             self._model_names = models
-            for family in families.by("model"):
-                family.keep("model", (*models, OTHERS))
+            families.keep("model", (*models, OTHERS))
 
     def _read_service(self) -> None:
         families, source = self._families, self._service()

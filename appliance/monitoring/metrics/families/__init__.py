@@ -8,7 +8,7 @@ package declares the groups of one component.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from appliance.models.residency import Residency
@@ -61,6 +61,7 @@ class Families:
     def __iter__(self) -> Iterator[MetricFamily[Any]]:
         return (family for group in self.groups() for family in group.families)
 
-    def by(self, label: str) -> list[MetricFamily[Any]]:
-        """Return all metrics that have this label."""
-        return [family for family in self if label in family.labels]
+    def keep(self, label: str, values: Collection[str]) -> None:
+        """Keep only the series in which the value of `label` is in `values`, and those without this label."""
+        for group in self.groups():
+            group.keep(label, values)
