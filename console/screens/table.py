@@ -348,13 +348,15 @@ class TableView(View, Generic[R]):
             if excess() <= 0 or not column.drop:
                 break
             shown.remove(column)
-        spare = max(0, -excess())
         flexible = [column for column in shown if column.flexible]
-        grown = []
-        for column in shown:
-            extra = spare // len(flexible) if column in flexible else 0
-            grown.append((column, self._width(column) + extra))
-        return grown
+        # A negative share of the remaining width shrinks the column.
+        share = -excess() // max(1, len(flexible))
+
+        def size(column: TableColumn) -> int:
+            width = self._width(column)
+            return max(len(column.title) + 1, width + share) if column.flexible else width
+
+        return [(column, size(column)) for column in shown]
 
     def _width(self, column: TableColumn) -> int:
         """Return the width of a column. The column by which the table is sorted needs extra space for an

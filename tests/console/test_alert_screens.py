@@ -150,6 +150,7 @@ def test_the_text_of_an_alert_fits_and_names_its_subject_once(size: tuple[int, i
     # In a narrow terminal, the age leaves less space in the list, and the details show the whole text.
     assert any(description in row for row in (rows[:3] if size[0] > 100 else rows))
     assert any(description[:40] in row for row in rows[:3])
+    assert "…" not in rows[1], "a column that is narrower than usual is not marked as cut off"
     panel = plain(panels.alert_line(snapshot.alerts[0], 120))
     assert panel == f"! {description} (firing)"
     other = msgspec.structs.replace(snapshot.alerts[0], description="its limit is nearly reached")
