@@ -20,6 +20,16 @@ def of_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def percent(fraction: float, digits: int = 0) -> str:
+    """Format a fraction as a percentage. Only 0 is shown as 0%, and only 1 or more as 100%: smaller fractions
+    become "<1%" and "99%"."""
+    text = f"{fraction * 100:.{digits}f}"
+    step = 10.0**-digits
+    if fraction > 0 and float(text) == 0:
+        return f"<{step:.{digits}f}%"
+    return f"{100 - step:.{digits}f}%" if fraction < 1 and float(text) == 100 else f"{text}%"
+
+
 def of_measure(value: float | None, unit: str) -> str:
     """Format a measure with its unit (`AlertRule.unit`). A measure in "%" is a fraction."""
     if value is None:
@@ -28,7 +38,7 @@ def of_measure(value: float | None, unit: str) -> str:
         return "never"
     match unit:
         case "%":
-            return f"{value:.0%}"
+            return percent(value)
         case "bytes":
             return of_bytes(int(value))
         case "s":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from appliance import quantities
+
 UNKNOWN = "--"
 NOT_SUPPORTED = "n/a"
 """Shown instead of a value that a device does not support."""
@@ -40,8 +42,8 @@ def rate(value: float | None) -> str:
 
 
 def percent(fraction: float | None, digits: int = 0) -> str:
-    """Format a fraction as a percentage."""
-    return UNKNOWN if fraction is None else f"{fraction * 100:.{digits}f}%"
+    """Format a fraction as a percentage. Only 0 is shown as 0%, and only 1 or more as 100%."""
+    return UNKNOWN if fraction is None else quantities.percent(fraction, digits)
 
 
 def ms(value: float | None) -> str:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 
 from appliance.cli.output import is_terminal, of_seconds, shorten, terminal_width
-from appliance.quantities import of_bytes
+from appliance.quantities import of_bytes, percent
 
 _LINE_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
@@ -46,7 +46,7 @@ class ByteProgress:
         share = min(1.0, done / total) if total else 1.0
         filled = int(share * _BAR_CELLS)
         picture = f" [{'#' * filled}{'.' * (_BAR_CELLS - filled)}]" if bar else ""
-        facts = [f"{share:.0%}", f"{of_bytes(done)} of {of_bytes(total)}"]
+        facts = [percent(share), f"{of_bytes(done)} of {of_bytes(total)}"]
         (first_at, first), (last_at, last) = self._samples[0], self._samples[-1]
         rate = (last - first) / (last_at - first_at) if last_at > first_at else 0.0
         if rate > 0:

@@ -21,7 +21,7 @@ from appliance.cli.service import admin_client
 from appliance.cli.times import local_short
 from appliance.protocol import ModelStatus, ReplicaStatus, ScalingStatus, precision
 from appliance.protocol.status import AuditStatus, CurrentProblem, FrontStatus, Status
-from appliance.quantities import of_bytes
+from appliance.quantities import of_bytes, percent
 
 _COLOURS = {
     "ready": "green",
@@ -208,7 +208,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
             f"{replica.running}/{replica.max_num_seqs}" + (f"+{replica.waiting}" if replica.waiting else ""),
             f"{replica.blocks_used:,}/{replica.blocks_total:,}",
             of_count(replica.blocks_cached),
-            "-" if replica.prefix_cache_hit_rate is None else f"{replica.prefix_cache_hit_rate:.0%}",
+            "-" if replica.prefix_cache_hit_rate is None else percent(replica.prefix_cache_hit_rate),
             _by_kind(replica, f"{replica.step_ms:.1f}", f"{replica.mixed_step_ms:.1f}"),
             _by_kind(replica, f"{replica.idle_us:.0f}", f"{replica.mixed_idle_us:.0f}"),
             of_count(replica.generated_tokens),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.protocol import LoadStatus
-from appliance.quantities import of_bytes
+from appliance.quantities import of_bytes, percent
 from engine.rank_messages import Progress
 
 _LOG_EVERY_S = 10.0
@@ -61,7 +61,7 @@ def load_text(status: LoadStatus) -> str:
     """Return the progress of a load in one line, such as "read 43% of 15.0 GiB, 2.1 GiB/s, 4 s left"."""
     parts = [status.stage]
     if status.total:
-        parts[0] += f" {status.done / status.total:.0%} of {_amount(status.total, status.unit)}"
+        parts[0] += f" {percent(status.done / status.total)} of {_amount(status.total, status.unit)}"
     else:
         parts[0] += f" {status.detail}" if status.detail else ""
         parts.append(f"for {status.elapsed_s:.0f} s")

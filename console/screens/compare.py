@@ -92,7 +92,7 @@ class CompareView(TableView[Difference]):
             "CHANGE",
             8,
             lambda r: r.change,
-            lambda r: units.UNKNOWN if r.change is None else f"{r.change:+.0%}",
+            lambda r: _change(r.change),
             drop=1,
             unit="%",
         ),
@@ -156,6 +156,12 @@ def _difference(row: Difference) -> str:
     if row.is_time:
         return f"{'-' if value < 0 else '+'}{units.seconds(abs(value))}"
     return f"{value:+,}" if isinstance(value, int) else _decimal(value, "+")
+
+
+def _change(value: float | None) -> str:
+    if value is None:
+        return units.UNKNOWN
+    return f"{'-' if value < 0 else '+'}{units.percent(abs(value), 1 if abs(value) < 0.1 else 0)}"
 
 
 def _decimal(value: float, sign: str = "") -> str:

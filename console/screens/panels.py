@@ -180,9 +180,7 @@ def failed(rates: Rates, *, share: bool = True) -> str:
     text = f"{units.rate(rates.failed_per_s)}/s"
     if not share:
         return text
-    part = units.ratio(rates.failed_per_s, rates.requests_per_s)
-    # A share above zero is never shown as 0.
-    return f"{text} ({'<0.1%' if part and part < 0.001 else units.percent(part, 1)})"
+    return f"{text} ({units.percent(units.ratio(rates.failed_per_s, rates.requests_per_s), 1)})"
 
 
 def _errors(rates: Rates, width: int) -> Line:
@@ -369,7 +367,7 @@ def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> 
     known: list[Process] = sorted(host.processes, key=lambda one: -(one.cpu_percent or 0.0))
     name_width = max(8, width - 19)
     for one in known[: max(0, height - 3)]:
-        cpu_text = units.UNKNOWN if one.cpu_percent is None else f"{one.cpu_percent:.0f}%"
+        cpu_text = units.percent(units.ratio(one.cpu_percent, 100))
         lines.append(
             clip(
                 [

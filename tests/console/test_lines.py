@@ -79,6 +79,17 @@ def test_unknown_values_are_two_dashes_and_never_zero() -> None:
         (units.seconds(3700), "1h01m"),
         (units.size(141 << 30), "141G"),
         (units.percent(0.256), "26%"),
+        (units.percent(0.0), "0%"),
+        (units.percent(0.004), "<1%"),
+        (units.percent(0.005), "<1%"),
+        (units.percent(0.006), "1%"),
+        (units.percent(0.994), "99%"),
+        (units.percent(0.996), "99%"),
+        (units.percent(0.999999), "99%"),
+        (units.percent(1.0), "100%"),
+        (units.percent(1.004), "100%"),
+        (units.percent(0.0004, 1), "<0.1%"),
+        (units.percent(0.9996, 1), "99.9%"),
     ],
 )
 def test_values_have_at_most_three_digits_and_a_unit(shown: str, expected: str) -> None:
