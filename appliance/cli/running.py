@@ -34,7 +34,7 @@ _COLUMNS = (
     Column("IN", right=True),
     Column("CACHED", right=True, drop=5),
     Column("OUT", right=True),
-    Column("AT MOST", right=True, drop=1),
+    Column("MAX OUT", right=True, drop=1),
     Column("QUEUE", right=True, drop=7),
     Column("TTFT", right=True, drop=2),
     Column("REPLICA", flexible=True, drop=9),

@@ -217,7 +217,7 @@ def _finish(
 
 @triton.jit
 def _write_deferred_norm(
-    x, gain, tile, gained_product, squares, rows, columns, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+    x, gain, tile, deferred_values, squares, rows, columns, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Store the deferred norm of one result tile `x [BLOCK_N, ROWS]`, computed with the following norm's
     `gain [BLOCK_N]`."""
@@ -225,8 +225,8 @@ def _write_deferred_norm(
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (column < columns)[:, None] & (row < rows)[None, :]
     x = x.to(tl.float32)
-    to = gained_product + row.to(tl.int64)[None, :] * columns + column[:, None]
-    tl.store(to, (x * gain.to(tl.float32)[:, None]).to(gained_product.dtype.element_ty), mask=inside)
+    to = deferred_values + row.to(tl.int64)[None, :] * columns + column[:, None]
+    tl.store(to, (x * gain.to(tl.float32)[:, None]).to(deferred_values.dtype.element_ty), mask=inside)
     squared = tl.sum(tl.where(inside, x * x, 0.0), axis=0)
     tl.store(squares + tile * rows + row, squared, mask=row < rows)
 
@@ -254,7 +254,7 @@ def _dot(
     residual,
     out,
     next_gain,
-    gained_product,
+    deferred_values,
     squares,
     partials,
     arrived,
@@ -341,7 +341,7 @@ def _dot(
             RESIDUAL,
         )
         if GAIN:
-            _write_deferred_norm(result, gain, tile, gained_product, squares, rows, columns, ROWS, BLOCK_N)
+            _write_deferred_norm(result, gain, tile, deferred_values, squares, rows, columns, ROWS, BLOCK_N)
 
 
 @triton.jit

@@ -158,7 +158,7 @@ def _tiles(
     residual,
     out,
     next_gain,
-    gained_product,
+    deferred_values,
     squares,
     partials,
     arrived,
@@ -304,6 +304,6 @@ def _tiles(
             # Store the deferred norm, as `linear_rows._write_deferred_norm` does.
             x = result.to(gl.float32)
             product = (x * gain.to(gl.float32)[:, None]).to(dtype)
-            gl.store(gained_product + at_token * columns + at_column, product, mask=inside)
+            gl.store(deferred_values + at_token * columns + at_column, product, mask=inside)
             squared_x = gl.sum(gl.where(inside, x * x, 0.0), axis=0)
             gl.store(squares + tile * rows + token, squared_x, mask=token < rows)

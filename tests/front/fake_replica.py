@@ -115,8 +115,8 @@ class FakeReplica:
             token_ids = [token_id := run.tokens[run.position % len(run.tokens)]]
         run.position += 1
         stops = not sampling.ignore_eos and token_id in sampling.stop_token_ids
-        finish = "stop" if stops else "length" if run.position >= sampling.max_tokens else ""
-        output = Output(submit.handle, run.sample, token_ids, finish)
+        finish_reason = "stop" if stops else "length" if run.position >= sampling.max_tokens else ""
+        output = Output(submit.handle, run.sample, token_ids, finish_reason)
         if token_ids and sampling.logprobs is not None:
             output.logprobs = [_logprob(token_id, sampling.logprobs)]
         if run.first:

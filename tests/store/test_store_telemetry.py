@@ -213,7 +213,7 @@ def test_an_intervals_extremes_enclose_its_values_within_the_precision(rows):
 
 def test_combining_samples_of_different_layouts_matches_metrics_by_name():
     splitter = Splitter()
-    first = splitter.split(START, {"a": 1.0, "gone": 5.0})
+    first = splitter.split(START, {"a": 1.0, "removed": 5.0})
     second = splitter.split(START + 1, {"new": 2.0, "a": 3.0})
     means, lows, highs = combine([first, second])
     assert (list(means), list(lows), list(highs)) == ([2.0, 2.0], [2.0, 1.0], [2.0, 3.0])

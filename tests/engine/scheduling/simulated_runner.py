@@ -202,15 +202,15 @@ def alone(submit: Submit, sample: int, max_model_len: int) -> Expected:
             scores.append(score(digest, token))
         digest = extend(digest, token)
     tokens: list[int] = []
-    finish = ""
-    while not finish:
+    finish_reason = ""
+    while not finish_reason:
         length = len(known) + len(tokens)
         if length - len(prompt) >= sampling.max_tokens or length >= max_model_len:
-            finish = "length"
+            finish_reason = "length"
             break
         token = choose(digest, length, sampling, sample, length - len(prompt), known + tokens)
         tokens.append(token)
         digest = extend(digest, token)
         if token in sampling.stop_token_ids and not sampling.ignore_eos:
-            finish = "stop"
-    return Expected(tokens, finish, scores)
+            finish_reason = "stop"
+    return Expected(tokens, finish_reason, scores)

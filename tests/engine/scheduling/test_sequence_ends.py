@@ -24,8 +24,8 @@ def test_a_stop_token_ends_the_sequence_and_is_its_last_token(overlap: bool) -> 
     engine = SimulatedEngine(overlap=overlap)
     submit = engine.submit(10, max_tokens=50, stop_token_ids=(stop,))
     engine.drain()
-    tokens, finish = engine.told(submit)
-    assert finish == "stop" and tokens[-1] == stop and stop not in tokens[:-1]
+    tokens, finish_reason = engine.told(submit)
+    assert finish_reason == "stop" and tokens[-1] == stop and stop not in tokens[:-1]
 
 
 @both_overlaps
@@ -33,8 +33,8 @@ def test_ignore_eos_runs_to_max_tokens(overlap: bool) -> None:
     engine = SimulatedEngine(overlap=overlap)
     submit = engine.submit(10, max_tokens=50, stop_token_ids=tuple(range(VOCAB)), ignore_eos=True)
     engine.drain()
-    tokens, finish = engine.told(submit)
-    assert (len(tokens), finish) == (50, "length")
+    tokens, finish_reason = engine.told(submit)
+    assert (len(tokens), finish_reason) == (50, "length")
 
 
 @both_overlaps
@@ -68,8 +68,8 @@ def test_the_models_length_ends_a_sequence(overlap: bool, prompt: int) -> None:
     engine = SimulatedEngine(overlap=overlap, max_model_len=100, blocks=2)
     submit = engine.submit(prompt, max_tokens=1000)
     engine.drain()
-    tokens, finish = engine.told(submit)
-    assert (prompt + len(tokens), finish) == (100, "length")
+    tokens, finish_reason = engine.told(submit)
+    assert (prompt + len(tokens), finish_reason) == (100, "length")
 
 
 def test_a_request_without_tokens_to_generate_ends_without_a_step() -> None:
@@ -137,9 +137,9 @@ def test_a_cancel_ends_only_the_given_sample_or_submission_at_any_time(
     engine.expect_alone(other)
     for index in range(3):
         expected = alone(submit, index, 512)
-        tokens, finish = engine.told(submit, index)
+        tokens, finish_reason = engine.told(submit, index)
         assert tokens == expected.tokens[: len(tokens)]
-        assert finish == ("cancelled" if sample in (None, index) else "length")
+        assert finish_reason == ("cancelled" if sample in (None, index) else "length")
     assert len(engine.finished) == 2
 
 
