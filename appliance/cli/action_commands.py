@@ -1,8 +1,8 @@
-"""Derives commands from the registry's actions: arguments, options, confirmation and help.
+"""Derives commands from the actions in the registry: arguments, options, confirmation and help.
 
 A parameter that names the target and has no default becomes an argument; every other parameter becomes an
 option. On the command line, durations and times are given as text (90s, 30m, 2026-11-20). The declared fields
-of tenants and keys are given as text too, because "none" is also a value.
+of tenants and keys are also given as text, because "none" is a valid value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WhatIf = Annotated[
 
 
 class _Parameter:
-    """One parameter of an action on the command line."""
+    """A parameter of an action, as an argument or option of the command."""
 
     def __init__(self, action: Action, field: msgspec.structs.FieldInfo) -> None:
         self.name = field.name
@@ -53,7 +53,7 @@ class _Parameter:
         self.max = getattr(kind, "le", None)
 
     def signature(self) -> inspect.Parameter:
-        """Return the corresponding parameter of the command's function."""
+        """Return the parameter of the command's function that corresponds to this parameter of the action."""
         if self.declared is not None:
             return field_option(self.declared)
         kind: Any = str | None
@@ -91,7 +91,7 @@ class _Parameter:
 
 
 def add_commands(group: typer.Typer, *names: str) -> None:
-    """Add the commands for actions to a group."""
+    """Add a command to the group for each of these actions."""
     for name in names:
         add_command(group, action_named(name), name.rpartition(".")[2])
 
@@ -107,7 +107,7 @@ def add_command(group: typer.Typer, action: Action, name: str) -> None:
         own.append(_keyword("yes", Yes, False))
     declared = [one.signature() for one in parameters if one.declared is not None]
     common = [_keyword("run_dir", RunDir, None), _keyword("json", Json, False)]
-    # In Python, parameters without a default must come first.
+    # In Python, parameters without a default must come before the others.
     own.sort(key=lambda one: one.default is not inspect.Parameter.empty)
 
     def run(**given: Any) -> None:

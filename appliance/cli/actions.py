@@ -1,4 +1,4 @@
-"""Performs operator actions: asks for confirmation if the action registry requires it, then calls the
+"""Performs the actions of operators: asks for confirmation if the action registry requires it, then calls the
 service."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from appliance.protocol.registry import VersionStatus
 
 
 def perform(run_dir: str | None, parameters: msgspec.Struct, *, as_json: bool, yes: bool = False) -> None:
-    """Perform the action that `parameters` belongs to, and print its result. With `yes`, do not ask for
+    """Perform the action whose parameters are passed, and print the result. If `yes` is set, do not ask for
     confirmation of dangerous actions."""
     action = action_of(parameters)
     confirm(action, printable(action.target_name(parameters)), yes=yes)
@@ -34,8 +34,8 @@ def perform(run_dir: str | None, parameters: msgspec.Struct, *, as_json: bool, y
 def _progress(
     run_dir: str | None, action: Action, parameters: msgspec.Struct
 ) -> AbstractContextManager[None]:
-    """Return a context that shows the progress while a model is loaded. It shows nothing unless the action's
-    result is the state of a version and standard error is a terminal."""
+    """Return a context that shows the progress of a load. It shows nothing unless the result of the action is
+    the state of a version and standard error is a terminal."""
     if action.result is not VersionStatus:
         return nullcontext()
     name = getattr(parameters, action.named_by).partition("@")[0]

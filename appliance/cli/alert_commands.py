@@ -68,8 +68,9 @@ def alerts_test(
 ) -> None:
     """Test alert rules on the recorded history, and show when they would have raised and ended alerts.
 
-    The built-in rules are evaluated as well, because their alerts can be the causes of the tested rules'
-    alerts. Requires read access to the state directory, but no running service."""
+    The built-in rules are evaluated as well, because one of their alerts can be the cause of an alert of a
+    tested rule. Requires read access to the state directory, but no running service.
+    """
     from appliance.cli.alert_backtest import back_test_rules
 
     back_test_rules(run_dir, state_dir, rules, on=on, since=since, every=every, as_json=json)

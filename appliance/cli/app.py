@@ -1,4 +1,4 @@
-"""Registers the commands, in the order of `appliance --help`."""
+"""Registers all commands, in the order in which `appliance --help` lists them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Implements `appliance audit verify` and `export`, which read the files directly: an auditor can check the
-files without trusting the service that wrote them. The service verifies its own chain only if the files are
-on another machine. `appliance.cli.audit_list` lists the actions."""
+"""Implements `appliance audit verify` and `export`, which read the service's files directly. An auditor can
+therefore check the files without trusting the service that wrote them. Only if the files are on another
+machine, the service verifies its own chain. `appliance.cli.audit_list` lists the actions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ChainLocation(NamedTuple):
 
     database: Path
     folder: Path | None
-    """The state directory; None if the chain is in a single file."""
+    """The state directory, or None if the chain is in a single file."""
 
 
 def verify(
@@ -61,9 +61,11 @@ def verify(
     noted: list[str],
     as_json: bool,
 ) -> int:
-    """Check the chain against all recorded chain heads, print the result and return the exit code. `journal`
-    selects the heads to use from the journal: all of them (True), only the heads of this state directory, if
-    there are any (None), or none (False)."""
+    """Check the chain against all recorded chain heads, print the result, and return the exit code.
+
+    `journal` selects the heads that are read from the journal: all heads (True), the heads of this state
+    directory if there are any (None), or no heads (False).
+    """
     if file is None and state_dir is None and is_forwarded(run := find_run_dir(run_dir)):
         if heads or noted or journal:
             raise CommandLineError(
@@ -103,7 +105,7 @@ def verify(
 
 
 def _of_service(run_dir: Path) -> ChainReport:
-    """Let the service in `run_dir` verify its chain. Raises Failure."""
+    """Ask the service in `run_dir` to verify its own chain. Raises Failure."""
     with admin_client(str(run_dir)) as client:
         report = client.call(calls.verify_audit())
     report.notes.append(
@@ -138,7 +140,8 @@ def export(
 
 
 def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
-    """Check a copy or an export, using the key next to it or the key in the given state directory."""
+    """Check a copy or an export of the chain, using the key next to the file or the key in the given state
+    directory."""
     try:
         key = read_key((path.parent if state_dir is None else Path(state_dir)) / KEY_FILE)
     except StoreError:

@@ -10,8 +10,8 @@ import typer
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 
 audit = typer.Typer(
-    help="List, verify and export the audit trail of operators' actions. On the service's machine, verifying "
-    "and exporting require read access to the state directory, but no running service.",
+    help="List, verify and export the audit trail of operators' actions. On the service's machine, "
+    "verifying and exporting require read access to the state directory. The service need not be running.",
     no_args_is_help=True,
 )
 
@@ -61,8 +61,8 @@ def audit_list(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """List actions with their actor and result, oldest first. They come from the running service. If none is
-    running, or with --state-dir or --file, they are read from the files."""
+    """List actions with their actor and result, oldest first. The actions come from the running service. If
+    no service is running, or with --state-dir or --file, they are read from the files."""
     from appliance.cli.audit_list import list_actions
 
     list_actions(
@@ -118,9 +118,9 @@ def audit_verify(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Verify that the audit trail is complete and unchanged. If it is not, the command reports the first
-    wrong row and exits with code 1. If the run directory contains only a socket that was forwarded from
-    another machine, the service there verifies its own trail."""
+    """Verify that the audit trail is complete and unchanged. Otherwise, the command reports the first wrong
+    row and exits with code 1. If the run directory contains only a socket that was forwarded from another
+    machine, the service there verifies its own trail."""
     from appliance.cli.audit import verify
 
     raise typer.Exit(

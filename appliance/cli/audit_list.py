@@ -1,5 +1,5 @@
-"""Implements `appliance audit list`. The actions come from the running service. If none is running, or with
-`--file` or `--state-dir`, they are read from `control.db`."""
+"""Implements `appliance audit list`. The actions come from the running service. If no service is running, or
+with `--file` or `--state-dir`, they are read from `control.db`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COLUMNS = (
     Column("BEFORE", flexible=True, drop=4),
     Column("AFTER", flexible=True, drop=3),
 )
-# Minimum column widths, which keep lines printed later aligned with the first lines.
+# Minimum widths of the columns. They keep lines that are printed later aligned with the first lines.
 _WIDTHS = ("00-00 00:00:00", "_" * 6, "_" * 10, "_" * 8, "_" * 16, "_" * 16, "_" * 12, "_" * 8, "_" * 8)
 
 
@@ -51,8 +51,8 @@ def list_actions(
     follow: bool,
     as_json: bool,
 ) -> None:
-    """Print the recorded actions, oldest first, followed by the actions that are waiting in the spool. With
-    `follow`, keep running and print each action when its result is recorded."""
+    """Print the recorded actions, oldest first, followed by the actions that are waiting in the spool. If
+    `follow` is set, keep running and print each action when its result is recorded."""
     query = AuditQuery(
         actor=actor,
         action=action,
@@ -82,7 +82,7 @@ def list_actions(
 
 
 def _of_service(client: AdminClient, query: AuditQuery, limit: int) -> tuple[list[AuditAction], int]:
-    """Return the newest `limit` actions, oldest first, and the seq of the chain's newest row."""
+    """Return the newest `limit` actions, oldest first, and the number of the newest row in the chain."""
     rows: list[AuditAction] = []
     waiting: list[AuditAction] = []
     before, sequence = None, None

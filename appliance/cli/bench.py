@@ -33,7 +33,7 @@ _REQUESTS_PER_STREAM = 4
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's options; None for each option that was not given."""
+    """The options of the command. The value of an option that was not given is None."""
 
     workloads: list[str] | None
     base_url: str | None
@@ -82,7 +82,7 @@ class Document(msgspec.Struct, kw_only=True):
 
 
 def bench(options: Options) -> int:
-    """Run the benchmark and print its results. Returns 1 if a request failed or no rate was sustained. Raises
+    """Run the benchmark and print its results. Return 1 if a request failed or no rate was sustained. Raises
     Failure, or typer's error if options contradict each other."""
     workloads = _workloads(options)
     slo = Slo(options.ttft_p99_ms, options.itl_p99_ms)
@@ -150,8 +150,8 @@ def _run(
 
 
 def _workloads(options: Options) -> dict[str, Workload]:
-    """Return the workloads described by the options. An open-loop run uses only the lengths of the first
-    workload. Raises typer's error if the options contradict each other."""
+    """Return the workloads that the options describe. An open-loop run uses only the prompt and answer
+    lengths of the first workload. Raises typer's error if the options contradict each other."""
     names = options.workloads or []
     for name in names:
         if name not in WORKLOADS:
@@ -199,7 +199,7 @@ def _workloads(options: Options) -> dict[str, Workload]:
 
 
 def _target(options: Options) -> Target:
-    """Return the server given in the options, or the service in the run directory. Raises Failure and
+    """Return the server that the options name, or the service in the run directory. Raises Failure and
     BenchError."""
     if len([one for one in (options.base_url, options.socket, options.run_dir) if one is not None]) > 1:
         raise typer.BadParameter(
@@ -207,7 +207,7 @@ def _target(options: Options) -> Target:
         )
     if options.base_url is not None:
         # $OPENAI_API_KEY is meant for servers on the network, so it is not sent over a Unix socket. A service
-        # that identifies clients by their uid would reject it.
+        # that identifies clients by their uid would reject a key that it does not know.
         return parse_url(options.base_url, options.api_key or os.environ.get("OPENAI_API_KEY"))
     if options.socket is not None:
         return socket_target(options.socket, options.api_key)
@@ -241,8 +241,8 @@ def _document(server: Server, seed: str, slo: Slo, results: list[Result], search
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise Failure before the run if the file cannot be written. If the check has created the file, it is
-    removed again, because a failed run must leave no file behind."""
+    """Raise Failure before the run if the file cannot be written. If this check creates the file, it removes
+    the file again, because a failed run must leave no file behind."""
     if path is None or path == "-":
         return
     file = Path(path)

@@ -18,19 +18,20 @@ from appliance.cli.status_line import StatusLine, bar
 _WIDTH = 80
 _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
-"""Number of requests below which the 99th percentile (nearest rank) equals the maximum."""
+"""With fewer requests than this, the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""Target precision of a search. If a trial is less precise, the report says so."""
+"""Target precision of a search for the highest rate. If a trial is less precise, the report contains a
+note."""
 
 
 class BenchReport:
-    """Writes the lines of a report to a stream."""
+    """Writes the lines of a report about a benchmark to a stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def line(self, text: str = "", colour: str = "") -> None:
-        """Write one line."""
+        """Write one line of the report."""
         print(paint(text, colour, self._stream) if colour else text, file=self._stream, flush=True)
 
     def wrapped(self, text: str, colour: str) -> None:
@@ -39,7 +40,7 @@ class BenchReport:
             self.line(line, colour)
 
     def result(self, result: Result) -> None:
-        """Write the statistics of a workload's median run."""
+        """Write the statistics of the median run of a workload."""
         run = result.typical
         self.line()
         self.line(f"{result.name}: {result.description}", "bold")
@@ -70,7 +71,7 @@ class BenchReport:
             self.wrapped(f"note: {note}", "yellow")
 
     def comparison(self, results: Sequence[Result]) -> None:
-        """Write a comparison of all workloads, one line each."""
+        """Write a comparison of all workloads, with one line for each."""
         rows = []
         for result in results:
             run = result.typical
@@ -144,13 +145,14 @@ class BenchReport:
 
 
 class ProgressBar:
-    """One line that is overwritten during a run, if standard error is a terminal."""
+    """A line on standard error that is overwritten during a run. If standard error is not a terminal, nothing
+    is shown."""
 
     def __init__(self) -> None:
         self._line = StatusLine()
 
     def show(self, title: str, load: Load, raw: RawRun | None) -> None:
-        """Draw the progress of a run; None clears the line."""
+        """Draw the progress of a run; if it is None, clear the line."""
         if raw is None:
             self._line.clear()
             return
@@ -169,7 +171,7 @@ class ProgressBar:
 
 
 def _notes(result: Result, run: Run) -> Iterator[str]:
-    """Yield notes that help to interpret a run."""
+    """Yield notes that help to interpret the results of a run."""
     if run.unfinished:
         yield f"{run.unfinished:,} requests were unfinished when the run was stopped"
     if run.busiest_worker_cpu > SATURATED:

@@ -20,7 +20,7 @@ _HELP = """\
   /help    show this list"""
 _INTERRUPTED = 130
 # An answer may contain line breaks and tabs. All other control characters are removed, because they could
-# control the terminal.
+# change the state of the terminal.
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -38,12 +38,15 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
-        """Send a question and yield the answer as it arrives. If the answer is cut off, the conversation
-        keeps the part that was received. A question that got no answer is removed. Raises AnswerError."""
+        """Send a question, and yield the answer as it arrives.
+
+        If the answer is cut off, the conversation keeps the part that was received. If there is no answer,
+        the question is removed from the conversation. Raises AnswerError.
+        """
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # Close the stream however this block ends, because closing it tells the service to stop
+            # However this block ends, close the stream, because closing it tells the service to stop
             # generating.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
@@ -68,7 +71,7 @@ def chat(
     temperature: float,
     max_tokens: int | None,
 ) -> int:
-    """Hold a conversation until the user leaves it, or answer `prompt` (or standard input) once. Returns the
+    """Hold a conversation until the user leaves it, or answer `prompt` (or standard input) once. Return the
     exit code."""
     if prompt is None and not is_terminal(sys.stdin):
         prompt = sys.stdin.read() if sys.stdin is not None else ""
@@ -178,12 +181,12 @@ def _summary(end: End) -> str:
 
 
 def _end_line() -> None:
-    # After an interruption, the cursor may be anywhere in the line, because the answer was cut off and the
-    # terminal has echoed ^C.
+    # After an interruption, the cursor may be anywhere in the line: the answer was cut off, and the terminal
+    # has echoed ^C.
     print(flush=True)
 
 
 def _sendable(text: str) -> str:
-    """Return `text` without characters that UTF-8 cannot encode. Terminal input and arguments contain such
-    characters if they are not valid text."""
+    """Return `text` without the characters that UTF-8 cannot encode. Input from a terminal and arguments
+    contain such characters if their bytes are not valid text."""
     return text.encode("utf-8", "replace").decode()

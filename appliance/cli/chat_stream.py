@@ -1,4 +1,4 @@
-"""An API client for the `chat` command. It lists the models, and streams one answer at a time over
+"""An API client for the `chat` command. The client lists the models, and streams one answer at a time over
 `api.sock`."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AnswerError(Exception):
 
 
 class Piece(NamedTuple):
-    """A part of an answer's text."""
+    """A part of the text of an answer."""
 
     text: str
 
@@ -33,11 +33,11 @@ class End(NamedTuple):
 
     finish_reason: str
     completion_tokens: int | None
-    """Number of generated tokens; None if the service did not report it."""
+    """Number of generated tokens, or None if the service did not report it."""
     ttft_s: float | None
-    """Time from the request to the first text."""
+    """Time in seconds from the request until the first text."""
     tokens_per_s: float | None
-    """Generated tokens per second between the first text and the end of the answer."""
+    """Number of tokens generated per second between the first text and the end of the answer."""
 
 
 class ChatClient:
@@ -86,8 +86,8 @@ class ChatClient:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"content-type": "application/json"}
         try:
-            # Set no read timeout: the request may have to wait in the queue, and the service limits that
-            # time.
+            # Set no read timeout: the request may have to wait in the queue, and the service limits the
+            # waiting time itself.
             with closing(self._connected(None)) as connection:
                 connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
                 response = connection.getresponse()
@@ -108,8 +108,8 @@ class ChatClient:
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
-        """Check the service's owner and connect to the service. Raises Failure, or UntrustedError if the
-        socket belongs to a user whom the caller does not trust."""
+        """Check the owner of the service, and connect to the service. Raises Failure, or UntrustedError if
+        the socket belongs to a user whom the caller does not trust."""
         connection = unix_connection(self._socket, timeout_s)
         try:
             connection.connect()
@@ -131,7 +131,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[str]:
     (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
     Bytes are decoded line by line, so a character may be split across chunks. Comments and fields other than
-    data are skipped. An event without its final blank line was cut off and is not yielded.
+    data are skipped. An event without a final blank line was cut off, so it is not yielded.
     """
     data: list[str] = []
     for line in _lines(chunks):
@@ -146,7 +146,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the complete lines, which end in LF or CRLF."""
+    """Yield the complete lines of the stream. A line ends in LF or CRLF."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -155,7 +155,8 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects up to `[DONE]`. Raises AnswerError for an error event."""
+    """Yield the JSON objects in the events until the event `[DONE]`. Raises AnswerError for an error
+    event."""
     for text in data:
         if text == "[DONE]":
             return
@@ -171,7 +172,7 @@ def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    """Return the message of an error in OpenAI's format, or the status if there is none."""
+    """Return the message of an error in OpenAI's format. If there is no message, return the HTTP status."""
     try:
         message = str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -10,7 +10,8 @@ import typer
 from appliance.cli.options import RunDir, number, whole_number
 
 MAX_REQUESTS = 2_000_000
-"""The value of `appliance.bench.rates.MAX_REQUESTS`, repeated here because importing that module is slow."""
+"""The value of `appliance.bench.rates.MAX_REQUESTS`. It is repeated here because importing that module is
+slow."""
 TOKENS = whole_number(1, 10_000_000)
 MILLISECONDS = number(0.001, 86_400_000)
 
@@ -213,8 +214,8 @@ def bench(
 
     Without a named workload, --prompt-tokens and --output-tokens describe the requests, and --concurrency or
     --rate describes the load. Answers are streamed and have a fixed length (ignore_eos). Prompts are random
-    token ids. Goodput counts only requests with a time to first token within --ttft-p99-ms and a mean time
-    between tokens within --itl-p99-ms.
+    token ids. Goodput counts only requests whose time to first token is within --ttft-p99-ms and whose mean
+    time between tokens is within --itl-p99-ms.
     """
     options = locals()
     from appliance.cli.bench import Options, bench

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from console.source import SnapshotSource
 
 _UNLIMITED = (120, 200)
-"""Columns and lines of a frame if standard output is not a terminal."""
+"""Number of columns and lines of a frame if standard output is not a terminal."""
 
 
 def open_console(
@@ -32,7 +32,7 @@ def open_console(
     port: int = 0,
     mouse: bool = True,
 ) -> int:
-    """Run the console until the operator quits. Returns the exit code."""
+    """Run the console until the operator quits. Return the exit code."""
     chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
     if web:
         if not mouse:
@@ -73,7 +73,7 @@ def _serve(
 def print_frame(
     run_dir: str | None, *, screen: str, demo: bool, replay: str | None, at: str | None, as_json: bool
 ) -> None:
-    """Print one frame. Raises Failure if the service does not answer."""
+    """Print one frame of the console. Raises Failure if the service does not answer."""
     from console.source import SourceError
     from console.top import top_json, top_lines
 

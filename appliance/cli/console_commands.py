@@ -103,8 +103,9 @@ def top(
 ) -> None:
     """Print one frame of the console and exit.
 
-    Values per second cover the preceding second. With --json, print one object with batches, kv, requests,
-    gpus, models, tenants and alerts."""
+    Values per second cover the preceding second. With --json, the output is one object with the fields
+    batches, kv, requests, gpus, models, tenants and alerts.
+    """
     from appliance.cli.console import print_frame
 
     print_frame(run_dir, screen=screen, demo=demo, replay=replay, at=at, as_json=json)
@@ -140,8 +141,9 @@ def history_export(
     actions and log lines.
 
     `appliance console --replay FILE` shows the file on any machine. The file contains no prompts and no
-    answers. The history comes from the running service. If none is running, or with --state-dir, it is read
-    from the files."""
+    answers. The history comes from the running service. If no service is running, or with --state-dir, the
+    history is read from the files.
+    """
     from appliance.cli.history import export_history
 
     export_history(run_dir, state_dir, file, since=since, until=until, as_json=json)

@@ -1,4 +1,4 @@
-"""Implements `appliance doctor`, which prints findings as text or as JSON."""
+"""Implements `appliance doctor`, which prints the findings of its checks as text or as JSON."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _INDENT = 12
 
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
-    """Examine the service and print the findings. A service on another machine, whose socket was forwarded,
-    examines itself. Returns exit code 1 if there is a problem. Warnings do not affect the exit code."""
+    """Examine the service and print the findings. If the socket was forwarded from another machine, the
+    service on that machine examines itself. Return the exit code: 1 if there is a problem, otherwise 0.
+    Warnings do not affect the exit code."""
     run, state, settings = _find(config, run_dir, state_dir)
     if config is None and state_dir is None and _is_remote(run):
         with admin_client(str(run)) as client:
@@ -45,18 +46,18 @@ def show_findings(config: str | None, run_dir: str | None, state_dir: str | None
 
 
 def _is_remote(run_dir: Path) -> bool:
-    """Return whether the service runs on another machine, which then examines itself."""
+    """Return whether the service runs on another machine. In this case, the service examines itself."""
     try:
         return is_forwarded(run_dir)
-    except UntrustedError:  # a finding reports the directory
+    except UntrustedError:  # a finding reports the problem with the directory
         return False
 
 
 def _find(
     config: str | None, run_dir: str | None, state_dir: str | None
 ) -> tuple[Path, Path, Settings | SettingsError]:
-    """Return the directories, and either the settings or their faults. The directories are found even if the
-    settings file is unusable."""
+    """Return the directories of the service, and either the settings or the faults in the settings. The
+    directories can be determined even if the settings file is unusable."""
     settings: Settings | SettingsError
     try:
         settings = load_settings(Flags(config=config, run_dir=run_dir, state_dir=state_dir))
@@ -64,17 +65,18 @@ def _find(
         settings = error
     try:
         run = find_run_dir(run_dir, config)
-    except Failure:  # `settings` reports the error, so use the flags and defaults
+    except Failure:  # the faults are returned instead of settings, so use the flags and defaults
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    # Either the settings are unusable or the run directory is not trusted. The findings already say which.
+    # Either the settings are unusable, or the run directory is not trusted. A finding reports which of these
+    # is the case.
     except (Failure, UntrustedError):
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 
 
 def examination_lines(examination: Examination, width: int | None) -> Iterable[str]:
-    """Yield the findings grouped by area, followed by the verdict."""
+    """Yield the findings as lines of text, grouped by area, followed by the verdict."""
     yield paint(f"{printable(examination.host)}, {local(examination.at)}", "dim")
     area = ""
     for finding in examination.findings:

@@ -7,21 +7,21 @@ from contextlib import contextmanager
 
 
 class Failure(Exception):
-    """Raised if a command fails. The message gives the cause, the value and the remedy."""
+    """Raised if a command fails. The message contains the cause, the value and the remedy."""
 
     code = 1
     """Exit code of the command."""
 
 
 class CommandLineError(Failure):
-    """Raised if the command line is invalid because a value cannot be used or an option is missing."""
+    """Raised if the command line is invalid: a value cannot be used, or an option is missing."""
 
     code = 2
 
 
 @contextmanager
 def as_failure(*kinds: type[Exception]) -> Iterator[None]:
-    """Convert exceptions whose messages are written for users into a Failure."""
+    """Convert exceptions with messages for users into a Failure."""
     try:
         yield
     except kinds as error:

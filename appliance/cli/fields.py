@@ -1,4 +1,4 @@
-"""Options, values and table columns for the fields declared in `store.policies`."""
+"""Creates options, values and table columns for the fields that are declared in `store.policies`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def field_option(field: Declared) -> inspect.Parameter:
 
 
 def given_fields(options: Mapping[str, Any], fields: Iterable[Declared]) -> dict[str, Any]:
-    """Return the values of the fields that were given as options. Raises CommandLineError for an invalid
+    """Return the values of the fields for which an option was given. Raises CommandLineError for an invalid
     value."""
     return {
         field.name: _value(field, text) for field in fields if (text := options.get(field.name)) is not None
@@ -63,7 +63,7 @@ def _value(field: Declared, text: str) -> Any:
     if field.kind == "time":
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
-    # The service checks texts and lists, and reports errors just as clearly.
+    # The service checks texts and lists, and its error messages are as clear.
     if value is None or (field.kind not in ("text", "list") and not field.allows(value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
@@ -72,7 +72,7 @@ def _value(field: Declared, text: str) -> Any:
 
 
 def _parsed(field: Declared, text: str) -> Any:
-    """Parse the text of a value. Returns None if it has the wrong format."""
+    """Parse the text of a value. Return None if the text has the wrong format."""
     from appliance.cli.options import is_decimal
 
     plain = text.replace("_", "")
@@ -91,7 +91,8 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Format a value for people. None is shown as the text that describes its meaning."""
+    """Return a value as text for people. None is replaced with a text that describes what it means for the
+    field."""
     from appliance.cli.times import local
     from appliance.quantities import span_text
 

@@ -30,7 +30,7 @@ class FitGpu(msgspec.Struct, kw_only=True):
     name: str
     memory_bytes: int
     used_bytes: int
-    """GPU memory currently used by all processes together."""
+    """GPU memory that all processes together currently use."""
 
 
 class FitSequences(msgspec.Struct, kw_only=True):
@@ -41,12 +41,12 @@ class FitSequences(msgspec.Struct, kw_only=True):
 
 
 class FitReport(msgspec.Struct, kw_only=True):
-    """The document that `models fit --json` prints. Byte counts are per rank."""
+    """The JSON document that `models fit --json` prints. Numbers of bytes are per rank."""
 
     folder: str
     fits: bool
     reason: str
-    """Reason why the model does not fit, or a warning if it fits."""
+    """Reason why the model does not fit, or a warning although the model fits."""
     remedy: str
     model_type: str
     parameters: int
@@ -138,7 +138,7 @@ def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
 
 
 def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
-    """Yield the report as lines of at most `width` columns; None means unlimited."""
+    """Yield the report as lines of at most `width` columns, or of any length if `width` is None."""
     held = precision(report.dtype, report.weights, report.kv_cache_dtype)
     millions = f"{report.parameters / 1e6:,.1f} M parameters"
     yield f"{printable(report.folder)}: {report.model_type}, {millions} in {held}"

@@ -60,7 +60,7 @@ def print_keys(keys: list[Key]) -> None:
 
 
 def print_new_key(made: NewKey) -> None:
-    """Print a new key. Only the key itself is written to standard output, where a script can read it."""
+    """Print a new key. Only the key itself is written to standard output, so that a script can read it."""
     until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(

@@ -49,7 +49,7 @@ def _new_lines(client: AdminClient, query: LogQuery, after: int) -> Iterator[Log
     def stream() -> Iterator[LogLine]:
         nonlocal after, started_at
         if (now := client.status().started_at) != started_at:
-            after, started_at = 0, now  # the service has restarted and numbers its lines from 1 again
+            after, started_at = 0, now  # the service has restarted, and its lines are numbered from 1 again
         for line in client.follow(calls.follow_log(msgspec.structs.replace(query, after=after))):
             after = line.number
             yield line

@@ -1,5 +1,5 @@
 """The commands for models. The implementation is in `appliance.cli.models`, which is loaded on demand. The
-descriptions come from `appliance.actions`."""
+descriptions of the commands come from `appliance.actions`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def models_pull(
     https://huggingface.co). The token for private and restricted repositories is $HF_TOKEN, or the token that
     'hf auth login' stored. The service itself needs no network access.
     """
-    # huggingface_hub reads this variable when it is imported.
+    # huggingface_hub reads this variable when it is imported, so set it before.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from appliance.cli.pull import pull
 

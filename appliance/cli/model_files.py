@@ -24,14 +24,14 @@ _PRUNED = (Column("NAME", flexible=True), Column("VERSION", right=True), Column(
 
 
 class Deleted(msgspec.Struct):
-    """A deleted folder that contained downloaded files."""
+    """A folder of downloaded files that was deleted."""
 
     folder: str
     freed_bytes: int
 
 
 def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json: bool) -> None:
-    """Remove a model or a version and, with `files`, its downloaded files."""
+    """Remove a model or a version from the registry and, if `files` is set, delete its downloaded files."""
     parameters = RemoveModel(model=target)
     action = action_of(parameters)
     with admin_client(run_dir) as client:
@@ -41,7 +41,7 @@ def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json:
         confirm(action, printable(action.target_name(parameters)), yes=yes)
         message = cast(Done, client.act(parameters)).message
         deleted = _delete_unused(client, folders)
-    if files:  # do not repeat the service's message, which says that the files are kept
+    if files:  # the service's message says that the files are kept, so do not print it
         message = f"{target} removed"
     if as_json:
         print_json({"message": message, "deleted": deleted} if files else {"message": message})
@@ -51,7 +51,7 @@ def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json:
 
 
 def prune(run_dir: str | None, *, dry_run: bool, files: bool, yes: bool, as_json: bool) -> None:
-    """Remove unused versions and, with `files`, their downloaded files."""
+    """Remove all unused versions from the registry and, if `files` is set, delete their downloaded files."""
     deleted: list[Deleted] = []
     if not dry_run:
         check_terminal(action_of(PruneModels()), "from the registry", yes=yes)
@@ -86,7 +86,8 @@ def _folders_of(client: AdminClient, target: str) -> list[str]:
 
 
 def _check_downloaded(folders: Sequence[str]) -> None:
-    """Raise Failure if the files of a folder were not downloaded. Called before anything is removed."""
+    """Raise Failure if the files of a folder were not downloaded by `models pull`. This is checked before
+    anything is removed."""
     from appliance.hub.cleanup import in_hub_cache
 
     for folder in folders:
@@ -98,7 +99,7 @@ def _check_downloaded(folders: Sequence[str]) -> None:
 
 
 def _delete_unused(client: AdminClient, folders: Sequence[str]) -> list[Deleted]:
-    """Delete the folders in `folders` that were downloaded and that no model uses."""
+    """Delete those of the `folders` that `models pull` has downloaded and that no model uses."""
     if not folders:
         return []
     from appliance.hub.cleanup import delete_snapshot, in_hub_cache

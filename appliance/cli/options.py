@@ -1,4 +1,4 @@
-"""Options that several commands share, and parsers for numbers in a range."""
+"""Options that several commands share, and parsers for numbers within a range."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 MAX_ROWS = 100_000
-"""Maximum number of rows in a list that a command prints."""
+"""Maximum number of rows that a command prints in a list."""
 _WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
 _DECIMAL = re.compile(r"[+-]?[0-9]{0,30}\.?[0-9]{0,30}([eE][+-]?[0-9]{1,3})?")
 

@@ -1,7 +1,6 @@
 """Output for terminals and scripts: tables that fit the width, human-readable quantities, colour, and JSON.
-All text that other users can influence (names, errors, answers) passes through `printable`, which keeps
-escape sequences from reaching the terminal.
-"""
+All text that other users can influence (names, errors, answers) passes through `printable`, so that no escape
+sequences reach the terminal."""
 
 from __future__ import annotations
 
@@ -24,23 +23,25 @@ class Column(NamedTuple):
 
     title: str
     right: bool = False
-    """Whether the column is right-aligned, like columns of numbers."""
+    """Whether the texts of the column are aligned to the right, as is usual for numbers."""
     drop: int = 0
-    """Priority for dropping the column if the terminal is too narrow. The column with the highest value is
-    dropped first; a column with 0 is never dropped."""
+    """Priority with which the column is dropped if the terminal is too narrow. The column with the highest
+    value is dropped first; a column with the value 0 is never dropped."""
     flexible: bool = False
-    """Whether the column's texts may be shortened once no more columns can be dropped."""
+    """Whether the texts in the column may be shortened if no more columns can be dropped."""
     colours: Mapping[str, str] | None = None
-    """Colours of cells, keyed by the cell's text."""
+    """Colours of the cells, keyed by the text of the cell."""
 
 
 class Layout:
-    """Table columns with fixed widths, which keep lines that are printed later aligned with earlier lines."""
+    """The columns of a table with fixed widths. The widths keep lines that are printed later aligned with
+    earlier lines."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0
     ) -> None:
-        """Compute the widths from `rows`. `width` is the width of the terminal; None means unlimited."""
+        """Compute the widths of the columns from `rows`. `width` is the width of the terminal, or None if it
+        is unlimited."""
         self._indent = " " * indent
         self._columns = columns
         self._widths = [
@@ -102,14 +103,14 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether `stream` is a terminal. It is None if the stream was closed before this process
+    """Return whether `stream` is a terminal. `stream` is None if it was closed before this process
     started."""
     return stream is not None and stream.isatty()
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Return the width of the terminal to which `stream` (default: standard output) writes; None if it is not
-    a terminal, in which case lines are not shortened."""
+    """Return the width of the terminal to which `stream` (by default standard output) writes. Return None if
+    it is not a terminal; lines are then not shortened."""
     return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
 
 
@@ -124,8 +125,8 @@ def cells(text: str) -> int:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return `text` shortened to `width` columns. Paths are cut off at the beginning, and other texts at the
-    end."""
+    """Return `text` shortened to `width` columns. The beginning of a path is cut off; any other text is cut
+    off at its end."""
     if cells(text) <= width:
         return text
     from_end = text.startswith("/")
@@ -135,7 +136,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line, without control characters and bidirectional overrides."""
+    """Return `text` as one line, without control characters and bidirectional overrides."""
     return _CONTROLS.sub(" ", text)
 
 
@@ -157,7 +158,7 @@ def print_json(value: Any, *, line: bool = False) -> None:
 
 
 def of_seconds(seconds: float) -> str:
-    """Format a duration with at most two units."""
+    """Return a duration as text, with at most two units."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = int(seconds)
@@ -170,7 +171,7 @@ def of_seconds(seconds: float) -> str:
 
 
 def of_ms(value: float | None) -> str:
-    """Format milliseconds with three significant digits; empty for None."""
+    """Return milliseconds as text with three significant digits, or an empty string for None."""
     if value is None:
         return ""
     if value >= 100_000:
@@ -179,5 +180,5 @@ def of_ms(value: float | None) -> str:
 
 
 def of_count(count: int) -> str:
-    """Format a number with thousands separators."""
+    """Return a number as text with thousands separators."""
     return f"{count:,}"

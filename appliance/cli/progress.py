@@ -1,4 +1,5 @@
-"""Shows the progress of a byte transfer, as a bar on a terminal and otherwise as a line every few seconds."""
+"""Shows the progress of a transfer of bytes: on a terminal as a bar, otherwise as a line every few
+seconds."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from appliance.quantities import of_bytes, percent
 
 _LINE_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
-"""Time over which the rate is averaged, in seconds."""
+"""Period over which the transfer rate is averaged, in seconds."""
 _BAR_CELLS = 20
 
 
 class ByteProgress:
-    """The progress of a transfer, on standard error."""
+    """Shows the progress of a transfer on standard error."""
 
     def __init__(self, title: str) -> None:
         self._title = title

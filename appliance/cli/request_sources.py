@@ -1,4 +1,5 @@
-"""The two sources of `appliance requests`: the running service, and the files of a state directory."""
+"""Reads the request log for `appliance requests` from one of two sources: the running service, or the files
+in a state directory."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from store.requests import LoggedRequest, RequestReader
 
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""Time in seconds for which `--follow` tolerates an unreadable file. The service locks the file briefly when
-it starts or stops."""
+"""Time in seconds for which `--follow` tolerates a file that cannot be read. The service locks the file
+briefly when it starts and when it stops."""
 
 
 class Found(NamedTuple):
-    """The rows that match a query, oldest first, and the log's position at the time when they were read."""
+    """The rows that match a query, oldest first, and the position in the log at the time when they were
+    read."""
 
     rows: list[NamedRequest]
     sequence: int
@@ -34,25 +36,25 @@ class RequestSource(Protocol):
     """A source from which the request log can be read."""
 
     name: str
-    """Name of the source in messages."""
+    """Name of the source, for messages."""
 
     def newest(self, query: RequestLogQuery, limit: int) -> Found:
-        """Return the newest `limit` requests that match."""
+        """Return the newest `limit` requests that match the query."""
 
     def follow(self, query: RequestLogQuery, after: int) -> Iterator[NamedRequest]:
-        """Yield each matching request when it ends. If the query selects open requests, yield each when it is
-        admitted instead. Never returns."""
+        """Yield each matching request when the request ends. If the query selects open requests, yield each
+        request when it is admitted. Never returns."""
 
 
 class ServiceLog:
-    """Reads the log through the admin API."""
+    """Reads the request log through the admin API."""
 
     def __init__(self, client: AdminClient) -> None:
         self.name = str(client.socket)
         self._client = client
 
     def newest(self, query: RequestLogQuery, limit: int) -> Found:
-        """Return the newest `limit` requests that match."""
+        """Return the newest `limit` requests that match the query."""
         rows: list[NamedRequest] = []
         before, sequence = None, None
         while len(rows) < limit:
@@ -66,7 +68,7 @@ class ServiceLog:
         return Found(rows[::-1], sequence or 0)
 
     def follow(self, query: RequestLogQuery, after: int) -> Iterator[NamedRequest]:
-        """Yield matching requests as they change."""
+        """Yield matching requests when they end or are admitted."""
 
         def stream() -> Iterator[NamedRequest]:
             nonlocal after
@@ -79,14 +81,14 @@ class ServiceLog:
 
 
 class FileLog:
-    """Reads the log from `history.db` in a state directory."""
+    """Reads the request log from `history.db` in a state directory."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._reader = RequestReader(path)
 
     def newest(self, query: RequestLogQuery, limit: int) -> Found:
-        """Return the newest `limit` requests that match."""
+        """Return the newest `limit` requests that match the query."""
         try:
             sequence = self._reader.last_sequence()
             return Found([named(row) for row in self._reader.query(query.filter, limit)], sequence)
@@ -94,7 +96,7 @@ class FileLog:
             raise Failure(str(error)) from error
 
     def follow(self, query: RequestLogQuery, after: int) -> Iterator[NamedRequest]:
-        """Yield matching requests as they change."""
+        """Yield matching requests when they end or are admitted."""
         wanted = msgspec.structs.replace(query.filter, state=query.state or "ended")
         failing_since: float | None = None
         while True:
@@ -116,6 +118,6 @@ class FileLog:
 
 
 def named(row: LoggedRequest) -> NamedRequest:
-    """Convert a row of the file. The key's name stays empty, because the file does not contain the names of
-    keys."""
+    """Convert a row of the file to a request. The key's name stays empty, because the file does not contain
+    the names of keys."""
     return NamedRequest(**msgspec.structs.asdict(row))

@@ -1,5 +1,5 @@
 """Implements `appliance requests`, which shows the request log. The requests come from the running service.
-If none is running, or with `--state-dir`, they are read from `history.db`."""
+If no service is running, or with `--state-dir`, they are read from `history.db`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# Minimum column widths, which keep lines printed later aligned with the first lines.
+# Minimum widths of the columns. They keep lines that are printed later aligned with the first lines.
 _MIN_CELLS = (
     "00-00 00:00:00",
     "req-" + "0" * 24,
@@ -72,8 +72,8 @@ def show_requests(
     follow: bool,
     as_json: bool,
 ) -> None:
-    """Print the matching rows, oldest first. With `follow`, keep running and print requests when they
-    finish."""
+    """Print the matching requests, oldest first. If `follow` is set, keep running and print requests when
+    they end."""
     with as_failure(ServiceNotRunningError, AdminError):
         source = _source(run_dir, state_dir)
         rows, sequence = source.newest(query, limit)
@@ -112,7 +112,7 @@ def request_query(
     failed: bool,
     since: str | None,
 ) -> RequestLogQuery:
-    """Return the query described by these options. Raises CommandLineError."""
+    """Return the query that these options describe. Raises CommandLineError."""
     wanted = RequestLogQuery(
         request_id=request_id,
         tenant=tenant,
@@ -188,8 +188,8 @@ def _show_fields(row: NamedRequest) -> None:
 
 
 def unseen(changes: Iterator[NamedRequest], shown: dict[str, NamedRequest]) -> Iterator[NamedRequest]:
-    """Yield the changes that have not been shown yet. A request that ended while the list was being read is
-    in both the list and the changes."""
+    """Yield the requests that have not been shown yet. If a request ended while the list was read, it is both
+    in the list and in the stream."""
     for row in changes:
         before = shown.pop(row.request_id, None)
         if before is None or before.state != row.state:

@@ -1,4 +1,4 @@
-"""Prints the results of actions for people."""
+"""Prints the results of actions as text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def print_result(result: Any) -> None:
 
 
 def print_added(added: AddedVersion) -> None:
-    """Print a version that was added, and the command that loads it."""
+    """Print the version that was added, and the command that loads it."""
     for warning in added.warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     name = printable(added.name)

@@ -47,8 +47,8 @@ _CLEAR = "\x1b[H\x1b[2J"
 def show_running(
     run_dir: str | None, *, tenant: str | None, model: str | None, watch: bool, as_json: bool
 ) -> None:
-    """Print the unfinished requests, oldest first. With `watch`, keep running and print the list every
-    second; on a terminal, overwrite the previous list."""
+    """Print the unfinished requests, oldest first. If `watch` is set, keep running and print the list every
+    second. On a terminal, each list overwrites the previous one."""
 
     def chosen(every: Iterable[UnfinishedRequest]) -> list[UnfinishedRequest]:
         return [one for one in every if tenant in (None, one.tenant) and model in (None, one.model)]

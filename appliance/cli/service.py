@@ -1,4 +1,5 @@
-"""Finds the service that a command addresses, finds its state directory, and connects to the service."""
+"""Finds the service to which a command applies and the service's state directory, and connects to the
+service."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def find_run_dir(flag: str | None, config: str | None = None) -> Path:
     - the caller's directory in /tmp, if the caller owns it.
 
     If no service is running in any of them, return /run/appliance if systemd knows the unit, otherwise the
-    default of `appliance serve`. No other setting is read, so an operator can reach the running service even
+    default of `appliance serve`. Only this setting is read, so an operator can reach the running service even
     if another setting is invalid, such as the folder of a model.
     """
     from appliance.rundir import SYSTEM_RUN_DIR, unit_is_installed
@@ -43,9 +44,11 @@ def find_run_dir(flag: str | None, config: str | None = None) -> Path:
 
 
 def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
-    """Return the state directory. It comes from the first of these sources that names one: the flag, the
-    service that uses or last used `run_dir`, the settings file, the default. Raises UntrustedError if the run
-    directory's owner is not trusted, because a file in the run directory names the state directory.
+    """Return the state directory. The first of these sources that names one determines it: the flag, the
+    service that uses or last used `run_dir`, the settings file, the default.
+
+    The service records its state directory in a file in the run directory. Raises UntrustedError if the owner
+    of the run directory is not trusted.
     """
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, last_holder, unit_is_installed
@@ -78,7 +81,8 @@ def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
 
 @contextmanager
 def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
-    """Open the admin client for the service in `run_dir`, and convert its errors into Failures."""
+    """Open a client of the admin API of the service in `run_dir`. Errors of the client are converted into
+    Failures."""
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
 
     with AdminClient(find_run_dir(run_dir), key=admin_key()) as client:
@@ -89,25 +93,28 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
 
 
 def is_forwarded(run_dir: Path) -> bool:
-    """Return whether the directory contains a service's socket, but no trace of a service on this machine.
-    The socket was then probably forwarded from another machine, where the service's files are. Raises
-    UntrustedError."""
+    """Return whether the directory contains the socket of a service, but no trace of a service on this
+    machine. The socket was then probably forwarded from another machine, on which the service's files are.
+    Raises UntrustedError."""
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, last_holder, unit_is_installed
 
     trusted_directory(run_dir, "--run-dir")
     if run_dir == SYSTEM_RUN_DIR and unit_is_installed():
-        return False  # systemd creates the sockets before the service's first start
+        return False  # systemd creates the sockets before the first start of the service
     return os.path.lexists(run_dir / _SOCKET) and last_holder(run_dir) is None
 
 
 def service_or_files(run_dir: Path) -> AdminClient | None:
-    """Return a client of the service in `run_dir`. Returns None if the caller must read the service's files
-    instead, because no service is running, or because the caller is not permitted to use its admin API and
-    has set no key. The caller may still have permission to read the files.
+    """Return a client of the service in `run_dir`, or None if the caller must read the service's files
+    instead.
 
-    Raises Failure if the directory contains only a socket, which was probably forwarded from another machine:
-    the files of a service on this machine must not be shown instead."""
+    The files must be read if no service is running, or if the caller may not use the admin API and has set no
+    key. The caller may still have permission to read the files.
+
+    If the directory contains only a socket, the socket was probably forwarded from another machine. In this
+    case, raise Failure, because the files of a service on this machine must not be shown instead.
+    """
     from appliance import calls
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
 
@@ -138,7 +145,8 @@ def admin_key() -> str | None:
 
 
 def _has_service(path: Path) -> bool:
-    """Return whether the directory contains a service's socket and the caller trusts its owner."""
+    """Return whether the directory contains the socket of a service, and the caller trusts the directory's
+    owner."""
     from appliance.ownership import UntrustedError, trusted_directory
 
     try:

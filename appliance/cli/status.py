@@ -56,7 +56,7 @@ def show_status(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def status_lines(status: Status, width: int | None) -> Iterable[str]:
-    """Yield the status as lines of at most `width` columns; None means unlimited."""
+    """Yield the status as lines of at most `width` columns, or of any length if `width` is None."""
     yield from _head(status, width)
     if status.current_problems:
         yield from ("", paint("CURRENT PROBLEMS", "red"), *_current(status.current_problems, width))
@@ -139,7 +139,8 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 
 def _per_token(front: FrontStatus) -> str:
-    # If few tokens were streamed, the value would mostly reflect the startup of the process.
+    # With few streamed tokens, most of the CPU time was spent on starting the process, so the value would be
+    # misleading.
     if front.cpu_us_per_token is None or front.tokens < _MIN_TOKENS:
         return ""
     return f"{front.cpu_us_per_token:.1f}"
@@ -171,7 +172,7 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
 
 
 def _scaling(scaling: ScalingStatus | None, width: int | None) -> list[str]:
-    """Describe the number of replicas of a model that is scaled with the load."""
+    """Return a description of the number of replicas of a model that is scaled with the load."""
     if scaling is None:
         return []
     text = f"{scaling.replicas} of {scaling.min_replicas} to {scaling.max_replicas} replicas"
@@ -223,7 +224,8 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _experts(replica: ReplicaStatus) -> str:
-    """Describe how evenly tokens are distributed over a replica's experts. Empty if nothing was counted."""
+    """Return a description of how evenly tokens are distributed over the experts of a replica, or an empty
+    string if nothing was counted."""
     layers = [use for use in replica.expert_layers if use.choices]
     if not layers:
         return ""
@@ -238,13 +240,13 @@ def _experts(replica: ReplicaStatus) -> str:
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
-    """Format two values: one for decode-only steps, and one for steps that compute prompts. "-" means that
-    there were no steps of that kind."""
+    """Return two values as text: the first for decode-only steps, the second for steps that compute prompts.
+    "-" means that there were no steps of this kind."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 
 def replica_devices(replica: ReplicaStatus) -> str:
-    """Return the devices that a replica runs on, or the reason why it is not running."""
+    """Return the devices on which a replica runs, or the reason why it is not running."""
     if replica.state != "ready":
         return printable(replica.detail)
     devices = list(dict.fromkeys(replica.devices))

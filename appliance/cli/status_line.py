@@ -27,7 +27,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Replace the line."""
         if self.is_visible:
-            # A wrapped line could not be overwritten.
+            # A line that wraps could not be overwritten.
             width = min(_MAX_WIDTH, terminal_width(self._stream) or _MAX_WIDTH) - 1
             print(f"\r{text[:width]}\x1b[K", end="", file=self._stream, flush=True)
             self._is_drawn = True
@@ -40,22 +40,25 @@ class StatusLine:
 
 
 def bar(share: float) -> str:
-    """Return a progress bar for a share from 0 to 1."""
+    """Return a progress bar for a fraction from 0 to 1."""
     filled = round(_BAR_CELLS * min(max(share, 0.0), 1.0))
     return f"[{'#' * filled}{'.' * (_BAR_CELLS - filled)}]"
 
 
 def load_line(replica: str, detail: str, load: LoadStatus | None) -> str:
-    """Describe the progress of a loading replica in one line, with a bar if the amount of work is known."""
+    """Return the progress of a loading replica as one line, with a bar if the amount of work is known."""
     drawn = f"{bar(load.done / load.total)} " if load is not None and load.total else ""
     return printable(f"{replica} {drawn}{detail}")
 
 
 @contextmanager
 def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | None = None) -> Iterator[None]:
-    """Show the progress of loading replicas until the end of the context, on standard error or on `stream`,
-    if it is a terminal. `replicas` returns their current status. The function is called in a thread; if it
-    raises an error, the display ends."""
+    """While the context is active, show the progress of loading replicas on standard error or on `stream`, if
+    this is a terminal.
+
+    `replicas` returns the current status of the replicas. The function is called in a thread. If it raises an
+    error, the display ends.
+    """
     line, ended = StatusLine(stream), threading.Event()
 
     def draw() -> None:
@@ -69,7 +72,7 @@ def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | No
     def draw_until_error() -> None:
         try:
             draw()
-        except Exception:  # the command itself reports an unresponsive service
+        except Exception:  # if the service does not respond, the command itself reports this
             line.clear()
 
     if not line.is_visible:

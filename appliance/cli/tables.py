@@ -1,4 +1,4 @@
-"""Table columns for declared fields."""
+"""Creates table columns for declared fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from store.fields import Declared
 
 
 def field_columns(fields: Sequence[Declared], first_drop: int) -> Iterator[Column]:
-    """Yield one column per field. On narrow terminals, the last fields are dropped first."""
+    """Yield a column for each field. On a narrow terminal, the columns of the last fields are dropped
+    first."""
     for number, field in enumerate(fields):
         yield Column(
             field.label.upper(),
@@ -22,7 +23,7 @@ def field_columns(fields: Sequence[Declared], first_drop: int) -> Iterator[Colum
 
 
 def field_cells(fields: Sequence[Declared], record: Any) -> Iterator[str]:
-    """Yield the cells of a record's table row."""
+    """Yield the cells of a table row for one record."""
     for field in fields:
         value = getattr(record, field.name)
         yield "" if value is None else printable(shown(field, value))

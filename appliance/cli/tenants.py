@@ -57,7 +57,7 @@ def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
-    """Print a tenant. Raises Failure if no tenant has this name."""
+    """Print a tenant. Raises Failure if there is no tenant with this name."""
     with admin_client(run_dir) as client:
         found = [tenant for tenant in client.tenants() if tenant.name == name]
         keys = [] if as_json else client.keys()

@@ -1,4 +1,5 @@
-"""Parses and formats times for people: durations (90s, 30m, 7d), times of day, and dates in local time."""
+"""Parses and formats times and durations for people: durations (90s, 30m, 7d), times of day, and dates in
+local time."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from appliance.cli.failure import CommandLineError
 from appliance.quantities import clock_time, span_seconds, span_text
 
 MAX_SPAN_S = 36525 * 86400.0
-"""One hundred years. Times that are no further than this from now can be stored and displayed."""
+"""One hundred years. A time that differs from the current time by at most this much can be stored and
+displayed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
-    """Parse a date or a duration, and return unix seconds. A duration counts back from `now`, or forward if
-    `ahead` is set. Without `ahead`, a time of day such as 14:03 means its latest occurrence before `now`.
-    Raises CommandLineError with a message that names `option`.
-    """
+    """Parse a date or a duration, and return unix seconds. A duration is subtracted from `now`, or added to
+    `now` if `ahead` is set. If `ahead` is not set, a time of day such as 14:03 means the latest such time
+    before `now`. Raises CommandLineError with a message that names `option`."""
     now = time.time() if now is None else now
     if span_seconds(text) is not None:
         seconds = span_s(text, option)
@@ -57,12 +58,12 @@ def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
 
 
 def local(seconds: float | None) -> str:
-    """Format unix seconds as a local date and time; empty for None."""
+    """Return unix seconds as a local date and time, or an empty string for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def local_short(seconds: float) -> str:
-    """Format unix seconds as a local date and time without the year."""
+    """Return unix seconds as a local date and time without the year."""
     return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
 
 

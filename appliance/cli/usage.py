@@ -77,7 +77,7 @@ def _day(text: str | None, option: str) -> str | None:
     if text is None:
         return None
     at = moment(text, option, ahead=False)
-    # Interpret a date without a time as a day in UTC, because usage is counted per UTC day.
+    # A date without a time means a day in UTC, because usage is counted per day in UTC.
     return text.strip() if len(text.strip()) == 10 else datetime.fromtimestamp(at, UTC).date().isoformat()
 
 

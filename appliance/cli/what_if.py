@@ -1,4 +1,4 @@
-"""Prints the forecast of the effect of new limits (`--what-if`)."""
+"""Prints the predicted effect of new limits (`--what-if`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def print_forecast(run_dir: str | None, asked: msgspec.Struct, *, as_json: bool) -> None:
-    """Print the predicted outcomes of each tenant's requests next to the actual outcomes."""
+    """Print, for each tenant, the predicted outcomes of its requests next to the recorded outcomes."""
     with admin_client(run_dir) as client:
         forecast = client.call(calls.what_if(asked))
     if as_json:
