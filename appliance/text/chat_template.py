@@ -1,6 +1,6 @@
 """Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox.
 
-The sandbox limits neither time nor memory, so a front process renders templates in a separate child process
+The sandbox limits neither time nor memory. A front therefore renders templates in a separate child process
 (`appliance.text.template_process`).
 """
 
@@ -32,7 +32,8 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class ChatTemplate:
-    """A model's compiled chat templates: `default`, and additional templates by name (such as `tool_use`)."""
+    """The compiled chat templates of a model: `default`, and additional templates by name (such as
+    `tool_use`)."""
 
     def __init__(
         self,
@@ -70,11 +71,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text. The template writes BOS, so encode the text without special tokens.
+        """Return the text of the prompt. The template writes the beginning-of-text token itself, so the text
+        must be encoded without adding special tokens.
 
         `messages` and `variables` (additional template variables) are plain JSON values. The template treats
-        them as data, never as template text. Raises `NoChatTemplateError`, and `ChatTemplateError` if the
-        template rejects the messages, fails on them, or exceeds the limits.
+        them as data, never as template text.
+
+        Raises `NoChatTemplateError`, and `ChatTemplateError` if the template rejects the messages, fails
+        while rendering them, or exceeds the limits.
         """
         template = self._default()
         everything = {
@@ -100,7 +104,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
         except Exception as error:
-            # If the template fails, refuse only this request; the front process must keep working.
+            # If rendering fails, refuse only this request, because the process must keep working.
             raise ChatTemplateError(
                 _for_client(
                     f"the chat template cannot render these messages: {type(error).__name__}: {error}"
@@ -123,13 +127,13 @@ class ChatTemplate:
 
 
 def _for_client(message: str) -> str:
-    """Shorten an error message, because it may quote a text of any length, and replace characters that cannot
-    be encoded."""
+    """Shorten an error message, because it may quote a text of any length. Replace characters that cannot be
+    encoded."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
-    """Return the environment that transformers provides to chat templates, with limits added."""
+    """Return the Jinja2 environment that transformers provides for chat templates, with additional limits."""
     environment = _BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -142,8 +146,8 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Limits operators that can produce large results from small operands. `render` limits the size of the
-    output."""
+    """A sandbox that limits the operators that can produce large results from small operands. `render` limits
+    the size of the output."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_characters = MAX_RENDERED_CHARACTERS
@@ -164,8 +168,8 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """The `namespace(…)` function of templates, without access to attributes that have a special meaning in
-    Python."""
+    """The `namespace(…)` function of templates. It permits no access to attributes that have a special
+    meaning in Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -186,7 +190,8 @@ def _refuse_internal(name: object) -> None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Renders the body of `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
+    """A Jinja2 tag that renders the body of `{% generation %}…{% endgeneration %}`. The tag marks the
+    assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -206,8 +211,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode a value as JSON without escaping HTML. Jinja2's `tojson` filter escapes HTML, but models were
-    not trained on escaped text."""
+    """Encode a value as JSON without HTML escapes. Jinja2's `tojson` filter would add HTML escapes, but
+    models were not trained on escaped text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

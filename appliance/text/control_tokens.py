@@ -1,4 +1,5 @@
-"""Keeps control tokens out of client text: in a conversation, only the template can produce control tokens.
+"""Prevents texts of clients from becoming control tokens: in a conversation, only the chat template can
+produce control tokens.
 
 In a chat template, `<|end|>` ends a message. If the same characters occur in a message, they are user text
 and must not end the message. In the rendered string, the two cases cannot be distinguished. Conversations are
@@ -15,10 +16,10 @@ therefore encoded in three steps:
 A conversation that does not contain the text of a special token skips these steps and is encoded as in
 transformers.
 
-Two cases are not covered. First, a template may split a message or join it to other text, and the resulting
-text may form a special token. Second, no copy can be made if a vocabulary's merges combine ordinary tokens
-into a special token. Special tokens in messages then act as control tokens, as in transformers, and a warning
-is logged once.
+Two cases are not covered. First, a template may split a message or join it to other text, and the result may
+contain the text of a special token. Second, no copy of the tokenizer can be made if the merges of its
+vocabulary combine ordinary tokens into a special token. In the second case, special tokens in messages act as
+control tokens, as in transformers, and a warning is logged once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _STEP_CHARACTERS = 16 * _WINDOW_CHARACTERS
 _NONCE_DIGITS = 20
 _INDEX_DIGITS = 5
 _NAME_EDGE = "\U00100000"
-"""A private-use character, which normalizers do not change and at which pre-tokenizers split the text."""
+"""A private-use character. Normalizers do not change it, and pre-tokenizers split the text at it."""
 
 
 class ControlTokens:
@@ -70,7 +71,7 @@ class ControlTokens:
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
         """Return whether a special token's text occurs in `text`. Yields between steps."""
-        # Search for the first two characters of each special token: this is fast, and nearly all texts
+        # Search for the first two characters of each special token. This search is fast, and nearly all texts
         # contain none of these pairs.
         if not any(beginning in text for beginning in self._beginnings):
             return False
@@ -82,8 +83,8 @@ class ControlTokens:
         return False
 
     def replace_in(self, text: str, names: Mapping[str, str]) -> Generator[None, None, str]:
-        """Replace each special token's text in `text` with its entry in `names`. Works in steps and yields
-        between them."""
+        """Replace the text of each special token in `text` with its entry in `names`. Yields between the
+        steps of the work."""
         pieces: list[str] = []
         begin = window = 0
         while window < len(text):
@@ -100,10 +101,10 @@ class ControlTokens:
         return "".join(pieces)
 
     def _search(self, text: str, begin: int) -> re.Match[str] | None:
-        """Return the match of the first special token that starts within the window at `begin`."""
+        """Return the first match of a special token that starts within the window at `begin`."""
         # Search one window at a time, because the regular expression engine holds the GIL. A search takes up
-        # to 2.5 µs per character, measured with 256 special tokens and a text in which every second character
-        # could begin one of them.
+        # to 2.5 µs per character. This was measured with 256 special tokens and a text in which every second
+        # character could begin one of them.
         end = begin + _WINDOW_CHARACTERS
         found = self._pattern.search(text, begin, end + self._longest)
         return found if found is not None and found.start() < end else None
@@ -116,8 +117,8 @@ class ControlTokens:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Encode a rendered text and return its token ids. Special tokens hidden by the shield are encoded as
-        plain text."""
+        """Encode a rendered text in steps, and return its token ids. Special tokens that the shield has
+        hidden are encoded as plain text."""
         encoder = self._encoder
         if self._copy is not None:
             text = yield from self.replace_in(text, self._copy.names)
@@ -130,7 +131,7 @@ class ControlTokens:
 
 
 class Shield:
-    """Hides the special tokens in one request's texts from the template and the tokenizer."""
+    """Hides the special tokens in the texts of one request from the template and the tokenizer."""
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
@@ -141,7 +142,7 @@ class Shield:
 
     @property
     def used(self) -> bool:
-        """Whether anything has been hidden."""
+        """Whether any special token has been hidden."""
         return bool(self._placeholders)
 
     def hide(self, value: Any) -> Generator[None, None, Any]:
@@ -188,7 +189,8 @@ class _RenamedCopy:
     """A copy of a tokenizer in which the special tokens have secret names."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
-        """Raises any error of the tokenizers library. Raises ValueError if a token's id would change."""
+        """Raises ValueError if a token would get another id in the copy. Also raises any error of the
+        tokenizers library."""
         secret = secrets.token_hex(16)
         self.names = {text: f"{_NAME_EDGE}{secret}{n}{_NAME_EDGE}" for n, text in enumerate(texts)}
         state = json.loads(backend.to_str())
@@ -197,7 +199,7 @@ class _RenamedCopy:
         model = state["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {self._renamed(text): token_id for text, token_id in model["vocab"].items()}
-        else:  # Unigram: (text, score) pairs in id order.
+        else:  # For a Unigram model, the vocabulary is a list of (text, score) pairs in the order of ids.
             model["vocab"] = [(self._renamed(text), score) for text, score in model["vocab"]]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = self._renamed(model["unk_token"])

@@ -22,7 +22,7 @@ tokenizer)."""
 _WINDOW_CHARACTERS = 16_384
 _SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
 _CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
-"""Matches pairs of characters between which a text can be cut."""
+"""Matches two neighbouring characters between which a text can be cut."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -41,11 +41,11 @@ _SAFE_ALTERNATIVES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     ]
 )
-r"""The alternatives in the pre-tokenizer regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken. C
-represents a contraction.
+r"""The alternatives in the regular expressions with which GPT-2, Llama 3, Qwen 2, o200k and Tekken split text
+before tokenization. C represents a contraction.
 
-With all of them, a match begins at every cut, and the matches on one side of a cut do not depend on the text
-on the other side. The reasons are:
+With each of these expressions, a match begins at every cut, and the matches on one side of a cut do not
+depend on the text on the other side. The reasons are:
 
 - No match contains a non-space character followed by a space, or a letter or digit followed by one of the
   other characters in `_CUT`.
@@ -55,12 +55,13 @@ on the other side. The reasons are:
 """
 
 _MAX_NFC_SHRINKING = 4
-"""Upper bound on the factor by which NFC can shrink UTF-8. The largest factor is 3.5 (U+1FBE U+0308 U+0301
-becomes U+0390), found by searching Unicode 14."""
+"""Upper bound of the factor by which NFC normalization can shorten text in UTF-8. The largest factor is 3.5
+(U+1FBE U+0308 U+0301 becomes U+0390), found by a search in Unicode 14."""
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether encoding the pieces from `split_text` gives the same ids as encoding the whole text."""
+    """Return whether the pieces that `split_text` yields can be encoded separately, with the same token ids
+    as the whole text."""
     for token in backend.get_added_tokens_decoder().values():
         text = token.content
         if token.single_word or _CUT.search(text) or (token.rstrip and re.search(r"\w\Z", text)):
@@ -70,13 +71,13 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
     steps = component_steps(backend.pre_tokenizer, "pretokenizers")
     if not steps or not _splits_at_cuts(steps[0]):
         return False
-    # The pre-tokenizer's first step splits the text; its later steps process each part separately.
+    # The first step of the pre-tokenizer splits the text. Later steps process each part separately.
     return all(step["type"] in ("Split", "Digits", "Punctuation") or _is_plain(step) for step in steps[1:])
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Yield `text` in pieces of about `PIECE_CHARACTERS`. A piece is longer if the text cannot be cut at that
-    size."""
+    """Yield `text` in pieces of about `PIECE_CHARACTERS` characters. A piece is longer if the text cannot be
+    cut at that position."""
     begin = 0
     while (end := _find_cut(text, begin + PIECE_CHARACTERS)) < len(text):
         yield text[begin:end]
@@ -108,7 +109,7 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
             and len({data for data in table.raw if len(data) == 1}) == 256
         )
     if not complete:
-        # The tokenizer may drop characters, or map any number of characters to one unknown token.
+        # The tokenizer may drop characters, or represent any number of characters by a single unknown token.
         return None
     shrinking = 1
     for step in component_steps(backend.normalizer, "normalizers"):
@@ -121,8 +122,8 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
 
 
 def _find_cut(text: str, begin: int) -> int:
-    """Return the position of the first cut after `begin`, or the end of the text. The search covers one
-    window at a time, because the regular expression engine holds the GIL."""
+    """Return the position of the first cut after `begin`, or the end of the text if there is none. The search
+    covers one window at a time, because the regular expression engine holds the GIL."""
     while begin < len(text):
         found = _CUT.search(text, begin - 1, begin + _WINDOW_CHARACTERS)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Encodes texts in short steps that release the GIL, and stops at a maximum number of tokens."""
+"""Encodes texts in short steps that release the GIL, and stops when a maximum number of tokens is reached."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import tokenizers
 from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, last_cut, split_text
 
 Steps = Generator[None, None, list[list[int]]]
-"""An encoding job: a generator that yields between steps and returns each text's token ids. Any thread may
-advance it."""
+"""An encoding job: a generator that yields between its steps, and finally returns the token ids of each text.
+Any thread may run its next step."""
 
 
 class LoneSurrogateError(ValueError):
-    """Raised for a text that has a lone surrogate, which UTF-8 cannot encode, at index `position`."""
+    """Raised for a text with a lone surrogate at index `position`. UTF-8 cannot encode lone surrogates."""
 
     def __init__(self, text: str, position: int) -> None:
         super().__init__(
@@ -34,28 +34,26 @@ class TooManyTokensError(ValueError):
         self.tokens = tokens
         """Number of tokens in the text, or None if encoding stopped early."""
         self.encoded_tokens = encoded_tokens
-        """Number of tokens in all texts that were encoded before the error."""
+        """Total number of tokens in the texts that were encoded before the error."""
 
 
 MAX_UNCUT_BYTES = 512 << 10
-"""Maximum size, in bytes of UTF-8, of a piece that cannot be cut. Such a piece is encoded in one step, which
-takes at most 0.25 s, measured with the demo model's tokenizer and random letters. This is the size of a
-context of 131,072 tokens at 4 bytes per token."""
+"""Maximum size, in bytes of UTF-8, of a piece of text that cannot be cut. Such a piece is encoded in one
+step. With this size, the step takes at most 0.25 s, measured with random letters and the demo model's
+tokenizer. A context of 131,072 tokens has this size at 4 bytes per token."""
 MAX_CACHED_WORDS = 500
-"""Number of words for which the tokenizers library caches the tokens, in each encoding thread. The longest
-words that it caches are 256 characters long and take 9 KB each.
+"""Number of words whose tokens the tokenizers library caches in each encoding thread.
 
-The library's default of 10,000 words takes up to 89 MB per thread, and this memory is not freed when the
-tokenizer is deleted. With this limit, encoding ordinary text takes about 10% longer (tokenizers 0.23, demo
-model).
+The longest cached words have 256 characters and take 9 KB each. The library's default of 10,000 words takes
+up to 89 MB per thread, and this memory is not freed when the tokenizer is deleted. With this limit, encoding
+ordinary text takes about 10% longer (tokenizers 0.23, demo model).
 """
 _SHOWN_CHARACTERS = 20
 _MAX_CHARACTER_BYTES = 4
 
 
 class UncuttableTextError(ValueError):
-    """Raised for a text that contains a piece that cannot be cut and is too long to be encoded in one
-    step."""
+    """Raised for a text with a piece that cannot be cut, and that is too long to be encoded in one step."""
 
     def __init__(self, index: int, piece: str, position: int, can_cut: bool, encoded_tokens: int) -> None:
         if can_cut:
@@ -74,11 +72,11 @@ class UncuttableTextError(ValueError):
         self.index = index
         """Index of the text."""
         self.encoded_tokens = encoded_tokens
-        """Number of tokens in all texts that were encoded before the error."""
+        """Total number of tokens in the texts that were encoded before the error."""
 
 
 class Encoder:
-    """Encodes with one `tokenizers` backend. Safe to use from any thread."""
+    """Encodes texts with one `tokenizers` backend. Safe to use from any thread."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -94,9 +92,9 @@ class Encoder:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Encode `texts`. Raises `LoneSurrogateError` and `UncuttableTextError`. Raises `TooManyTokensError`
-        as soon as a text has more than `max_tokens` tokens. A text whose size in bytes alone implies too
-        many tokens is not encoded at all."""
+        """Encode `texts` in steps. Raises `LoneSurrogateError` and `UncuttableTextError`. Raises
+        `TooManyTokensError` as soon as a text has more than `max_tokens` tokens. If the size of a text in
+        bytes shows that it has too many tokens, the text is not encoded at all."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:
@@ -136,19 +134,20 @@ class Encoder:
         return ids + suffix
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        # Unlike `encode_batch_fast`, `encode` holds the GIL.
+        # Use `encode_batch_fast`, because `encode` holds the GIL.
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
 
 def _bound_cache(backend: tokenizers.Tokenizer) -> None:
-    """Limit the size of the word cache. Only BPE and Unigram models have such a cache."""
+    """Limit the size of the tokenizer's word cache. Only BPE and Unigram models have a word cache."""
     if isinstance(backend.model, tokenizers.models.BPE | tokenizers.models.Unigram):
         backend.model._resize_cache(MAX_CACHED_WORDS)
 
 
 def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, None]:
-    """Yield groups of texts to be encoded in one step each, with the index of each group's first text."""
+    """Yield groups of texts, each of which is encoded in one step. For each group, also yield the index of
+    its first text."""
     first = characters = 0
     for index, text in enumerate(texts):
         if index > first and characters + len(text) > PIECE_CHARACTERS:
@@ -161,7 +160,7 @@ def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, 
 
 def _affixes(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
     """Return the special tokens that encoding adds before and after a text, or None if encoding also adds
-    tokens elsewhere."""
+    tokens at other positions."""
     affixes = None
     for text in ("a", "1 b"):
         plain = backend.encode(text, add_special_tokens=False).ids

@@ -20,23 +20,25 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Number of bytes added to a text's size, to account for the rest of the request's memory."""
+"""Number of bytes that are added to the size of each text, to account for the rest of the request's
+memory."""
 
 MAX_SHARE = 1 / 3
-"""Maximum long-term share of a thread's time that one tenant can use."""
+"""Maximum share of a thread's time that one tenant can use on average."""
 BURST_S = 2.0
-"""Thread time in seconds that a tenant may use without a pause after it has been idle. This is enough for a
-text of 2 MiB."""
+"""Time in seconds for which a tenant that has been idle may use a thread without a pause. The time is
+sufficient for a text of 2 MiB."""
 NICENESS = 10
-"""Nice value of the encoding threads, which gives the event loop a higher priority."""
+"""Nice value of the encoding threads. It gives the thread of the event loop a higher priority."""
 
 
 class TooMuchWorkError(Exception):
-    """Raised if a tenant has too much work in progress. The message gives the remedy."""
+    """Raised if a tenant has too much work in progress. The message contains the remedy."""
 
 
 class TenantQueue(Generic[Item]):
-    """Serves tenants in rotation, and each tenant's items in order of arrival. Not thread-safe."""
+    """A queue in which tenants take turns. The items of each tenant are served in order of arrival. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[Item]] = OrderedDict()
@@ -46,8 +48,8 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Put the item back at the head of its tenant's queue, and move the tenant behind all other
-        tenants."""
+        """Put the item back at the head of its tenant's queue, and let all other tenants have their turn
+        before this tenant."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 
@@ -57,7 +59,7 @@ class TenantQueue(Generic[Item]):
         return self._waiting.keys()
 
     def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:
-        """Return the next item of the first tenant that `may_take` accepts, or None if there is no such
+        """Return the next item of the first tenant that `may_take` accepts, or None if it accepts no
         tenant."""
         tenant = next(filter(may_take, self._waiting), None)
         if tenant is None:
@@ -70,10 +72,11 @@ class TenantQueue(Generic[Item]):
 
 
 class TextMemory:
-    """Limits the number of bytes of text in progress. Each tenant gets an equal share of the limit.
+    """Limits the number of bytes of text that are in progress.
 
-    Texts of other tenants never cause a refusal: a tenant can always use its share. The total can therefore
-    exceed the limit if other tenants began when the shares were larger.
+    Each tenant gets an equal share of the limit. A tenant can always use its share: texts of other tenants
+    never cause a refusal. The total can exceed the limit, because shares become smaller when the number of
+    tenants grows.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -82,7 +85,7 @@ class TextMemory:
 
     @contextmanager
     def reserved(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes for the tenant while the context is active. Raises `TooMuchWorkError`."""
+        """While the context is active, count `size` bytes for the tenant. Raises `TooMuchWorkError`."""
         size += _MIN_BYTES
         used = self._used.get(tenant, 0)
         share = self._max_bytes // len(self._used.keys() | {tenant})
@@ -106,22 +109,23 @@ class _Job:
     steps: Generator[None, None, Any]
     result: asyncio.Future[Any]
     taken_s: float = 0.0
-    """CPU time of the last step."""
+    """CPU time in seconds that the last step of the job took."""
 
 
 def _lower_priority() -> None:
-    """Set this thread's priority below the event loop's priority."""
+    """Give this thread a lower priority than the thread of the event loop."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class _Lane:
-    """One thread, which advances each tenant's work in turn by one step. A tenant that has used its share of
-    the thread's time must pause, which leaves the CPU to requests of other tenants."""
+    """One thread, which runs one step of each tenant's work in turn. A tenant that has used its share of the
+    thread's time must pause, so that requests of other tenants can use the CPU."""
 
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether all tenants' work is paused, and the next step is scheduled for the end of a pause."""
+        """Whether all tenants with work are pausing, and the next step is scheduled for the end of a
+        pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -177,11 +181,10 @@ class _Lane:
 
 
 class WorkPool:
-    """Runs work on texts in two threads, one for short work and one for long work. Must be used on one event
-    loop.
+    """Processes texts in two threads, one for short and one for long work. Must be used on one event loop.
 
     Each piece of work is a generator that yields after each step and returns its result. The steps of
-    different tenants alternate. Short work therefore waits for at most one short step of each tenant,
+    different tenants alternate. Short work therefore waits for at most one short step of each other tenant,
     regardless of the amount of long work.
     """
 

@@ -5,7 +5,7 @@ sequence (`@` or `://`) or at a long word with a known prefix, and reads a limit
 it. For the same reason, operators can add word prefixes (`[log] secret_prefixes`) but not regular
 expressions.
 
-Only secrets with a recognizable form are found. A password in plain prose is not found.
+Only secrets with a recognizable form are found, so a password in ordinary prose is not.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _KEY_PREFIXES = (
     *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "ASIA", "AIza", "ya29.", "SG."),
 )
 _PIECE_CHARS = 4 << 10
-# If the text is JSON, the n of an escaped newline (\n) does not belong to the word that follows.
+# If the text is JSON, the "n" of an escaped line break (\n) is not part of the word that follows it.
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
-"""Punctuation that may directly follow a secret without being part of it, such as a full stop or an emphasis
-mark."""
+"""Punctuation that may directly follow a secret without belonging to it, such as a full stop or a sign for
+emphasis."""
 _BEARER = re.compile(r"(?:\b|(?<=\\[nrt]))(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
     r"""(pass(?:word|wd|phrase)|(?<![A-Za-z])pwd|secret(?:[_-]?key)?|token|(?:api|access|account|private)[_-]?key)"""
     r"""((?:\\{0,3}["'])?[ \t]{0,3}[=:][ \t]{0,3})"""
-    # A quoted password extends to the closing quotation mark and may contain spaces. The quotation marks may
-    # be escaped.
+    # A quoted password ends at the closing quotation mark, and may contain spaces. The quotation marks may be
+    # escaped.
     r"""(?:(\\{0,3}["'])(?:(?!\3)(?:\\.|[^\n\\])){6,1024}|(?!bearer\b|basic\b)[^\s"',;\\]{6,})""",
     re.IGNORECASE,
 )
@@ -57,13 +57,13 @@ class Redacted(NamedTuple):
 
 
 class Redactor:
-    """Replaces secrets of the given kinds."""
+    """Replaces secrets of certain kinds in texts."""
 
     def __init__(self, kinds: Collection[SecretKind], prefixes: tuple[str, ...]) -> None:
         """Words that begin with one of `prefixes` are also treated as secrets."""
         steps: dict[SecretKind, Callable[[str], tuple[str, int]]] = {
-            # Redact bearer tokens before passwords: in "token: Bearer abc", the password pattern would match
-            # only "Bearer".
+            # Redact bearer tokens before passwords. Otherwise, in "token: Bearer abc" the pattern for
+            # passwords would match only "Bearer".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
             "passwords": _without_passwords,
             "keys": _without_keys,
@@ -78,8 +78,8 @@ class Redactor:
             )
 
     def pieces(self, text: str) -> Iterator[Redacted]:
-        """Replace each secret in the text with its kind in brackets. Yields the result in pieces of a few
-        thousand characters; the caller can pause between them."""
+        """Replace each secret in the text with the name of its kind in brackets. Yield the result in pieces
+        of a few thousand characters, so that the caller can pause between them."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)
@@ -92,8 +92,8 @@ class Redactor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in parts that end at a line break, because no secrets except private keys span several
-    lines. Other threads can run between the parts."""
+    """Yield the text in parts that end at a line break, so that other threads can run in between. No secrets
+    except private keys span several lines."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)
@@ -118,8 +118,8 @@ def _without_words(text: str, words: re.Pattern[str], prefixes: tuple[str, ...],
         bare = word[2 * word.startswith("\\") :]
         if not bare.startswith(prefixes):
             bare = bare.rpartition("..")[2].lstrip(_MARKS)
-        # A JSON Web Token has three parts (five if encrypted) separated by dots. The first part is a JSON
-        # object, which starts with {".
+        # A JSON Web Token has three parts (five if it is encrypted) separated by dots. The first part is an
+        # encoded JSON object, which starts with {".
         is_jwt = bare.startswith("eyJ") and bare.rstrip(_MARKS).count(".") in (2, 4)
         if not is_jwt and not bare.startswith(prefixes):
             return word
@@ -140,7 +140,7 @@ def _without_emails(text: str) -> tuple[str, int]:
     count = taken = 0
     at = text.find("@")
     while at >= 0:
-        # Search backwards from the @, to read each character only once.
+        # Search backwards from the @, so that each character is read only once.
         before = _BEFORE_AT.match(text[max(taken, at - 64) : at][::-1])
         after = _AFTER_AT.match(text, at + 1)
         if before is not None and after is not None:

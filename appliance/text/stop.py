@@ -1,5 +1,5 @@
-"""Finds stop strings in text that arrives in pieces. Text is held back only while it may be part of a
-match."""
+"""Finds stop strings in text that arrives in pieces. Text is held back only while it may be the beginning of
+a stop string."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
-"""Maximum total number of characters in a request's stop strings. The automaton needs about 0.5 kB and 1 µs
-per character."""
+"""Maximum total number of characters in the stop strings of a request. The automaton takes about 0.5 kB of
+memory and 1 µs of time per character."""
 
 
 class StopStringsError(ValueError):
@@ -18,12 +18,11 @@ class StopStringsError(ValueError):
 
 
 class StopSet:
-    """A request's stop strings as an Aho-Corasick automaton (CACM 18/6, 1975), shared by the request's
-    samples.
+    """The stop strings of a request as an Aho-Corasick automaton (CACM 18/6, 1975), which the request's
+    samples share.
 
-    A state represents the longest suffix of the text read so far that is a prefix of a stop string. State 0
-    represents the empty suffix. The time per character does not depend on the number or length of the
-    strings.
+    A state represents the longest end of the text read so far that is the beginning of a stop string. State 0
+    represents the empty text. The time per character does not depend on the number or length of the strings.
     """
 
     __slots__ = ("begins", "children", "depth", "fallback", "match", "strings")
@@ -39,11 +38,11 @@ class StopSet:
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
-        """Length of the suffix that each state represents."""
+        """For each state, the length of the text that it represents."""
         self.match = [-1]
         """Index of the longest stop string that ends in each state, or -1."""
         self.fallback = [0]
-        """For each state, the state that represents the next shorter suffix."""
+        """For each state, the state that represents the next shorter end of the text."""
         for index, string in enumerate(self.strings):
             if not string:
                 raise StopStringsError(f"string {index} is empty; each string needs at least one character")
@@ -77,7 +76,7 @@ class StopSet:
                 queue.append(child)
 
     def step(self, state: int, character: str) -> int:
-        """Return the state after `character`."""
+        """Return the state that follows this state when `character` is read."""
         while True:
             child = self.children[state].get(character)
             if child is not None:
@@ -88,9 +87,12 @@ class StopSet:
 
 
 class StopMatcher:
-    """Searches one stream for its stop strings. The match that is completed first ends the text. If several
-    matches end at the same character, the longest one counts. The result therefore does not depend on how the
-    text is split into pieces."""
+    """Searches one stream of text for stop strings.
+
+    The stop string that is completed first ends the text. If several stop strings are completed by the same
+    character, the longest one counts. The result therefore does not depend on how the text is divided into
+    pieces.
+    """
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
 
@@ -103,8 +105,8 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text to emit, and the stop string that was found (or None). After a match, nothing more
-        is emitted. If `may_stop` is false, stop strings that end within `text` are ignored."""
+        """Return the text to emit, and the stop string that was found, or None. After a stop string, no more
+        text is emitted. If `may_stop` is false, stop strings that end within `text` are ignored."""
         if self.stopped is not None:
             return "", self.stopped
         stops = self._set
@@ -132,6 +134,6 @@ class StopMatcher:
         return whole[:emitted], None
 
     def finish(self) -> str:
-        """Return the text that was held back for a match that remained incomplete."""
+        """Return the text that was held back as the beginning of a stop string that was not completed."""
         held, self._held = self._held, ""
         return held

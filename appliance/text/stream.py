@@ -1,5 +1,5 @@
-"""Converts a sequence's token ids to the text for its client. The detokenizer comes first, then the search
-for stop strings."""
+"""Converts the token ids of a sequence to text for the client: first the detokenizer, then the search for
+stop strings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from appliance.text.stop import StopMatcher
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """The result of one `push`.
+    """The result of one call of `push`.
 
-    - `text` may be empty while an incomplete character or a possible stop string is held back.
-    - `stopped` is the stop string that ended the stream.
+    - `text` is empty while an incomplete character or the beginning of a stop string is held back.
+    - `stopped` is the stop string that ended the stream, or None.
     - `tokens_delivered` is the number of pushed tokens that belong to the answer: all of them, or those up to
       and including the token that completed the stop string. Later tokens are not billed.
     """
@@ -26,11 +26,12 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextStream:
-    """A stream created by `Tokenizer.stream`.
+    """A stream of text, created by `Tokenizer.stream`.
 
-    `tokens_delivered` and `characters_decoded` are totals since the stream's start. `characters_decoded` also
-    counts text that is cut off at a stop string, or held back because it may become one. If tokens are pushed
-    one at a time, its value before a push is the `text_offset` of the pushed token.
+    `tokens_delivered` and `characters_decoded` are totals since the start of the stream. `characters_decoded`
+    also counts text that was cut off at a stop string, and text that is held back because it may become a
+    stop string. If tokens are pushed one at a time, the value of `characters_decoded` before a push is the
+    `text_offset` of the pushed token.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "characters_decoded", "tokens_delivered")
@@ -50,7 +51,7 @@ class TextStream:
         return self._matcher.stopped if self._matcher is not None else None
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Convert the sequence's next tokens. Tokens after a stop string are not delivered."""
+        """Convert the next tokens of the sequence. Tokens after a stop string are not delivered."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.push(token_ids)
@@ -75,8 +76,8 @@ class TextStream:
         return TextDelta(emitted, stopped, delivered)
 
     def finish(self) -> TextDelta:
-        """Return the text that was held back; empty after a stop string. Call this once, after the sequence
-        has ended."""
+        """Return the text that was held back, or an empty string after a stop string. Call this once, after
+        the sequence has ended."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.finish()

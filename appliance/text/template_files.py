@@ -11,12 +11,13 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def read_template_sources(folder: Path, replacement: str | None = None) -> dict[str, str]:
-    """Return the template texts by name: `default`, and additional templates such as `tool_use`. Empty if
-    there are no templates. Raises `TokenizerFilesError`.
+    """Return the texts of the chat templates by name: `default`, and additional templates such as `tool_use`.
+    The result is empty if there are no templates. Raises `TokenizerFilesError`.
 
-    The file `replacement` replaces all templates of the folder. Otherwise, templates are read from
-    `chat_template.jinja` and `additional_chat_templates/`. If there is no such file, they are read from
-    `chat_template` in `tokenizer_config.json` (a text, or a list of named texts)."""
+    If the file `replacement` is given, it replaces all templates of the folder. Otherwise, templates are read
+    from `chat_template.jinja` and `additional_chat_templates/`. If these do not exist, templates are read
+    from `chat_template` in `tokenizer_config.json` (a text, or a list of named texts).
+    """
     if replacement is not None:
         try:
             return {"default": read_regular_file(Path(replacement), MAX_TEMPLATE_BYTES).decode()}

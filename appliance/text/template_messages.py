@@ -1,8 +1,8 @@
 """Messages between a front process and the process that renders a model's chat templates.
 
-They are in a separate module because the front process must not load Jinja2 and the rendering process must
-not load asyncio. A frame consists of a 4-byte little-endian length and one struct as msgpack, as in
-`engine.wire`.
+They are in a separate module because the front process must not load Jinja2, and the rendering process must
+not load asyncio. A frame consists of a length (4 bytes, little-endian) and one struct in msgpack format, as
+in `engine.wire`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_RENDERED_CHARACTERS = 8 << 20
 
 
 class ChatTemplateError(ValueError):
-    """Raised if messages cannot be rendered with a template. The error message is sent to the client."""
+    """Raised if messages cannot be rendered with a chat template. The error message is sent to the client."""
 
 
 class NoChatTemplateError(ChatTemplateError):
@@ -28,8 +28,8 @@ class TemplateBoundError(ChatTemplateError):
 
 
 class Compile(msgspec.Struct, tag="compile", frozen=True):
-    """The first message to the rendering process: compile these templates. The reply is an empty `Rendered`,
-    or `Failed`."""
+    """The first message to the rendering process, which then compiles these templates. The reply is an empty
+    `Rendered`, or `Failed`."""
 
     sources: dict[str, str]
     """Template texts by name."""
@@ -38,7 +38,7 @@ class Compile(msgspec.Struct, tag="compile", frozen=True):
 
 
 class Render(msgspec.Struct, tag="render", frozen=True):
-    """Render a conversation. The reply is `Rendered` or `Failed`."""
+    """A request to render a conversation. The reply is `Rendered` or `Failed`."""
 
     messages: list[dict[str, str]]
     add_generation_prompt: bool
@@ -47,16 +47,17 @@ class Render(msgspec.Struct, tag="render", frozen=True):
 
 
 class Rendered(msgspec.Struct, tag="rendered", frozen=True):
-    """The prompt's text."""
+    """The text of the rendered prompt."""
 
     text: str
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """An error. `message` is for the client, or for the operator if this is the reply to `Compile`."""
+    """An error. `message` is a text for the client or, in the reply to `Compile`, for the operator."""
 
     kind: Literal["messages", "none", "bound"]
-    """Selects the exception to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""
+    """Determines which exception is raised: `ChatTemplateError`, `NoChatTemplateError` or
+    `TemplateBoundError`."""
     message: str
 
 

@@ -38,16 +38,16 @@ MAX_RENDER_S = 5.0
 """Time limit for rendering one conversation. The longest possible conversation (4,096 messages, 2 MiB) takes
 about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""Time limit for compiling, measured from the start of the process. This includes 0.1 s for starting
-Python."""
+"""Time limit for compiling the templates, measured from the start of the process. Starting Python takes 0.1 s
+of this time."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
-"""Memory limit for templates, in addition to the process's own 30 MB."""
+"""Memory limit for the templates. The process itself takes another 30 MB."""
 MAX_WAIT_S = 30.0
-"""Maximum time that a conversation waits for its turn before it is refused."""
+"""A conversation that has waited this long for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""Time from the parent's time limit until the child's alarm goes off. The alarm kills a child that is still
-running after its parent has exited."""
+"""Time between the parent's time limit and the alarm in the child process. The alarm kills a child that still
+runs after its parent has exited."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -63,11 +63,11 @@ class _Job:
 
 
 class TemplateProcess:
-    """One model's chat templates: `default`, and additional templates by name. Must be used on one event
+    """The chat templates of one model: `default`, and additional templates by name. Must be used on one event
     loop.
 
-    The process renders one conversation at a time and serves the tenants in turn. It is started by `compile`
-    or by the first conversation, and started again after it has been killed.
+    A child process renders one conversation at a time, and the tenants take turns. `compile` or the first
+    conversation starts the process. If the process has been killed, the next conversation starts it again.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TemplateProcess:
         max_render_s: float = MAX_RENDER_S,
         max_compile_s: float = MAX_COMPILE_S,
     ) -> None:
-        """Prepare the templates. The process is started later.
+        """Store the templates. The process is started later.
 
         - `sources`: template texts by name. Empty for a model without templates.
         - `special_tokens`: texts by name, as templates use them (`bos_token`).
@@ -87,7 +87,7 @@ class TemplateProcess:
         self.bounds_exceeded = 0
         """Number of conversations that were not rendered because a limit was exceeded."""
         self.problem = ""
-        """The limit that was most recently exceeded."""
+        """The limit that was exceeded most recently."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()
@@ -98,8 +98,8 @@ class TemplateProcess:
     def load(
         cls, folder: Path | str, special_tokens: Mapping[str, str], replacement: str | None = None
     ) -> TemplateProcess:
-        """Read the templates from a model folder or, if given, from the file `replacement`. A folder may have
-        no templates. Raises `TokenizerFilesError`."""
+        """Read the templates from a model folder or, if it is given, from the file `replacement`. A folder
+        may have no templates. Raises `TokenizerFilesError`."""
         return cls(read_template_sources(Path(folder), replacement), special_tokens)
 
     @property
@@ -108,7 +108,8 @@ class TemplateProcess:
         return bool(self._compile.sources)
 
     async def compile(self) -> None:
-        """Start the process. Raises `TokenizerFilesError` if a template does not compile."""
+        """Start the process, which compiles the templates. Raises `TokenizerFilesError` if a template does
+        not compile."""
         if self.exists and self._child is None:
             try:
                 await self._start()
@@ -135,13 +136,15 @@ class TemplateProcess:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text. The template writes BOS, so encode the text without special tokens. The
-        template treats `messages` and `variables` (additional template variables) as data, never as template
-        text.
+        """Return the text of the prompt. The template writes the beginning-of-text token itself, so the text
+        must be encoded without adding special tokens.
 
-        Raises `ChatTemplateError` with the template's own message if the template rejects the messages or
-        fails on them. Also raises `NoChatTemplateError`, `TemplateBoundError`, and, after `MAX_WAIT_S`,
-        `TooMuchWorkError`.
+        The template treats `messages` and `variables` (additional template variables) as data, never as
+        template text.
+
+        If the template rejects the messages or fails while rendering them, `ChatTemplateError` with the
+        template's own message is raised. Also raises `NoChatTemplateError`, `TemplateBoundError`, and, after
+        `MAX_WAIT_S`, `TooMuchWorkError`.
         """
         if not self.exists:
             raise NoChatTemplateError(
@@ -163,7 +166,7 @@ class TemplateProcess:
             ) from None
 
     def close(self) -> None:
-        """Kill the process and refuse the waiting conversations."""
+        """Kill the process, and refuse the conversations that are waiting."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
@@ -211,7 +214,7 @@ class TemplateProcess:
 
 
 class _Child:
-    """The running process and its channel."""
+    """The running child process, and the channel to it."""
 
     def __init__(self, background: Background, alarm_s: float) -> None:
         ours, theirs = socketpair()
@@ -232,7 +235,7 @@ class _Child:
             )
         self._background = background
         self._compiles = False
-        """Whether the process was last asked to compile, not to render."""
+        """Whether the latest message asked the process to compile templates, not to render."""
         self._reply: asyncio.Future[FromWorker] | None = None
         self._channel: Channel[FromWorker] = Channel(ours, FromWorker, 5 * MAX_RENDERED_CHARACTERS)
         self._channel.listen(self._take, self._disconnected)
@@ -243,8 +246,8 @@ class _Child:
         return self._channel.closed
 
     async def ask(self, message: ToWorker, limit_s: float) -> str:
-        """Send a message and return the text of the reply. If there is no reply within `limit_s`, the process
-        is killed. Raises `ChatTemplateError`."""
+        """Send a message, and return the text in the reply. If there is no reply within `limit_s` seconds,
+        the process is killed. Raises `ChatTemplateError`."""
         self._compiles = isinstance(message, Compile)
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)

@@ -1,10 +1,10 @@
 """`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front
 process.
 
-A template is a program that comes with a checkpoint, so this process runs it under limits that the kernel
-enforces: RLIMIT_AS limits the memory, and an alarm that no Python code handles limits the time. (The front
-process usually kills this process before the alarm goes off.) The process cannot write files or start
-processes, and it exits when its channel is closed.
+A template is a program that comes with a checkpoint, so it is run with limits that the kernel enforces.
+RLIMIT_AS limits the memory, and an alarm that no Python code handles limits the time. (Usually, the front
+process kills this process before the alarm goes off.) The process cannot write files or start processes, and
+it exits when its channel is closed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Maximum number of open files. It is above the number in use because, for a template, Python may have to
-import a module, such as an encoding."""
+"""Maximum number of open files. The limit exceeds the number of files in use, because Python may have to
+import a module for a template, such as an encoding."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 
@@ -52,7 +52,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     for end in (signal.SIGINT, signal.SIGTERM):
-        # Ignore SIGINT and SIGTERM: only the front process stops this process, by closing the channel.
+        # Ignore SIGINT and SIGTERM. The front process stops this process by closing the channel.
         signal.signal(end, signal.SIG_IGN)
     channel = socket.socket(fileno=arguments.channel)
     channel.setblocking(True)
@@ -75,7 +75,7 @@ def main() -> int:
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
         except Exception as error:
-            # A hostile template can cause any exception, including MemoryError.
+            # A hostile template can raise any exception, including MemoryError.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -100,7 +100,7 @@ def _limit_resources(memory: int) -> None:
 
 
 def _receive(frames: IO[bytes]) -> bytes | None:
-    """Return the payload of the next frame, or None at the end of the channel."""
+    """Return the payload of the next frame, or None if the channel was closed."""
     try:
         header = frames.read(_HEADER)
         size = int.from_bytes(header, "little")

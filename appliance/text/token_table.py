@@ -1,4 +1,5 @@
-"""The table that maps token ids to bytes. With it, detokenizing takes one list lookup per token."""
+"""The table that maps token ids to bytes. With this table, converting a token to text takes one list
+lookup."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenTable:
     """The text of each token, for decoders that do not depend on neighbouring tokens.
 
-    - `raw[id]` contains the token's bytes (empty if the vocabulary has a gap there).
-    - `shown` and `shown_with_special` contain the text that a detokenizer emits: a `str` if the bytes are
-      complete characters, otherwise the `bytes`. Special tokens are "" in `shown`.
-    - `leading_strip` is the number of spaces dropped at the beginning of a text.
+    - `raw[id]` contains the bytes of the token, or no bytes if the vocabulary has no token with this id.
+    - `shown` and `shown_with_special` contain the text that a detokenizer emits for each token: a `str` if
+      the bytes are complete characters, otherwise the `bytes`. In `shown`, special tokens are "".
+    - `leading_strip` is the number of spaces that are dropped at the beginning of a text.
     - `bad_byte_each` is true if each invalid byte becomes one U+FFFD (as in ByteFallback), and false if each
       maximal ill-formed subsequence becomes one.
 
@@ -34,8 +35,8 @@ class TokenTable:
 
 
 def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Return the token texts in the order of their ids, as written in the vocabulary. Gaps in the vocabulary
-    become None."""
+    """Return the texts of the tokens in the order of their ids, as written in the vocabulary. For ids without
+    a token, the list contains None."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     tokens: list[str | None] = [None] * (max([-1, *vocabulary.values(), *added]) + 1)
@@ -51,7 +52,7 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
 
     In byte-level decoders (GPT-2, Llama 3, Qwen), each character represents a byte. In ByteFallback decoders
     (Llama 2, Mistral, Gemma), "▁" represents a space, <0xNN> represents a byte, and everything else is text.
-    `tokens` comes from `id_to_token`.
+    `tokens` is the result of `id_to_token`.
     """
     steps = component_steps(backend.decoder, "decoders")
     kinds = [step["type"] for step in steps]
@@ -81,16 +82,16 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
 
 
 def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer, pre-tokenizer or decoder, as written in `tokenizer.json`. `name` is
-    the field that contains the steps if the component is a sequence."""
+    """Return the steps of a normalizer, pre-tokenizer or decoder, as written in `tokenizer.json`. If the
+    component is a sequence, its steps are in the field `name`."""
 
     def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
         return (
             [each for inner in step[name] for each in flat(inner)] if step["type"] == "Sequence" else [step]
         )
 
-    # Read the component's pickled state, which is its JSON. Serializing the whole tokenizer would include the
-    # vocabulary.
+    # Read the pickled state of the component, which is its JSON. Serializing the whole tokenizer would
+    # include the vocabulary.
     return [] if component is None else flat(json.loads(component.__getstate__()))
 
 
@@ -105,7 +106,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(token: str, byte_of: dict[str, int]) -> bytes:
     try:
         return bytes([byte_of[character] for character in token])
-    except KeyError:  # An added token that contains characters outside the alphabet represents itself.
+    except KeyError:  # An added token with characters outside the alphabet represents itself.
         return token.encode()
 
 

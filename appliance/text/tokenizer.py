@@ -1,4 +1,4 @@
-"""A model's tokenizer, which encodes text in short steps and decodes token ids by table lookup."""
+"""The tokenizer of a model, which encodes text in short steps and decodes token ids by table lookup."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ class TokenIdError(ValueError):
 
 
 class Tokenizer:
-    """One model's tokenizer, read from its folder by `Tokenizer.load`. Safe to use from any thread.
+    """The tokenizer of one model, read from its folder by `Tokenizer.load`. Safe to use from any thread.
 
-    - `vocabulary_size` is the highest id plus one. The model's embedding may be larger because of padding.
+    - `vocabulary_size` is the highest token id plus one. The model's embedding may be larger because of
+      padding.
     - `special_tokens` maps names such as `bos_token` to texts, in the form that chat templates expect.
     - `eos_ids` are the ids that end a sequence.
-    - `adds_bos` is true if `add_special_tokens` prepends `bos_id`.
+    - `adds_bos` is true if encoding with `add_special_tokens` adds `bos_id` at the beginning.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-        """Take ownership of `backend`. Callers should use `Tokenizer.load` instead."""
+        """Create a tokenizer from `backend`, which must not be used elsewhere. Callers should use
+        `Tokenizer.load` instead."""
         self._backend = backend
         self._encoder = Encoder(backend)
         self._tokens = id_to_token(backend)
@@ -60,13 +62,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
-        """Read `tokenizer.json` and the files beside it. This takes about 1 s for 128 k tokens. Raises
-        `TokenizerFilesError`, which states the file and the remedy.
+        """Read `tokenizer.json` and the files next to it. This takes about 1 s for a vocabulary of 128 k
+        tokens. Raises `TokenizerFilesError`, whose message contains the file and the remedy.
 
         `tokenizer.json` is used unchanged, including its post-processor. As in transformers, the tokens
-        declared in `tokenizer_config.json` are added, and its special-token flags are applied. A special
-        token without an id in these files is left out: the model was not trained on it, and a new id would be
-        outside the embedding.
+        declared in `tokenizer_config.json` are added, and tokens that this file declares as special are
+        treated as special. A special token without an id in these files is left out: the model was not
+        trained on it, and a new id would be outside the embedding.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -89,12 +91,12 @@ class Tokenizer:
     def encode_steps(
         self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Steps:
-        """Encode the texts in steps, yielding after each step (`appliance.text.fair_queue`), and return each
-        text's token ids.
+        """Encode the texts in steps, yielding after each step (`appliance.text.fair_queue`), and return the
+        token ids of each text.
 
-        With `add_special_tokens`, the model's post-processor adds its tokens, such as BOS. Pass False for
-        rendered chats, because the template has already written BOS. Raises `LoneSurrogateError`, and
-        `TooManyTokensError` as soon as a text has more than `max_tokens`.
+        With `add_special_tokens`, the model's post-processor adds its tokens, such as the beginning-of-text
+        token. Pass False for rendered chats, because the template has already written this token. Raises
+        `LoneSurrogateError`, and `TooManyTokensError` as soon as a text has more than `max_tokens` tokens.
         """
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
@@ -103,15 +105,16 @@ class Tokenizer:
         return run_steps(self.encode_steps([text], add_special_tokens))[0]
 
     def shield(self) -> Shield:
-        """Return a new shield for one conversation. Later, `encode_rendered_steps` encodes the hidden texts,
-        treating special tokens in them as plain text."""
+        """Return a new shield for one conversation. After rendering, `encode_rendered_steps` encodes the
+        texts that the shield has hidden, and treats special tokens in them as plain text."""
         return Shield(self._control)
 
     def encode_rendered_steps(
         self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
     ) -> Steps:
-        """Encode a conversation that was rendered with its special tokens hidden by a shield. Only special
-        tokens written by the template become control tokens (`appliance.text.control_tokens`)."""
+        """Encode a rendered conversation in which a shield has hidden the special tokens of the messages.
+        Only special tokens that the template has written become control tokens
+        (`appliance.text.control_tokens`)."""
         if not shield.used:
             return self.encode_steps([text], add_special_tokens, max_tokens)
         return self._control.encode_steps(
@@ -122,9 +125,9 @@ class Tokenizer:
         """Return the text of `token_ids`. A stream of these tokens emits the same text. Ids outside the
         vocabulary produce no text. Raises `TokenIdError` for negative ids.
 
-        The result equals transformers' decode, with one exception: in a run of ByteFallback tokens that is
-        not valid UTF-8, only the invalid bytes become U+FFFD here, whereas transformers replaces all bytes in
-        the run.
+        The result is the same as that of `decode` in transformers, with one exception: in a sequence of
+        ByteFallback tokens that is not valid UTF-8, this method replaces only the invalid bytes with U+FFFD,
+        whereas transformers replaces all bytes of the sequence.
         """
         return run_steps(self.decode_steps(token_ids, skip_special_tokens))
 
@@ -133,14 +136,14 @@ class Tokenizer:
     ) -> Generator[None, None, str]:
         """Decode in steps, yielding after each step (`appliance.text.fair_queue`). The result is the same as
         that of `decode`. If `complete` is false, an incomplete character at the end is left out, because a
-        `detokenizer` with these ids as its context emits it."""
+        `detokenizer` that gets these ids as its context emits this character."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
             )
         if self.table is None:
             known = [token_id for token_id in token_ids if token_id < self.vocabulary_size]
-            # Unlike `decode_batch`, `decode` holds the GIL.
+            # Use `decode_batch`, because `decode` holds the GIL.
             text = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
             return text if complete else text.rstrip(REPLACEMENT)
         detokenizer = TableDetokenizer(self.table, skip_special_tokens)
@@ -153,9 +156,9 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for one stream.
 
-        If the text continues a prompt (as in completions), `context` contains the prompt's ids, whose text is
-        not emitted. With a context, a leading space of the first token is kept, and a character that begins
-        in the prompt and ends in the stream is emitted.
+        If the text continues a prompt (as in completions), `context` contains the ids of the prompt, whose
+        text is not emitted. With a context, a leading space of the first token is kept. A character that
+        begins in the prompt and ends in the stream is emitted.
         """
         visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
         if self.table is not None:
@@ -171,14 +174,14 @@ class Tokenizer:
         context: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> TextStream:
-        """Return a text stream for one sequence. It combines a `detokenizer` with the request's stop strings,
-        if any. Stop strings within the first `min_tokens` tokens do not end the stream."""
+        """Return a text stream for one sequence, which combines a `detokenizer` with the request's stop
+        strings, if there are any. Stop strings within the first `min_tokens` tokens do not end the stream."""
         matcher = StopMatcher(stops, include_stop) if stops is not None else None
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token represents, including special tokens. For ids outside the vocabulary,
-        return b""."""
+        """Return the bytes that a token represents; special tokens are included. For ids outside the
+        vocabulary, return b""."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:
@@ -186,7 +189,7 @@ class Tokenizer:
         return (self._tokens[token_id] or "").encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return a token in the notation of OpenAI's logprobs: its text, or `bytes:\\xe2` if the token
+        """Return a token as in OpenAI's logprobs: its text, or a notation such as `bytes:\xe2` if the token
         contains only a part of a character."""
         data = self.token_bytes(token_id)
         try:
@@ -200,7 +203,7 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
-    """Add the tokens that are declared only in `tokenizer_config.json`, and mark special tokens."""
+    """Add the tokens that are declared only in `tokenizer_config.json`, and mark tokens as special."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(files.added.items()):
         known = present.get(token_id)

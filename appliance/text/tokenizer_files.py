@@ -1,5 +1,5 @@
-"""Reads the JSON files next to a Hugging Face tokenizer. Error messages are meant for the operator who
-created the folder."""
+"""Reads the JSON files next to the `tokenizer.json` of a Hugging Face model. Error messages are written for
+the operator who created the folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NAMED_SPECIAL_TOKENS = (
 
 
 class TokenizerFilesError(ValueError):
-    """A tokenizer file is missing or invalid. `cause` names the file, and `remedy` says what to do."""
+    """Raised if a tokenizer file is missing or invalid. `cause` contains the name of the file, and `remedy`
+    explains what to do."""
 
     def __init__(self, cause: str, remedy: str = "copy the file again from the original model") -> None:
         super().__init__(cause, remedy)
@@ -43,8 +44,8 @@ class TokenizerFiles:
     - `special` contains all tokens that these files declare as special.
     - `added` maps token ids to tokens that `tokenizer.json` may lack (`added_tokens_decoder`).
 
-    `add_bos_token` and `add_eos_token` are not read. Like transformers, this code relies on the
-    post-processor in `tokenizer.json` to add these tokens.
+    `add_bos_token` and `add_eos_token` are not read: as in transformers, the post-processor in
+    `tokenizer.json` adds these tokens.
     """
 
     named: dict[str, str]
@@ -58,8 +59,8 @@ MAX_JSON_BYTES = 256 << 20
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return a file's bytes. Raises OSError, and ValueError if the file is too large or not a regular file.
-    (Reading a device or a named pipe may never end.)"""
+    """Return the bytes of a file. Raises OSError, and ValueError if the file is too large or not a regular
+    file, because reading a device or a named pipe may never end."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -83,11 +84,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids in `folder`. Files
-    may be missing. Raises `TokenizerFilesError`.
+    """Read `tokenizer_config.json`, `special_tokens_map.json` and the ids that end a sequence from the files
+    in `folder`. Files may be missing. Raises `TokenizerFilesError`.
 
-    Files take precedence as in transformers. The special tokens map is used only if `tokenizer_config.json`
-    has no `added_tokens_decoder`. The end-of-sequence ids in `config.json` are used only if
+    The files take precedence over each other as in transformers. The special tokens map is used only if
+    `tokenizer_config.json` has no `added_tokens_decoder`. The ids in `config.json` are used only if
     `generation_config.json` has none.
     """
     path = folder / "tokenizer_config.json"
@@ -127,8 +128,8 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def _special_entries(config: Mapping[str, Any], path: Path) -> list[tuple[str, Any]]:
-    """Return a (name, token) pair for each special token in a tokenizer config. Tokens in an unnamed list get
-    the name "". Raises `TokenizerFilesError`."""
+    """Return a (name, token) pair for each special token in a tokenizer config. Tokens in a list without
+    names get the name "". Raises `TokenizerFilesError`."""
     entries = [(name, config[name]) for name in NAMED_SPECIAL_TOKENS if config.get(name) is not None]
     entries += [
         (name, value)
