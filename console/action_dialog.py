@@ -3,7 +3,7 @@ is derived from the action's entry in the registry. Its default is Cancel."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
 
     DEFAULT_CSS = """
     ActionDialog #form { height: auto; }
+    ActionDialog #earlier { color: $error; height: auto; }
     ActionDialog #impact { color: $warning; height: auto; }
     ActionDialog #description { height: auto; color: $text-muted; }
     ActionDialog .field { height: auto; }
@@ -62,22 +63,31 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         *,
         impact: Impact,
         what_if: Callable[[msgspec.Struct], Awaitable[list[str]]] | None = None,
+        place: str = "",
+        earlier: Sequence[str] = (),
     ) -> None:
         """`impact` states what the action affects, and detects whether that has changed. `what_if` forecasts
-        the effect of the parameters; it is None if the action has no forecast."""
+        the effect of the parameters; it is None if the action has no forecast. If the action has several
+        targets, `place` is the place of this one, such as "2 of 3", and `earlier` lists the failures of the
+        previous ones."""
         super().__init__()
         self._action = action
         self._values = values
         self._impact = impact
         self._impact_lines: list[str] = []
         self._what_if = what_if
+        self._place = place
+        self._earlier = earlier
 
     def title_text(self) -> str:
-        return f"{self._action.title} {self._target()}".rstrip() + "?"
+        place = f"{self._place}: " if self._place else ""
+        return f"{place}{self._action.title} {self._target()}".rstrip() + "?"
 
     def body(self) -> ComposeResult:
         action = self._action
         with ScrollArea(self.show_wanted, id="body"):
+            if self._earlier:
+                yield Static(lines_of(self._earlier), id="earlier")
             yield Static(text(action.description), id="description")
             yield hidden("impact")
             with ScrollArea(self.show_wanted, id="form"):

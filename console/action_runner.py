@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -10,7 +13,7 @@ from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
 from appliance.protocol import Done
 from console.action_dialog import ActionDialog
-from console.dialogs import ChoiceDialog, TextDialog
+from console.dialogs import Choice, ChoiceDialog, TextDialog
 from console.fingerprints import required_lists
 from console.impact import Impact, forecast_lines, result_lines
 from console.keys import offered
@@ -27,7 +30,33 @@ _WITH_FORECAST = ("tenants.set", "keys.set")
 _ROW_TARGETS = ("request", "tenant", "key", "peer")
 """Target kinds for which a target must be chosen before an action starts. Other actions apply to the whole
 service if no target is chosen."""
+_WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
+"""Actions whose results are visible on the screens."""
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
+
+
+OutcomeKind = Literal["done", "no longer listed", "failed", "cancelled", "not tried"]
+
+
+class Outcome(NamedTuple):
+    """What happened to one target of an action."""
+
+    target: str | None
+    kind: OutcomeKind
+    reason: str = ""
+    """Why the action failed."""
+
+    @property
+    def text(self) -> str:
+        """The outcome as a line."""
+        return f"{self.target}: {self.kind}" + (f": {self.reason}" if self.reason else "")
+
+
+def counted_outcomes(outcomes: Sequence[Outcome]) -> str:
+    """Return how many targets have each outcome, such as "1 of 3 done, 1 failed, 1 not tried"."""
+    counts = Counter(one.kind for one in outcomes)
+    others = [f", {counts[kind]} {kind}" for kind in get_args(OutcomeKind)[1:] if counts[kind]]
+    return f"{counts['done']} of {len(outcomes)} done{''.join(others)}"
 
 
 class ActionRunner:
@@ -37,6 +66,8 @@ class ActionRunner:
         self._app = app
         self.confirming: Action | None = None
         """The action whose dialog is open or about to open."""
+        self._asking = asyncio.Lock()
+        """Held while a dialog is open, so that the next dialog for several targets waits for it to close."""
 
     def lists(self) -> tuple[ListName, ...]:
         """Return the lists on which the impact in the open dialog depends."""
@@ -61,7 +92,9 @@ class ActionRunner:
                 self.begin(action_named(name), {})
 
         title = f"Actions (selected: {', '.join(names[:3])})" if names else "Actions"
-        self._app.push_screen(ChoiceDialog(title, [(one.name, one.title) for one in choices]), chosen)
+        self._app.push_screen(
+            ChoiceDialog(title, [Choice(one.name, one.title, one.name) for one in choices]), chosen
+        )
 
     def resume(self) -> None:
         """End the drain in the banner. If there are several drains, let the operator choose one of them."""
@@ -80,7 +113,9 @@ class ActionRunner:
             end(drains[0].model)
             return
         names = {f"drain-{number}": one.model for number, one in enumerate(drains)}
-        choices = [(name, f"model {model}" if model else "the service") for name, model in names.items()]
+        choices = [
+            Choice(name, f"model {model}" if model else "the service") for name, model in names.items()
+        ]
 
         def chosen(name: str | None) -> None:
             if name is not None:
@@ -120,44 +155,65 @@ class ActionRunner:
         return view.targets(action, self._app.session.context)
 
     async def _confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
-        """Show the dialog for each target, and perform the confirmed actions."""
+        """Show the dialog for each target, and perform the confirmed actions. If the operator cancels, the
+        remaining targets are left unchanged."""
         if self.confirming is not None:
             return
         targets: list[str | None] = [*names] or [None]
-        session, ended = self._app.session, list[str]()
-        view = session.view
+        outcomes: list[Outcome] = []
+        view = self._app.session.view
         for name in targets:
-            if name is not None and not view.has_target(name, session.newest()):
-                ended.append(name)
+            if name is not None and not view.has_target(name, self._app.session.newest()):
+                outcomes.append(Outcome(name, "no longer listed"))
                 continue
-            parameters = await self._ask(
-                action, dict(values) if name is None else {**values, action.named_by: name}
-            )
+            place = f"{len(outcomes) + 1} of {len(targets)}" if len(targets) > 1 else ""
+            chosen = dict(values) if name is None else {**values, action.named_by: name}
+            parameters = await self._ask(action, chosen, place, outcomes)
             if parameters is None:
-                self._app.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
+                outcomes.append(Outcome(name, "cancelled"))
                 break
-            await self._perform(action, parameters)
-        if ended:
-            skipped = f"skipped, because no longer listed: {', '.join(ended)}"
-            session.say("; ".join(filter(None, (session.state.message, skipped))), "warn")
+            self._say(action, parameters, "in progress…", "dim", place)
+            outcomes.append(Outcome(name, *await self._perform(action, parameters, place)))
+        outcomes += [Outcome(name, "not tried") for name in targets[len(outcomes) :]]
+        await self._report(action, outcomes)
         self._app.redraw()
 
-    async def _ask(self, action: Action, values: dict[str, Any]) -> msgspec.Struct | None:
-        """Show the dialog for one target, and return the confirmed parameters."""
-        self.confirming = action
-        try:
-            for name in required_lists(action):
-                await self._app.read_rows(name)
-            return await self._app.push_screen_wait(
-                ActionDialog(
-                    action,
-                    values,
-                    impact=Impact(action, self._app.session.newest),
-                    what_if=self._forecast if action.name in _WITH_FORECAST else None,
+    async def _report(self, action: Action, outcomes: list[Outcome]) -> None:
+        """If nothing was done or there are several targets, show what happened to each of them. The result of
+        a single target has been shown already."""
+        kinds = {one.kind for one in outcomes}
+        if not kinds & {"done", "failed", "no longer listed"}:
+            self._app.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
+        elif len(outcomes) > 1:
+            summary = f"{action.title}: {counted_outcomes(outcomes)}"
+            self._app.session.say(summary, "good" if kinds == {"done"} else "warn")
+            if kinds != {"done"}:
+                await self._app.push_screen_wait(TextDialog(summary, [one.text for one in outcomes]))
+        elif "no longer listed" in kinds:
+            self._app.session.say(f"{action.title}: {outcomes[0].text}; nothing was changed", "warn")
+
+    async def _ask(
+        self, action: Action, values: dict[str, Any], place: str, outcomes: list[Outcome]
+    ) -> msgspec.Struct | None:
+        """Show the dialog for one target, and return the confirmed parameters. `place` is the target's place
+        among several targets, such as "1 of 2", and `outcomes` describes the previous ones."""
+        async with self._asking:
+            self.confirming = action
+            try:
+                for name in required_lists(action):
+                    await self._app.read_rows(name)
+                return await self._app.push_screen_wait(
+                    ActionDialog(
+                        action,
+                        values,
+                        impact=Impact(action, self._app.session.newest),
+                        what_if=self._forecast if action.name in _WITH_FORECAST else None,
+                        place=place,
+                        earlier=[one.text for one in outcomes if one.kind == "failed"],
+                    )
                 )
-            )
-        finally:
-            self.confirming = None
+            finally:
+                self.confirming = None
 
     def show_impact(self) -> None:
         """Update the impact in an open dialog."""
@@ -173,21 +229,31 @@ class ActionRunner:
             return [str(error)]
         return forecast_lines(forecast, parameters.name if isinstance(parameters, SetTenant) else None)
 
-    async def _perform(self, action: Action, parameters: msgspec.Struct) -> None:
-        """Perform an action, and show its result without waiting for the lists, because only the result
-        contains the secret of a new key."""
+    async def _perform(
+        self, action: Action, parameters: msgspec.Struct, place: str
+    ) -> tuple[OutcomeKind, str]:
+        """Perform an action, show its result, and return its outcome. The result is shown without waiting for
+        the lists, because only the result contains the secret of a new key."""
         try:
             result = await self._app.source.act(parameters)
         except SourceError as error:
-            self._app.session.say(f"{action.title}: {error}", "bad")
-            await self._app.push_screen_wait(TextDialog(f"{action.title} failed", [str(error)]))
-            return
+            self._say(action, parameters, f"failed: {error}", "bad", place)
+            if not place:
+                await self._app.push_screen_wait(TextDialog(f"{action.title} failed", [str(error)]))
+            return "failed", str(error)
         self._app.read_again(self._app.session.view.lists())
         if isinstance(result, Done):
             self._app.session.say(result.message, "good")
-        elif action.name in ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack"):
-            self._app.session.say(
-                f"{action.title} {action.target_name(parameters)}: done".replace("  ", " "), "good"
-            )
+        elif action.name in _WITHOUT_RESULT:
+            self._say(action, parameters, "done", "good", place)
         else:
-            await self._app.push_screen_wait(TextDialog(action.title, result_lines(result)))
+            title = f"{action.title} {action.target_name(parameters)}"
+            await self._app.push_screen_wait(TextDialog(title.rstrip(), result_lines(result)))
+        return "done", ""
+
+    def _say(self, action: Action, parameters: msgspec.Struct, text: str, role: str, place: str) -> None:
+        """Show the state of an action in the footer."""
+        target = action.target_name(parameters)
+        name = f"{action.title} {target}".rstrip() + (f" ({place})" if place else "")
+        self._app.session.say(f"{name}: {text}", role)
+        self._app.redraw()

@@ -273,6 +273,15 @@ def _button_width(button: Button, *, small: bool) -> int:
     return label + 1 if small else max(12, label) + 2
 
 
+class Choice(NamedTuple):
+    """An entry of a list to choose from."""
+
+    name: str
+    """The result of the dialog if the entry is chosen."""
+    title: str
+    note: str = ""
+
+
 class ChoiceDialog(Dialog[str | None]):
     """Offers a list to choose from. Typed text narrows the list."""
 
@@ -288,8 +297,7 @@ class ChoiceDialog(Dialog[str | None]):
     """
     _TITLE_WIDTH = 36
 
-    def __init__(self, title: str, choices: Sequence[tuple[str, str]]) -> None:
-        """`choices` are pairs of a name and a title."""
+    def __init__(self, title: str, choices: Sequence[Choice]) -> None:
         super().__init__()
         self._title = title
         self._choices = choices
@@ -325,9 +333,9 @@ class ChoiceDialog(Dialog[str | None]):
         """Show the choices that contain every typed word."""
         words = self.query_one(Input).value.lower().split()
         shown = [
-            Option(text(f"{title:<{self._TITLE_WIDTH}} {name}"), id=name)
-            for name, title in self._choices
-            if all(word in f"{title} {name}".lower() for word in words)
+            Option(text(f"{one.title:<{self._TITLE_WIDTH}} {one.note}".rstrip()), id=one.name)
+            for one in self._choices
+            if all(word in f"{one.title} {one.note}".lower() for word in words)
         ]
         choices = self.query_one(OptionList)
         choices.clear_options()

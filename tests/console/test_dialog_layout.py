@@ -10,7 +10,7 @@ from textual.widgets import Button, Checkbox, Input, OptionList, Static
 from appliance.actions import Action, action_named
 from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
-from console.dialogs import ChoiceDialog, TextDialog
+from console.dialogs import Choice, ChoiceDialog, TextDialog
 from console.keys import offered
 from console.past_dialogs import SliceDialog, TimeDialog
 from tests.console.pilots import console, opened, run, until
@@ -67,7 +67,7 @@ def test_buttons_and_keys_of_every_action_are_visible(size: tuple[int, int]) -> 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 def test_keys_of_the_other_dialogs_are_visible(size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        choices = [(str(number), f"Choice {number} {LONG}") for number in range(50)]
+        choices = [Choice(str(number), f"Choice {number} {LONG}") for number in range(50)]
         for dialog, hint in (
             (ChoiceDialog(f"Actions (selected: {LONG})", choices), "type"),
             (TextDialog(f"Failed {LONG}", [f"line {number} {LONG}" for number in range(50)]), "esc close"),
