@@ -1,5 +1,5 @@
 """Detects clients that have disconnected after closing their sending side, and clients that do not read their
-response."""
+response. Lets clients read a refusal before their connection is closed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ FIRST_PROBE_S = 0.5
 may have disconnected. A probe sends `100 Continue`; if the client has closed the connection, its host replies
 with a reset. The delay doubles after each probe."""
 _POLL_S = 0.5
+LINGER_S = 2.0
+"""Time limit for reading and dropping the rest of a refused request before the connection is closed. If it
+were closed immediately, the client would get a reset before reading the response."""
 
 
 class HalfClosedCheck:
@@ -91,3 +94,38 @@ class WriteLimit:
             self._transport.abort()
         else:
             self.start()
+
+
+class Linger:
+    """Ends a connection, but first drops incoming bytes for a short time, so that the client can read the
+    response."""
+
+    def __init__(self, transport: asyncio.Transport, write_limit: WriteLimit) -> None:
+        self.begun = False
+        self._transport = transport
+        self._write_limit = write_limit
+        self._bytes_left = 0
+        self._timer = Timer()
+
+    def begin(self, max_bytes: int) -> None:
+        """Send the rest of the response and its end. Drop at most `max_bytes` bytes."""
+        self.begun = True
+        self._bytes_left = max_bytes
+        self._timer.start(LINGER_S, self._over)
+        self._transport.write_eof()
+
+    def drop(self, nbytes: int) -> None:
+        """Count bytes that were read. Abort the connection if there were too many."""
+        self._bytes_left -= nbytes
+        if self._bytes_left < 0:
+            self._transport.abort()
+
+    def stop(self) -> None:
+        """Cancel the timer."""
+        self._timer.stop()
+
+    def _over(self) -> None:
+        if self._write_limit.start():
+            self._timer.start(LINGER_S, self._over)
+        else:
+            self._transport.abort()

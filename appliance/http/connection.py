@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.background import Timer
-from appliance.http.client_checks import HalfClosedCheck, WriteLimit
+from appliance.http.client_checks import HalfClosedCheck, Linger, WriteLimit
 from appliance.http.errors import RequestError
 from appliance.http.exchange import Exchange, whole_response
 from appliance.http.heads import RequestHead
@@ -23,9 +23,6 @@ from appliance.http.turns import Source, source_of_request
 if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
-LINGER_S = 2.0
-"""Time limit for reading and dropping the rest of a refused request before the connection is closed. If the
-connection were closed immediately, the client would get a reset before reading the response."""
 REFUSAL_DELAY_S = 1.0
 """Delay before a request whose head uses too much memory is refused. Without the delay, the client could
 reconnect and fill the memory again immediately."""
@@ -53,6 +50,7 @@ class Connection(asyncio.BufferedProtocol):
     transport: asyncio.Transport
     _half_closed: HalfClosedCheck
     _write_limit: WriteLimit
+    _linger: Linger
 
     def __init__(self, server: HttpServer, address: str, request: bytes = b"") -> None:
         self.server = server
@@ -86,9 +84,6 @@ class Connection(asyncio.BufferedProtocol):
         """The second in which the latest request began, and how many requests began in that second."""
         self._ended = False
         """Whether the client has closed its sending side."""
-        self._linger_bytes: int | None = None
-        """Number of bytes that may still be dropped before the connection closes; None if it is not
-        closing."""
         self.writable = True
         """Whether the transport's buffer is below its high-water mark. Streams read this for each token."""
         self._may_write = asyncio.Event()
@@ -178,6 +173,7 @@ class Connection(asyncio.BufferedProtocol):
         note = partial(self.server.cut_off.note, self._peer)
         self._write_limit = WriteLimit(transport, self.server.write_timeout_s, note)
         self._half_closed = HalfClosedCheck(transport)
+        self._linger = Linger(transport, self._write_limit)
         self._source = source_of_request("", self._peer)
         if not self.server.admit(self, self._peer):
             transport.abort()
@@ -189,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Free the connection's place in its pool, and notify the response in progress."""
         self.server.forget(self)
-        for timer in (self._timer, self._half_closed, self._write_limit):
+        for timer in (self._timer, self._half_closed, self._write_limit, self._linger):
             timer.stop()
         self.writable = True
         self._may_write.set()
@@ -224,10 +220,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process the bytes that were read into the buffer."""
-        if self._linger_bytes is not None:
-            self._linger_bytes -= nbytes
-            if self._linger_bytes < 0:
-                self.transport.abort()
+        if self._linger.begun:
+            self._linger.drop(nbytes)
         else:
             self._parser.received += self.server.read_buffer[:nbytes]
             self.advance()
@@ -241,14 +235,14 @@ class Connection(asyncio.BufferedProtocol):
         """Read again after a large read, because it is the connection's turn."""
         if self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = False
-            self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
+            self._pause_reading(not self._linger.begun and not self._wants_bytes())
 
     def eof_received(self) -> bool:
         """After the client has closed its sending side, keep the connection open if it may expect a
         response."""
         self._ended = True
         exchange = self._exchange
-        if exchange is None or not exchange.request_complete or self._linger_bytes is not None:
+        if exchange is None or not exchange.request_complete or self._linger.begun:
             # The transport closes once everything has been sent, within the time limit for writes.
             self.close()
             return False
@@ -262,13 +256,13 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._advancing = True
         try:
-            while self._linger_bytes is None and not self.transport.is_closing() and self._step():
+            while not self._linger.begun and not self.transport.is_closing() and self._step():
                 pass
         except RequestError as error:
             self.refuse(error)
         finally:
             self._advancing = False
-        if self._linger_bytes is None and not self.transport.is_closing():
+        if not self._linger.begun and not self.transport.is_closing():
             self._pause_reading(not self._wants_bytes())
             self._count_memory()
 
@@ -391,12 +385,12 @@ class Connection(asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         if parser.body is not None:
-            self._linger(2 * self.server.limits.max_body_bytes + PIECE_BYTES)
+            self._begin_linger(2 * self.server.limits.max_body_bytes + PIECE_BYTES)
         elif not exchange.keep_alive or (self._ended and not parser.received):
             if self.authenticated and not parser.received:
                 self.close()
             else:
-                self._linger(PIECE_BYTES)
+                self._begin_linger(PIECE_BYTES)
         else:
             self._timer.start(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
             self.advance()
@@ -418,9 +412,9 @@ class Connection(asyncio.BufferedProtocol):
             self._exchange = None
             exchange.disconnect()
         self.transport.write(whole_response(error))
-        self._linger(2 * self.server.limits.max_body_bytes + PIECE_BYTES)
+        self._begin_linger(2 * self.server.limits.max_body_bytes + PIECE_BYTES)
 
-    def _linger(self, most_bytes: int) -> None:
+    def _begin_linger(self, max_bytes: int) -> None:
         """Close after reading and dropping bytes for a short time, so that the client can read the
         response."""
         self._parser.drop()
@@ -429,19 +423,12 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
             return
         if not self.authenticated:
-            most_bytes = min(most_bytes, UNAUTHENTICATED_LINGER_BYTES)
-        self._linger_bytes = most_bytes
+            max_bytes = min(max_bytes, UNAUTHENTICATED_LINGER_BYTES)
         if self.pool is not None:
             self.pool.mark_waiting(self)
-        self._timer.start(LINGER_S, self._linger_over)
-        self.transport.write_eof()
+        self._timer.stop()
+        self._linger.begin(max_bytes)
         self._pause_reading(False)
-
-    def _linger_over(self) -> None:
-        if self._write_limit.start():
-            self._timer.start(LINGER_S, self._linger_over)
-        else:
-            self.transport.abort()
 
     def _may_probe(self) -> bool:
         """Return whether `100 Continue` may be sent now to probe a half-closed connection."""
@@ -473,7 +460,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _body_late(self) -> None:
         exchange = self._exchange
-        if exchange is None or self._linger_bytes is not None:
+        if exchange is None or self._linger.begun:
             return
         if not exchange.wants_body and self._parser.received:
             # The application has not read the bytes that have already arrived.
