@@ -1,9 +1,9 @@
 """Measures the resources that the console uses: `python -m console.bench`. It shows a load of 500 requests,
 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40 characters. The load consists of
 encoded snapshots of the demo, which the console decodes; no service runs. It prints the time to the first
-frame and, for each screen, the CPU share of the console's process, the bytes per second sent to the
-terminal, and the time from a keypress to the first byte of output, each beside its limit. Its exit code is 1
-if a limit is exceeded. `scripts/bench_events` measures what the stream costs the core."""
+frame with measured values and, for each screen, the CPU share of the console's process, the bytes per second
+sent to the terminal, and the time from a keypress to the first byte of output, each beside its limit. Its
+exit code is 1 if a limit is exceeded. `scripts/bench_events` measures what the stream costs the core."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import argparse
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import statistics
@@ -34,9 +35,15 @@ _ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
 would wait for the output of the next snapshot."""
 _LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
 _START_LIMITS_S = {"total": 1.2, "after imports": 0.5}
-_IMPORTED = b"imports ended"
+_IMPORTED = re.compile(rb"imports ended")
 """The child process prints this text after its imports."""
-_FIRST_FRAME = b"Overview"
+_MEASURED = re.compile(rb"waiting \xc2\xb7 [1-9][0-9,]* running")
+"""Matches a measured value on the screen Overview: the number of running requests. The frames that the
+console draws before it has received a snapshot contain no such value."""
+
+
+_LONGEST_TEXT = 100
+"""Maximum length of the text that is waited for, in bytes."""
 
 
 class ScreenCosts(NamedTuple):
@@ -71,14 +78,14 @@ class Terminal:
                     break
         return count
 
-    def wait_for(self, text: bytes) -> None:
-        """Read until the given text arrives. Raises OSError if the console ends, and TimeoutError after
+    def wait_for(self, text: re.Pattern[bytes]) -> None:
+        """Read until text that matches arrives. Raises OSError if the console ends, and TimeoutError after
         `_START_S` seconds."""
-        end, tail = time.monotonic() + _START_S, b""
-        while text not in tail:
+        end, read = time.monotonic() + _START_S, b""
+        while text.search(read) is None:
             if not select.select([self._descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise TimeoutError(f"the console did not show {text.decode()} within {_START_S:.0f} s")
-            tail = tail[-len(text) :] + os.read(self._descriptor, 1 << 16)
+                raise TimeoutError(f"the console did not show {text.pattern!r} within {_START_S:.0f} s")
+            read = read[-_LONGEST_TEXT:] + os.read(self._descriptor, 1 << 16)
 
     def cpu_s(self) -> float:
         """Return the CPU time of the process."""
@@ -106,7 +113,7 @@ class Terminal:
 def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[ScreenCosts]:
     """Measure the given screens. `screens` maps each screen's name to the key that opens it."""
     terminal = Terminal("console.bench", "--child", theme)
-    terminal.wait_for(b"Latency")
+    terminal.wait_for(_MEASURED)
     results = []
     for name, key in screens.items():
         terminal.press(key)
@@ -124,19 +131,19 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
 
 
 def start_times(theme: str, starts: int) -> dict[str, float]:
-    """Return the median times to the first frame of `appliance console --demo`, in seconds: measured from the
-    start of its process, and measured from the end of its imports."""
+    """Return the median times to the first frame of `appliance console --demo` that shows a measured value,
+    in seconds: measured from the start of its process, and measured from the end of its imports."""
     found: dict[str, list[float]] = {name: [] for name in _START_LIMITS_S}
     for _ in range(starts):
         began = time.monotonic()
         terminal = Terminal("appliance.cli", "console", "--demo", "--theme", theme)
-        terminal.wait_for(_FIRST_FRAME)
+        terminal.wait_for(_MEASURED)
         found["total"].append(time.monotonic() - began)
         terminal.close()
         terminal = Terminal("console.bench", "--start", theme)
         terminal.wait_for(_IMPORTED)
         began = time.monotonic()
-        terminal.wait_for(_FIRST_FRAME)
+        terminal.wait_for(_MEASURED)
         found["after imports"].append(time.monotonic() - began)
         terminal.close()
     return {name: statistics.median(times) for name, times in found.items()}
@@ -147,7 +154,7 @@ def _start(theme: str) -> None:
     from console.fake import FakeSource
     from console.run import run
 
-    os.write(1, _IMPORTED)
+    os.write(1, _IMPORTED.pattern)
     run(FakeSource(), write=False, theme=theme, keys=None)
 
 

@@ -24,7 +24,7 @@ def key_id(name: str) -> str:
     return f"key_{zlib.crc32(name.encode()) & 0xFFFF:04x}"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class SimRequest:
     """An unfinished request."""
 
