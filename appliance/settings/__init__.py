@@ -1,5 +1,5 @@
-"""Typed settings from TOML files. Flags override the files, and the files override the defaults. Every fault
-is reported with its file, line, setting, value and remedy.
+"""Typed settings from TOML files. Command-line flags override the files, and the files override the defaults.
+Every fault is reported with its file, line, setting, value and remedy.
 
     listen = "127.0.0.1:8000"
     fronts = 2

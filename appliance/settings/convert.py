@@ -1,4 +1,4 @@
-"""Converts the tables of the settings files to typed settings, collecting every fault."""
+"""Converts the tables of the settings files to typed settings, and collects all faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Converter:
         self.faults: list[Fault] = []
 
     def settings(self, table: Mapping[str, Any]) -> Settings:
-        """Convert all settings. A setting that cannot be used gets its default value."""
+        """Convert all settings. A setting whose value cannot be used gets its default value."""
         table = dict(table)
         models, prices, groups = (table.pop(name, {}) for name in ("models", "prices", "groups"))
         settings = self._table(table, Settings, ()) or Settings()
@@ -39,7 +39,7 @@ class Converter:
         return settings
 
     def _named_tables(self, tables: Any, part: type[Part], name: str) -> dict[str, Part]:
-        """Convert the tables [name.KEY]. A table that cannot be used is left out."""
+        """Convert the tables [name.KEY]. Tables that cannot be used are left out."""
         if not isinstance(tables, dict):
             self.add((name,), f"{name} = {tables!r} is not valid", f"write [{name}.NAME]")
             return {}
@@ -60,8 +60,8 @@ class Converter:
         return Place(self._source)
 
     def _table(self, table: Any, part: type[Part], path: Path) -> Part | None:
-        """Convert a table. Returns None if it is not a table, or if a required setting is missing or cannot
-        be used."""
+        """Convert a table. Return None if the value is not a table, or if a required setting is missing or
+        cannot be used."""
         if not isinstance(table, dict):
             self.add(path, f"{dotted(path)} = {table!r} is not valid", "write a table")
             return None
@@ -87,7 +87,7 @@ class Converter:
         return part(**values) if complete else None
 
     def _value(self, value: Any, kind: Any, path: Path) -> Any:
-        """Convert a value, which is never None in TOML. Returns None if it cannot be used."""
+        """Convert a value. A value in TOML is never None, so None is returned if the value cannot be used."""
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return self._table(value, kind, path)
         if isinstance(value, list) and (item := _struct_of_items(kind)) is not None:
@@ -103,7 +103,7 @@ class Converter:
 
 
 def _struct_of_items(kind: Any) -> type[msgspec.Struct] | None:
-    """Return the type of the tables in an array of tables; None for other types."""
+    """Return the type of the tables in an array of tables, or None for other types."""
     items = get_args(kind)
     if get_origin(kind) is list and isinstance(items[0], type) and issubclass(items[0], msgspec.Struct):
         return items[0]
@@ -119,8 +119,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yield the index, value and type of each item in a list. If `value` is not a list, or the setting's type
-    does not allow lists, yield nothing."""
+    """Yield the index, the value and the type of each item in a list. Yield nothing if `value` is not a list,
+    or if the type of the setting does not allow lists."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     for each in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
@@ -134,7 +134,7 @@ def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _expected(kind: inspect.Type) -> str:
-    """Describe the values that a type allows."""
+    """Return a description of the values that a type allows."""
     match kind:
         case inspect.Metadata(type=inner, extra_json_schema=extra):
             described = (extra or {}).get("description")

@@ -8,14 +8,14 @@ import re
 import msgspec
 
 Path = tuple[str, ...]
-"""Location of a setting in the tables, such as ("models", "chat", "max_num_seqs")."""
+"""Position of a setting in the tables, such as ("models", "chat", "max_num_seqs")."""
 
 
 class Place(msgspec.Struct, frozen=True):
     """The place where a setting was given."""
 
     source: str
-    """A file, "--listen" (a flag), or "default"."""
+    """The path of a file, the name of a flag such as "--listen", or "default"."""
     line: int | None = None
     """Line number in the file, starting at 1."""
 
@@ -28,7 +28,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     place: Place
     field: str = ""
-    """Setting, such as "models.chat.max_num_seqs"; empty for the whole file."""
+    """Name of the setting, such as "models.chat.max_num_seqs"; empty if the fault concerns the whole file."""
     description: str
     """Description of the fault, including the value."""
     remedy: str
@@ -38,7 +38,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsError(Exception):
-    """Raised if the settings cannot be used. Each fault states its location, the problem and a remedy."""
+    """Raised if the settings cannot be used. The message gives the location, the problem and the remedy of
+    each fault."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__("\n".join(map(str, faults)))
@@ -46,7 +47,7 @@ class SettingsError(Exception):
 
 
 def dotted(path: Path) -> str:
-    """Format a path as a dotted TOML key: names that contain anything but letters, digits, _ and - are
+    """Return a path as a dotted TOML key. Names that contain anything but letters, digits, _ and - are
     quoted."""
     return ".".join(
         name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)

@@ -18,7 +18,7 @@ from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
 from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec
 
-# Every number has an upper bound, which catches many mistyped numbers when the file is read.
+# Every number has an upper bound, so that many mistyped numbers are detected when the file is read.
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -47,7 +47,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Folder of a Hugging Face checkpoint. A relative path is relative to the settings file that contains it
     or, on the command line, to the current directory."""
     replicas: Processes = 1
-    """Number of replicas, or the number at the start if `max_replicas` is set."""
+    """Number of replicas. If `max_replicas` is set, this is only the number at the start."""
     max_replicas: Processes | None = None
     """Maximum number of replicas. If it is set, replicas are added and removed according to the load
     ([models.md](models.md#replicas-by-load)). Default: the number of replicas is fixed."""
@@ -90,7 +90,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Maximum number of tokens that a step computes."""
     max_mixed_tokens: Positive | None = None
     """Maximum number of tokens in a step that computes prompts while other sequences decode. A lower value
-    shortens the time between tokens but makes prompt processing slower. Default: half of
+    shortens the time between tokens, but makes the processing of prompts slower. Default: half of
     `max_num_batched_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
     """Number of KV cache blocks of 64 tokens each. Default: as many as fit into memory."""
@@ -111,8 +111,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Maximum host memory of a replica in GB (1,000,000,000 bytes). Like `cpu_limit`, it needs a delegated
     cgroup. Default: no limit."""
     cpu_fallback: bool = False
-    """Whether a replica runs on the CPU if there is no GPU or not enough GPU memory. The model is then
-    slower, and `status` shows the reason."""
+    """Whether a replica runs on the CPU if there is no GPU or not enough GPU memory. On the CPU, the model is
+    slower, and `appliance status` shows the reason."""
     chat_template: str | None = None
     """File with a chat template (Jinja) that replaces the templates in the folder. A relative path is
     resolved in the same way as `folder`. The file is read when the model is loaded or its settings change."""
@@ -131,8 +131,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def text(self) -> tuple[str, str | None, SamplingDefaults]:
-        """The settings that front processes use. When they change, the front processes get the new values,
-        and replicas are replaced only if the folder changed."""
+        """The settings that front processes use. When one of them changes, the front processes get the new
+        values. Replicas are replaced only if the folder has changed."""
         return self.folder, self.chat_template, self.sampling
 
     def spec(self, replica: str) -> ReplicaSpec:
@@ -162,14 +162,15 @@ class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     """Total host memory in GB (10^9 bytes) that models on the CPU may use, according to the prediction of
     `appliance models fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
     sleeping_memory_gb: NonNegativeGigabytes = 0.0
-    """Host memory in GB (10^9 bytes) for the weights of sleeping models. Instead of being unloaded
-    automatically, a model on GPUs is put to sleep if its weights fit into this limit; its next request wakes
-    it. Other models are unloaded. If the limit is reached, the least recently used of these sleeping models
-    are unloaded first. The memory is page-locked. 0: models are always unloaded."""
+    """Host memory in GB (10^9 bytes) for the weights of sleeping models. If the weights of a model on GPUs
+    fit into this limit, the model is put to sleep instead of being unloaded automatically, and its next
+    request wakes it. If the limit is reached, the sleeping models that have been unused for the longest time
+    are unloaded. The memory is page-locked. With 0, models are always unloaded."""
     min_residence_s: Seconds = 10.0
-    """Minimum time in seconds for which a model keeps its memory, counted from when it begins to load. A
-    model that has requests also keeps its memory until requests for another model have waited this long. A
-    model may be evicted earlier once requests for another model have waited 5 s longer than this."""
+    """Minimum time in seconds for which a model keeps its memory, counted from the start of its load. A model
+    with requests also keeps its memory until requests for another model have waited for this time. Once
+    requests for another model have waited 5 s longer, a model may be evicted even before the minimum time has
+    passed."""
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -183,8 +184,8 @@ class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Octal file mode of `api.sock`. If systemd creates the socket, its mode comes from `SocketMode=` in the
     unit instead."""
     admin_mode: SocketMode = "0660"
-    """Octal file mode of `admin.sock`. A mode that lets other users connect gives them no access by itself:
-    only operators, and clients with a key of scope `admin` or `read`, can use `admin.sock`."""
+    """Octal file mode of `admin.sock`. Even if the mode lets other users connect, only operators, and clients
+    with a key of scope `admin` or `read`, can use `admin.sock`."""
 
 
 class AdminSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -224,7 +225,7 @@ class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 class ModelPrices(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Prices of model NAME, from which `appliance usage` computes costs. All prices are per million tokens,
-    in any currency. A changed price applies to the costs of all days, including past ones. Models that are no
+    in any currency. A changed price applies to the costs of all days, including past days. Models that are no
     longer served can still have prices."""
 
     prompt: Price = 0.0
@@ -245,11 +246,11 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     """Whether `listen` may be an address other than a loopback address. Metrics contain the names of tenants
     and models."""
     tenants: Positive = 200
-    """Maximum number of tenants with separate metrics. These are the first tenants that send requests after
-    the service has started; the metrics of all other tenants are summed."""
+    """Maximum number of tenants that have metrics of their own. These are the first tenants that send
+    requests after the start of the service. The metrics of all other tenants are summed."""
 
     def address(self) -> tuple[str, int] | None:
-        """Return `listen` as host and port; None if it is not set."""
+        """Return `listen` as host and port, or None if it is not set."""
         return None if self.listen is None else parse_address(self.listen)
 
 
@@ -267,12 +268,13 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     repeated exits, a replica is not restarted for a while: see [models.md](models.md#replicas)."""
 
     max_deaths: Positive = 5
-    """Number of exits within `window_s` after which a replica is not restarted until `retry_s` seconds have
-    passed, its files have changed, or an operator has run `appliance models retry`."""
+    """Number of exits within `window_s` after which a replica is not restarted for a while. It is started
+    again when `retry_s` seconds have passed, when the model's files have changed, or when an operator runs
+    `appliance models retry`."""
     window_s: PositiveSeconds = 60.0
-    """Number of seconds for which an exit counts towards `max_deaths`. Only time that the replica spends
-    serving is counted, so the limit also applies to a replica that repeatedly exits during loading, however
-    long loading takes."""
+    """Number of seconds for which an exit counts towards `max_deaths`. Only the time in which the replica
+    serves is counted, so the limit also applies to a replica that repeatedly exits while it loads, even if
+    loading takes long."""
     retry_s: PositiveSeconds = 300.0
     """Delay in seconds before a replica that has exited `max_deaths` times is started once more. If it exits
     again before it has served for `window_s` seconds, the delay begins again."""
@@ -329,9 +331,9 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     `/health/ready` already reports "not ready". Set it higher than the interval of a load balancer's health
     checks."""
     hang_timeout_s: PositiveSeconds = 20.0
-    """Time in seconds after which a ready replica or front process that does not report is killed. Unless it
-    was already stopping, it is then restarted. A replica that has announced a long step is given ten times
-    the step's predicted duration, if that is longer."""
+    """Time in seconds after which a ready replica or front process that does not report is killed. The
+    process is then restarted, unless it was already stopping. If a replica has announced a long step, the
+    limit is ten times the predicted duration of the step, if that is longer."""
     load_timeout_s: PositiveSeconds = 600.0
     """Time in seconds after which a starting replica or front process that reports no progress is killed and
     restarted."""
@@ -352,7 +354,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     restarts: RestartSettings = RestartSettings()
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     config_file: str = ""
-    """The main settings file. This field is not a setting."""
+    """The path of the main settings file. This field is not a setting."""
 
     @property
     def api_socket(self) -> Path:
@@ -365,23 +367,24 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return Path(self.run_dir) / "admin.sock"
 
     def address(self) -> tuple[str, int] | None:
-        """Return `listen` as host and port; None if it is not set."""
+        """Return `listen` as host and port, or None if it is not set."""
         return None if self.listen is None else parse_address(self.listen)
 
 
 class Flags(msgspec.Struct, kw_only=True):
-    """The command-line options. An option that is not given is None or empty."""
+    """The command-line options. The value of an option that is not given is None or empty."""
 
     config: str | None = None
     models: list[str] = []
-    """Models in the form FOLDER or NAME=FOLDER. They replace the models in the settings files."""
+    """Models in the form FOLDER or NAME=FOLDER. If any are given, they replace the models in the settings
+    files."""
     listen: str | None = None
     fronts: int | None = None
     run_dir: str | None = None
     state_dir: str | None = None
     log_level: LogLevel | None = None
     device: Device | None = None
-    """This and the following options apply to every model."""
+    """This option and the options below apply to every model."""
     dtype: DType | None = None
     quantization: Quantization | None = None
     kv_cache_dtype: Quantization | None = None
@@ -395,8 +398,8 @@ class Flags(msgspec.Struct, kw_only=True):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse HOST:PORT, with IPv6 addresses in brackets. Raises ValueError. Host names are refused, because a
-    DNS lookup would block the service."""
+    """Parse HOST:PORT, where an IPv6 address is in brackets. Raises ValueError. Host names are refused,
+    because a DNS lookup would block the service."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:

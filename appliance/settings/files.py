@@ -1,5 +1,5 @@
 """Reads the main settings file and the files in the `conf.d` directory next to it. The files in `conf.d`
-override the main file, in the order of their names."""
+override the main file, and each other in the order of their names."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ class Tables(NamedTuple):
 
     values: dict[str, Any]
     places: dict[faults.Path, Place]
-    """For each setting and table, the last file and line that set it."""
+    """For each setting and table, the file and the line that set it last."""
     files: list[Path]
 
 
 def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the main settings file; None if there is none. The file need not exist if its `conf.d` directory
-    exists.
-
-    Raises SettingsError if an explicitly named file does not exist, or if this user may not access it.
-    """
+    """Return the path of the main settings file, or None if there is none. The file need not exist if its
+    `conf.d` directory exists. Raises SettingsError if a file that was named explicitly does not exist, or if
+    this user may not access it."""
     for named, by in ((flag, "--config"), (environ.get("APPLIANCE_CONFIG"), "$APPLIANCE_CONFIG")):
         if named:
             path = Path(named).absolute()
@@ -61,8 +59,8 @@ def drop_ins(path: Path) -> list[Path]:
 
 
 def read_tables(path: Path | None) -> Tables:
-    """Read the main file, if it exists, and the files that override it. Raises SettingsError with every
-    syntax error."""
+    """Read the main file, if it exists, and the files that override it. Raises SettingsError with all syntax
+    errors."""
     tables = Tables({}, {}, [])
     if path is None:
         return tables
@@ -83,11 +81,9 @@ def read_tables(path: Path | None) -> Tables:
 
 
 def field_lines(text: str) -> dict[faults.Path, int]:
-    """Return the line on which each setting and table in a TOML text begins.
-
-    The parser does not record line numbers, so the text is split into statements. A statement ends at the
-    first line that makes it valid TOML.
-    """
+    """Return the line on which each setting and each table in a TOML text begins. The TOML parser does not
+    record line numbers, so the text is split into statements. A statement ends with the first line that makes
+    it valid TOML."""
     import tomllib
 
     lines = text.split("\n")
@@ -164,7 +160,8 @@ def _paths(table: Mapping[str, Any]) -> Iterator[faults.Path]:
 
 
 def _anchor_folders(table: dict[str, Any], path: Path) -> None:
-    """Make the paths of models absolute, based on the location of the file that contains them."""
+    """Make the paths in the settings of models absolute, relative to the folder of the file that contains
+    them."""
     models = table.get("models")
     if isinstance(models, dict):
         for model in models.values():

@@ -1,4 +1,4 @@
-"""Loads a service's settings: defaults, overridden by files, overridden by flags."""
+"""Loads the settings of a service. Command-line flags override settings files, which override defaults."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ _MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}"
 
 
 class Loaded(NamedTuple):
-    """Settings, with the source of each."""
+    """The settings, and the source of each setting."""
 
     settings: Settings
     places: dict[faults.Path, Place]
-    """File and line, or flag, of each setting that does not have its default value."""
+    """The file and line, or the flag, of each setting that was given. Settings with their default value are
+    left out."""
     files: list[Path]
     """The files that were read, in order."""
     model_flags: Mapping[str, str | int] = {}
@@ -45,15 +46,13 @@ class Loaded(NamedTuple):
 
 
 def load_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Do the same as `read_settings`, but return the settings without their sources."""
+    """Read the settings like `read_settings`, but return them without their sources."""
     return read_settings(flags, environ).settings
 
 
 def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Loaded:
-    """Read the settings files, apply the flags, and fill in defaults.
-
-    Raises SettingsError with every fault if a setting cannot be used.
-    """
+    """Read the settings files, apply the flags, and fill in defaults. Raises SettingsError with all faults if
+    a setting cannot be used."""
     flags = flags or Flags()
     path = find_config(flags.config, environ)
     tables = read_tables(path)
@@ -72,7 +71,7 @@ def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.en
 
 
 def read_alert_settings(path: Path) -> AlertSettings:
-    """Read only the table `[alerts]` of a settings file. Raises SettingsError with every fault."""
+    """Read only the table `[alerts]` of a settings file. Raises SettingsError with all faults."""
     values, lines = read_file(path)
     places = {field: Place(str(path), line) for field, line in lines.items()}
     converter = Converter(places, str(path))
@@ -109,7 +108,7 @@ def demo_model_folder() -> Path:
 
 
 def _lay_flags_over(tables: Tables, flags: Flags) -> None:
-    """Apply the flags as if they came from a settings file that is read last."""
+    """Apply the flags like the settings of a file that is read last."""
     values, places = tables.values, tables.places
     for name in _FLAGS_OF_SERVICE:
         if (value := getattr(flags, name)) is not None:
@@ -149,8 +148,8 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
 
 
 def named_folder(text: str) -> tuple[str, str]:
-    """Split the value of --model into a model's name and its folder. If no name is given, the model is named
-    after its folder."""
+    """Split the value of --model into the name of a model and its folder. If there is no name, the model gets
+    the name of its folder."""
     name, equals, folder = text.partition("=")
     if equals and not os.path.isdir(os.path.expanduser(text)):
         return name, folder
@@ -158,10 +157,11 @@ def named_folder(text: str) -> tuple[str, str]:
 
 
 def model_name_of(folder: Path) -> str:
-    """Return the name of a model that is named after its folder; empty if the folder has no usable name.
+    """Return the name of a model that is named after its folder, or an empty string if the folder has no
+    usable name.
 
-    In a Hugging Face hub cache, the folder is a snapshot named after a commit, so the name of the repository
-    is used instead.
+    In a Hugging Face hub cache, the folder is a snapshot whose name is the id of a commit, so the name of the
+    repository is used instead.
     """
     path = Path(os.path.abspath(folder))
     name = path.name

@@ -7,7 +7,7 @@ from appliance.settings.fields import Settings
 
 
 def check_on_demand(settings: Settings, converter: Converter) -> None:
-    """Check each model's `idle_unload_s` and the groups, and add the faults found to `converter`."""
+    """Check `idle_unload_s` of each model, and the groups of models. Faults are added to `converter`."""
     for name, model in settings.models.items():
         if model.required and model.idle_unload_s:
             converter.add(

@@ -14,7 +14,7 @@ from appliance.settings.load import Loaded
 
 
 class SettingChange(NamedTuple):
-    """A setting that has different values before and after a change."""
+    """A setting whose values before and after a change differ."""
 
     path: Path
     before: Any
@@ -38,8 +38,8 @@ def as_table(loaded: Loaded) -> Configuration:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
-    """Yield the settings that differ. If a setting exists on only one side, its value on the other side is
-    None. For a model that exists on only one side, only its folder is listed."""
+    """Yield the settings that differ. If a setting exists only before or only after the change, its other
+    value is None. If a model exists only before or only after the change, only its folder is listed."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):
