@@ -1,8 +1,8 @@
 """Recorded maps of the KV blocks, which are part of the details recorded each second
 (`appliance.history.details`).
 
-A recorded map is coarse: it has a limited number of cells. A partial frame contains the differences from the
-preceding map. Most blocks do not change within a second, so the differences are mostly zeros, which compress
+A recorded map is coarse: the number of its cells is limited. A partial frame contains the differences from
+the preceding map. Most blocks do not change within a second, so most differences are zero, which compresses
 well.
 """
 
@@ -21,28 +21,28 @@ every n-th block is described."""
 
 
 class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
-    """A frame: a whole map, or its differences from the preceding map."""
+    """A frame of the recording: a whole map, or the differences from the preceding map."""
 
     whole: bool
     stride: int
     states: bytes
-    """The states, combined with those of the preceding map by XOR unless the frame is whole. The same applies
-    to `ages` and `owners`."""
+    """The states of the blocks. In a partial frame, they are combined with the states in the preceding map by
+    XOR. The same applies to `ages` and `owners`."""
     ages: bytes | None
     owners: bytes
     requests: list[str]
-    """All requests in a whole map; in a partial frame, only those that are new since the preceding map."""
+    """In a whole map, all requests; in a partial frame, the requests that are new since the preceding map."""
     tenants: list[str]
     ended: list[int]
-    """Positions in the preceding map of the requests that have ended."""
+    """Positions, in the preceding map, of the requests that have ended."""
     blocks: list[int]
-    """Number of blocks of each request, or the difference from the preceding map. The same applies to
-    `preemptions`."""
+    """Number of blocks of each request; in a partial frame, the difference from the preceding map. The same
+    applies to `preemptions`."""
     preemptions: list[int]
 
 
 def coarse(blocks: BlockMap) -> BlockMap:
-    """Return the map with at most `MAX_RECORDED_CELLS` cells."""
+    """Return a map with at most `MAX_RECORDED_CELLS` cells that represents the given map."""
     step = -(-len(blocks.states) // MAX_RECORDED_CELLS)
     if step <= 1:
         return blocks
@@ -56,7 +56,8 @@ def coarse(blocks: BlockMap) -> BlockMap:
 
 
 def encode_blocks(blocks: BlockMap, before: BlockMap | None) -> RecordedBlocks:
-    """Encode a map as a frame. `before` is the preceding map, or None if the frame must be whole."""
+    """Encode a map as a frame. `before` is the preceding map, or None if the frame must contain the whole
+    map."""
     frame = None if before is None else _changes(blocks, before)
     return frame or RecordedBlocks(
         True,
@@ -73,7 +74,8 @@ def encode_blocks(blocks: BlockMap, before: BlockMap | None) -> RecordedBlocks:
 
 
 def decode_blocks(frame: RecordedBlocks, before: BlockMap | None) -> BlockMap:
-    """Return the map after a frame. Raises ValueError if the frame does not apply to the preceding map."""
+    """Return the map that results from applying a frame to the preceding map. Raises ValueError if the frame
+    does not fit the preceding map."""
     if frame.whole:
         base = BlockMap(states=b"", owners=b"", requests=[], tenants=[])
         states, ages, owners = frame.states, frame.ages, frame.owners
@@ -97,7 +99,8 @@ def decode_blocks(frame: RecordedBlocks, before: BlockMap | None) -> BlockMap:
 
 
 def _changes(blocks: BlockMap, before: BlockMap) -> RecordedBlocks | None:
-    """Return the partial frame that leads from `before` to `blocks`, or None if there is none."""
+    """Return the partial frame that changes the map `before` to `blocks`, or None if there is no such
+    frame."""
     if _shape(blocks) != _shape(before):
         return None
     unfinished = set(blocks.requests)
@@ -125,7 +128,8 @@ def _shape(blocks: BlockMap) -> tuple[int, int, bool]:
 
 
 def _without(blocks: BlockMap, ended: Sequence[int]) -> BlockMap:
-    """Return the map without the requests at the positions in `ended`. Their blocks have no owner."""
+    """Return the map without the requests at the positions in `ended`. The blocks of these requests have no
+    owner."""
     if not ended:
         return blocks
     removed = set(ended)
@@ -149,5 +153,6 @@ def _xor(one: bytes, other: bytes) -> bytes:
 
 
 def _plus(values: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Return the element-wise sums. `others` may be shorter than `values`; its missing values count as 0."""
+    """Return the sums of the elements at the same positions. `others` may be shorter than `values`; missing
+    elements count as 0."""
     return [value + (others[number] if number < len(others) else 0) for number, value in enumerate(values)]

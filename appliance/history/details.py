@@ -1,8 +1,8 @@
 """The details of snapshots: the parts that are not recorded as numbers. These parts are the unfinished
 requests, the alerts, the stalls and the maps of the KV blocks.
 
-Details are recorded every second as frames. A full frame lists everything. A partial frame is a delta: it
-contains the changes since the preceding frame, in a few bytes per request. An hour of frames takes megabytes.
+Details are recorded every second as frames. A full frame contains all details. A partial frame contains the
+changes since the preceding frame, in a few bytes per request. The frames of an hour take several megabytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ MAX_RECORDED_REQUESTS = 1000
 """Maximum number of unfinished requests that are recorded each second. If there are more, the oldest are
 recorded."""
 DETAIL_BYTES_PER_S = 16 << 10
-"""Maximum average size of the frames, in bytes. If frames are larger, some seconds are skipped."""
+"""Maximum average size of the frames, in bytes. If the frames are larger, some seconds are not recorded."""
 _SAVED_BYTES = 1 << 20
-"""Maximum number of unused bytes that can be saved up for a large frame."""
+"""Maximum number of bytes that small frames can leave unused for a later, larger frame."""
 _WHOLE_EVERY = 30
-"""At least one in this many frames is a full frame, so a reader decodes at most this many frames."""
+"""At least one of this many consecutive frames is a full frame, so a reader must decode at most this many
+frames."""
 _NO_BLOCKS: Mapping[str, BlockMap] = {}
 
 
 class RecordedDetails(NamedTuple):
-    """The state after a frame."""
+    """The details of a snapshot after a frame has been decoded."""
 
     at: float
     requests: list[UnfinishedRequest]
@@ -43,22 +44,23 @@ class RecordedDetails(NamedTuple):
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
     number: int
-    """Number of the frame. A partial frame applies to the state after the frame with the preceding number."""
+    """Number of the frame. A partial frame applies to the details after the frame with the preceding
+    number."""
     whole: bool
     at: float
     requests: list[UnfinishedRequest]
-    """New requests, and requests in which fields other than the tokens and times have changed."""
+    """New requests, and requests of which fields other than the tokens and times have changed."""
     ended: list[int]
-    """Positions, in the preceding list, of the requests that have ended."""
+    """Positions, in the preceding list of requests, of the requests that have ended."""
     tokens: list[int]
-    """Number of new output tokens of each remaining request, in the order of the preceding list."""
+    """Number of new output tokens of each request that has not ended, in the order of the preceding list."""
     alerts: list[Alert] | None
     """All alerts, or None if they have not changed."""
     stalls: list[Stall] = []
-    """All stalls in a full frame, and the new ones in a partial frame. Older recordings have none."""
+    """In a full frame, all stalls; in a partial frame, the new stalls. Older recordings contain no stalls."""
     blocks: dict[str, RecordedBlocks | None] = {}
-    """By replica: all maps of the KV blocks in a full frame, and those that have changed in a partial frame.
-    None if there is no map any more. Older recordings have none."""
+    """For each replica, a map of its KV blocks. A full frame contains all maps, a partial frame those that
+    have changed. The value is None if the replica no longer has a map. Older recordings contain no maps."""
 
 
 class _Known(NamedTuple):
@@ -87,8 +89,8 @@ class DetailEncoder:
     def encode(
         self, snapshot: Snapshot, blocks: Mapping[str, BlockMap] = _NO_BLOCKS
     ) -> tuple[bool, bytes] | None:
-        """Encode the next frame. `blocks` are the KV blocks of each replica. Return whether it is a full
-        frame, and its bytes. Return None if the frame is too large to be recorded."""
+        """Encode the next frame. `blocks` are the KV blocks of each replica. Return whether the frame is a
+        full frame, and its bytes. Return None if the frame is too large to be recorded."""
         maps = {name: self._known(name, one) for name, one in blocks.items()}
         requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
         self._number += 1
@@ -122,7 +124,7 @@ class DetailEncoder:
         return frame.whole, document
 
     def lose(self) -> None:
-        """Report that the last frame was not recorded. The next frame is then a full frame."""
+        """Handle that the last frame was not recorded: the next frame must be a full frame."""
         self._since_whole = _WHOLE_EVERY
 
     def _known(self, name: str, blocks: BlockMap) -> _KnownBlocks:
@@ -158,8 +160,8 @@ class DetailEncoder:
 
 
 def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
-    """Return the state after the last of consecutive frames. The first must be a full frame. Returns None if
-    there are no frames or one is missing. Raises ValueError if a frame is damaged."""
+    """Return the details after the last of these consecutive frames, of which the first must be a full frame.
+    Return None if there are no frames or if one is missing. Raises ValueError if a frame is damaged."""
     number, at = -1, 0.0
     requests: list[UnfinishedRequest] = []
     alerts: list[Alert] = []

@@ -30,24 +30,24 @@ class SnapshotQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class PastSnapshot(msgspec.Struct, kw_only=True):
-    """The state of the service at a time in the recorded history. Times are in unix seconds."""
+    """The state of the service at a time in the recorded history. All times are in unix seconds."""
 
     at: float
-    """Time of the sample, or start of the interval."""
+    """Time of the sample, or of the beginning of the interval."""
     resolution_s: int
-    """1: the values of one second. Otherwise, numbers are means over an interval of this length that begins
-    at `at`, and texts are from the end of the interval."""
+    """1: the values of a single second. Otherwise, numbers are means over an interval of this many seconds
+    that begins at `at`, and texts are those at the end of the interval."""
     previous: float | None
-    """Time of the previous sample; null if there is none."""
+    """Time of the preceding sample; null if there is none."""
     next: float | None
-    """Time of the next sample; null if there is none."""
+    """Time of the following sample; null if there is none."""
     first: float
     """Time of the oldest recorded sample."""
     last: float
     """Time of the newest recorded sample."""
     details: bool
-    """Whether the unfinished requests and the alerts were recorded at the time `at`. Otherwise, they are
-    derived from the request log and the alert log, and values such as the tokens so far are null."""
+    """Whether the unfinished requests and the alerts were recorded at the time `at`. If not, they are derived
+    from the request log and the alert log, and some values, such as the number of tokens so far, are null."""
     snapshot: Snapshot
 
 
@@ -58,11 +58,12 @@ class TelemetryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Names of metrics, separated by commas, such as queue.running,gpus[*].power_w. In a
     name, * stands for any characters."""
     since: Time
-    """First time, in unix seconds."""
+    """Beginning of the period, in unix seconds."""
     until: Time
-    """Last time, in unix seconds."""
+    """End of the period, in unix seconds."""
     resolution_s: Seconds | None = None
-    """Resolution in seconds. Default: the finest that covers the time span with at most `points` points."""
+    """Resolution in seconds. Default: the finest resolution for which the period has at most `points`
+    points."""
     points: Annotated[int, msgspec.Meta(ge=1, le=MAX_POINTS)] = 600
     """Maximum number of points in time."""
 
@@ -71,9 +72,10 @@ class TelemetryColumns(msgspec.Struct, kw_only=True):
     """Measurements over time, oldest first."""
 
     resolution_s: int
-    """1: values of single seconds. Otherwise, means over intervals of this many seconds."""
+    """1: the values are those of single seconds. Otherwise, they are means over intervals of this many
+    seconds."""
     at: list[float]
-    """Times of the samples, or starts of the intervals, in unix seconds."""
+    """Times of the samples, or of the beginnings of the intervals, in unix seconds."""
     metrics: dict[str, list[float | None]]
     """For each metric, by name, one value per time in `at`. Unknown values are null."""
 
@@ -98,7 +100,7 @@ class StoredRow(msgspec.Struct, kw_only=True):
 
 
 class StoredDetailsRow(msgspec.Struct, kw_only=True):
-    """The unfinished requests and the alerts in one second, as stored in `history.db`."""
+    """The unfinished requests and the alerts of one second, as stored in `history.db`."""
 
     at: int
     whole: bool
@@ -106,15 +108,16 @@ class StoredDetailsRow(msgspec.Struct, kw_only=True):
 
 
 class StoredPage(msgspec.Struct, kw_only=True):
-    """Stored samples, oldest first, in the format of `store.samples`. Bytes are encoded in base64."""
+    """Stored samples, oldest first, in the format of `store.samples`. Bytes are encoded as base64."""
 
     rows: list[StoredRow]
     layouts: dict[int, bytes]
-    """The layouts of the samples in `rows`, keyed by layout id."""
+    """The layouts of the samples in `rows`, by the id of the layout."""
     details: list[StoredDetailsRow]
-    """The details recorded at the same seconds as the samples in `rows`. Empty if the resolution is not 1."""
+    """The details that were recorded in the same seconds as the samples in `rows`. Empty if the resolution is
+    not 1."""
     next: float | None
-    """Pass this as `since` to get the next page. Null on the last page."""
+    """The value of `since` for the next page. Null on the last page."""
 
 
 class AlertLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -126,7 +129,7 @@ class AlertLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class AlertLogPage(msgspec.Struct, kw_only=True):
-    """Alerts raised between two times, plus those already active at the start of the interval. Newest
+    """Alerts that were raised in the period, and alerts that were already active at its beginning. Newest
     first."""
 
     rows: list[AlertRow]

@@ -1,6 +1,6 @@
-"""Sources of the recorded history: a running service, or a file on this machine (`history.db` or an incident
-file). All sources return the same types. Their methods block, so code on an event loop must call them in
-threads."""
+"""The sources of the recorded history: a running service, or a file on this machine (`history.db` or an
+incident file). The methods of all sources return the same types. They block, so code on an event loop must
+call them in threads."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ Answer = TypeVar("Answer")
 
 
 class PastError(Exception):
-    """Raised if recorded history cannot be read. The message gives the reason and the remedy."""
+    """Raised if the recorded history cannot be read. The message gives the reason and the remedy."""
 
 
 class PastSource(Protocol):
-    """Reads recorded history. All methods raise PastError."""
+    """A source of the recorded history. All methods raise PastError."""
 
     label: str
-    """Description of the source, shown in the header, such as the run directory or the file's name."""
+    """Description of the source for the header of the console: for example, the run directory or the name of
+    the file."""
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
         """Return the state of the service at a given time."""
@@ -64,7 +65,7 @@ class PastSource(Protocol):
         """Return measurements over time."""
 
     def stored(self, query: StoredQuery) -> StoredPage:
-        """Return a page of samples as they are stored."""
+        """Return a page of samples in the form in which they are stored."""
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
         """Return alerts, newest first."""
@@ -83,10 +84,10 @@ class PastSource(Protocol):
 
 
 class ServicePast:
-    """Reads recorded history from a running service through the admin API. Thread-safe."""
+    """Reads the recorded history from a running service, through the admin API. Thread-safe."""
 
     def __init__(self, run_dir: Path, key: str | None = None) -> None:
-        """`key` is needed only by users who are not operators."""
+        """`key` is the key for the admin API. Only users who are not operators need one."""
         self.label = str(run_dir)
         self._run_dir = run_dir
         self._key = key
@@ -100,7 +101,7 @@ class ServicePast:
         return self._call(calls.telemetry(query))
 
     def stored(self, query: StoredQuery) -> StoredPage:
-        """Return a page of samples as they are stored."""
+        """Return a page of samples in the form in which they are stored."""
         return self._call(calls.stored_telemetry(query))
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
@@ -120,7 +121,7 @@ class ServicePast:
         return self._call(calls.log_lines(query))
 
     def close(self) -> None:
-        """Do nothing, because no connection stays open."""
+        """Do nothing, because no connection stays open between calls."""
 
     def _call(self, call: Call[Answer]) -> Answer:
         try:
@@ -130,8 +131,8 @@ class ServicePast:
 
 
 class FilePast:
-    """Reads recorded history from `history.db` or an incident file. For `history.db`, operators' actions come
-    from `control.db` in the same folder. Thread-safe."""
+    """Reads the recorded history from `history.db` or from an incident file. For `history.db`, operators'
+    actions are read from `control.db` in the same folder. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Raises PastError if the file cannot be read."""
@@ -143,7 +144,7 @@ class FilePast:
                 readable = readable_copy(path, Path(self._folder.name))
                 self._incident = IncidentReader(readable)
                 self.facts = self._incident.facts()
-                """Facts about an incident file; None for `history.db`."""
+                """Facts about the incident file, or None for `history.db`."""
         except BaseException:
             self._folder.cleanup()
             raise
@@ -161,7 +162,7 @@ class FilePast:
             return self._past.columns(query)
 
     def stored(self, query: StoredQuery) -> StoredPage:
-        """Return a page of samples as they are stored."""
+        """Return a page of samples in the form in which they are stored."""
         with _explained():
             return self._past.stored(query)
 
@@ -207,12 +208,12 @@ class FilePast:
         return LogPage(lines=lines, first=0, number=lines[-1].number if lines else 0)
 
     def close(self) -> None:
-        """Remove the temporary copy, if there is one."""
+        """Remove the temporary copy of the file, if there is one."""
         self._folder.cleanup()
 
     def _actions(self, query: AuditQuery) -> list[AuditAction]:
-        """Return up to one action more than the query's limit. The extra action shows that there is another
-        page."""
+        """Return at most one action more than the query's limit. An additional action shows that there is
+        another page."""
         if self.facts is None:
             if not self._control.exists():
                 raise PastError(
@@ -231,7 +232,7 @@ class FilePast:
 
 
 _END = 1e11
-"""A time later than any recorded time, in unix seconds."""
+"""A time in unix seconds that is later than any recorded time."""
 
 
 @contextlib.contextmanager
