@@ -1,6 +1,7 @@
-"""An HTTP client for streamed completions, based on httptools. Chunks do not wake a task: a protocol callback
-records their arrival times, and the task that sent the request continues only at the end of the response. A
-general-purpose HTTP client would use more CPU time per token than a fast server does."""
+"""An HTTP client for streamed completions, based on httptools. The arrival of a chunk does not wake a task: a
+callback of the protocol records the arrival time, and the task that sent the request continues only at the
+end of the response. A general-purpose HTTP client would use more CPU time per token than a fast server
+does."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class TargetExchange:
-    """A request and the content of its response. `done` resolves when the response ends or the request
-    fails."""
+    """A request, and the content of its response. The future `done` is resolved when the response ends or the
+    request fails."""
 
     def __init__(self, *, streamed: bool) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,7 +50,7 @@ class TargetExchange:
         self.failure = ""
         self.message = ""
         self.body = bytearray()
-        """Body of a response that is not streamed."""
+        """Body of the response, if the response is not streamed."""
         self.first_at: float | None = None
         self.ended_at = 0.0
         self.gaps_s: list[float] = []
@@ -60,13 +61,13 @@ class TargetExchange:
         self._rest = b""
 
     def fail(self, kind: str, message: str) -> None:
-        """Record a failure and finish the exchange."""
+        """Record that the request failed, and finish the exchange."""
         if not self.done.done():
             self.failure, self.message = kind, message
             self.done.set_result(None)
 
     def retry(self) -> None:
-        """Clear a failure before the request is sent again."""
+        """Clear a recorded failure, because the request is sent again."""
         self.failure = self.message = ""
         self.done = asyncio.get_running_loop().create_future()
 
@@ -119,10 +120,11 @@ class TargetExchange:
         for choice in event.choices:
             if choice.finish_reason is not None:
                 self.ended_at = now
-                # A chunk with a finish_reason but no text contains no token.
+                # A chunk that has a finish_reason but no text contains no token.
                 if not choice.text:
                     continue
-            # An empty text without a finish_reason stands for a token that ends in the middle of a character.
+            # A chunk with an empty text and without a finish_reason contains a token that ends within a
+            # character.
             self.chunks += 1
             if self.first_at is None:
                 self.first_at = now
@@ -132,7 +134,8 @@ class TargetExchange:
 
 
 class TargetConnection(asyncio.Protocol):
-    """A connection that carries one exchange at a time. httptools calls the methods that begin with `on_`."""
+    """A connection that is used for one exchange at a time. httptools calls the methods whose names begin
+    with `on_`."""
 
     transport: asyncio.Transport
     _parser: Any
@@ -140,7 +143,7 @@ class TargetConnection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_open = False
         self.has_response = False
-        """Whether any byte of the response to the last request has arrived."""
+        """Whether any part of the response to the latest request has arrived."""
         self._exchange: TargetExchange | None = None
         self._has_length = self._ends_at_close = False
 
@@ -208,7 +211,7 @@ class TargetConnection(asyncio.Protocol):
 
 
 class Client:
-    """Sends requests to one target, reusing connections."""
+    """Sends requests to one server. Connections are used again."""
 
     def __init__(self, target: Target, timeout_s: float) -> None:
         self.target = target
@@ -217,7 +220,8 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: TargetExchange, due_at: float) -> Record:
-        """Send a request for a streamed completion and return its record. The request was due at `due_at`."""
+        """Send a request for a streamed completion, and return its record. The request should have been sent
+        at the time `due_at`."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(
@@ -233,8 +237,8 @@ class Client:
         )
 
     async def send(self, request: bytes, exchange: TargetExchange) -> None:
-        """Send a request and wait until `exchange` is done. A failure is recorded in the exchange, not
-        raised."""
+        """Send a request, and wait until `exchange` is done. If the request fails, the failure is recorded in
+        the exchange and not raised."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while not exchange.done.done():
@@ -261,12 +265,12 @@ class Client:
             finally:
                 timer.cancel()
                 if exchange.failure or exchange.done.cancelled():
-                    connection.close()  # closing tells the server that the client has disconnected
+                    connection.close()  # closing the connection tells the server that the client has disconnected
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)
             elif exchange.failure == "closed" and is_reused and not connection.has_response:
-                # The server closed an idle connection while the request was in flight. HTTP clients repeat
-                # such a request (RFC 9112, section 9.3.1).
+                # The server closed an idle connection at the moment when the request was sent. HTTP clients
+                # send such a request again (RFC 9112, section 9.3.1).
                 exchange.retry()
 
     def close(self) -> None:
@@ -299,8 +303,8 @@ class Client:
 
 
 def _check_peer(connection: TargetConnection, uids: frozenset[int]) -> None:
-    """Raise PermissionError if an untrusted user's process owns the socket. Called before any data is
-    sent."""
+    """Raise PermissionError if a process of an untrusted user owns the socket. This is checked before any
+    data is sent."""
     if not uids:
         return
     try:
@@ -322,7 +326,7 @@ def refusal_text(body: bytes) -> str:
 
 
 def _error_text(error: Any) -> str:
-    """Return the message if the error is in OpenAI's format, and the error as text otherwise."""
+    """Return the message of an error in OpenAI's format. Any other error is returned as text."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return error["message"]
     return str(error)

@@ -1,5 +1,5 @@
 """Defines the requests that a client process sends, and the records that it reports. All times are in seconds
-of `time.monotonic`, which is the same clock in all processes on a machine."""
+of `time.monotonic`, whose clock is the same in all processes on a machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import random
 import msgspec
 
 STOPPED = "stopped"
-"""Kind of failure for requests that were still open when the run reached `Load.stop_after_s`."""
+"""Kind of failure of requests that were still open when the run had lasted for `Load.stop_after_s`
+seconds."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -19,11 +20,12 @@ class Target(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     tls_name: str = ""
-    """Name that the server's certificate must contain. If empty, TLS is not used."""
+    """Name that the server's certificate must contain. If it is empty, TLS is not used."""
     socket: str = ""
-    """Path of a Unix socket; if empty, `host` and `port` are used."""
+    """Path of a Unix socket. If it is empty, `host` and `port` are used."""
     trusted_uids: frozenset[int] = frozenset()
-    """If not empty, the users who may own the process that listens on the socket (`appliance.ownership`)."""
+    """Users who may own the process that listens on the socket (`appliance.ownership`). If it is empty, the
+    owner is not checked."""
     authority: str = "bench"
     """Value of the Host header."""
     prefix: str = "/v1"
@@ -50,8 +52,9 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests of one run. With `arrivals`, request i is sent `arrivals[i]` seconds after the start (open
-    loop). Otherwise, `concurrency` streams each send one request after another (closed loop)."""
+    """The requests of one run. If `arrivals` is set, request i is sent `arrivals[i]` seconds after the start
+    (open loop). Otherwise, `concurrency` streams run at the same time, and each of them sends one request
+    after another (closed loop)."""
 
     target: Target
     model: str
@@ -66,10 +69,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 0
     arrivals: tuple[float, ...] = ()
     timeout_s: float = 600.0
-    """Time limit for each request."""
+    """Time limit of each request, in seconds."""
     stop_after_s: float = math.inf
-    """Time limit for the run, measured from its start. Requests that are still open then are closed and
-    counted as stopped."""
+    """Time limit of the run, measured from its start. Requests that are still open then are ended and counted
+    as stopped."""
 
     @property
     def streams(self) -> int:
@@ -77,13 +80,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
-        """Return the indices of the requests that this worker sends. Streams are assigned round-robin, so a
-        worker gets every `workers`-th stream."""
+        """Return the indices of the requests that this worker sends. Streams are distributed evenly: a worker
+        gets every `workers`-th stream."""
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
-        """Return a completion request as bytes. The seed and `number` determine its prompt. No two prompts
-        share a prefix that is long enough for a prefix cache."""
+        """Return the body of a completion request as bytes. The seed and `number` determine the prompt of the
+        request. No two prompts have a common prefix that is long enough for a prefix cache."""
         draw = random.Random(f"{self.seed}/{number}")
         body: dict[str, object] = {
             "model": self.model,
@@ -104,21 +107,22 @@ class Record(msgspec.Struct):
     """The measurements of one request, whether it succeeded or failed."""
 
     began_at: float
-    """Time when the request was sent. In an open-loop run, the time when it was due, even if it was sent
-    later."""
+    """Time at which the request was sent. In an open-loop run, this is the time at which it should have been
+    sent."""
     late_s: float
-    """Delay between the time when the request was due and the time when it was sent."""
+    """Delay between the time at which the request should have been sent and the time at which it was sent."""
     ended_at: float
     first_at: float | None = None
-    """Time when the first chunk with a token arrived."""
+    """Time at which the first chunk with a token arrived."""
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
-    """Number of output tokens that the server reported as usage; None if it reported no usage."""
+    """Number of output tokens according to the `usage` that the server reported, or None if it reported no
+    usage."""
     prompt_tokens: int | None = None
     failure: str = ""
-    """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty for
-    success."""
+    """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty if the
+    request succeeded."""
     message: str = ""
 
     @property
@@ -128,19 +132,19 @@ class Record(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens according to the server, or the number of chunks if the server sent no
-        count."""
+        """Number of output tokens according to the server. If the server did not report the number, the
+        number of chunks."""
         return self.chunks if self.tokens is None else self.tokens
 
 
 class BenchProgress(msgspec.Struct):
-    """A client process's report, sent several times a second and once at the end."""
+    """A report of a client process. It is sent several times a second, and once at the end."""
 
     records: list[Record]
-    """Requests that have finished since the last report."""
+    """The records of the requests that have finished since the last report."""
     running: int
     chunks: int
-    """Number of chunks received since the start."""
+    """Number of chunks received since the start of the run."""
     cpu_share: float
-    """CPU time of the client process divided by elapsed time."""
+    """CPU time of the client process, divided by the elapsed time."""
     is_done: bool

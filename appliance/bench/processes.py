@@ -1,4 +1,4 @@
-"""Runs a load in client processes and collects their records."""
+"""Runs a load in several client processes, and collects their records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from appliance.bench.load import BenchProgress, Load, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
-"""Seconds between announcing the start time and starting, so that all client processes can start together."""
+"""Time in seconds between the announcement of the start time and the start, so that all client processes can
+start at the same time."""
 
 
 class BenchError(Exception):
@@ -23,7 +24,7 @@ class BenchError(Exception):
 
 @dataclass(slots=True)
 class RawRun:
-    """The records of a run, which may still be in progress."""
+    """The records of a run. The run may still be in progress."""
 
     started_at: float
     workers: int
@@ -31,17 +32,19 @@ class RawRun:
     running: int = 0
     chunks: int = 0
     busiest_worker_cpu: float = 0.0
-    """CPU share of the busiest client process. Near 1.0, the client may be the bottleneck."""
+    """CPU time of the busiest client process, as a fraction of the elapsed time. If the fraction is near 1.0,
+    the client may be the bottleneck."""
 
 
 def default_workers(streams: int) -> int:
-    """Return the number of client processes: one per 64 streams, but at most half the number of cores."""
+    """Return the number of client processes: one for every 64 streams, but at most half the number of
+    cores."""
     return max(1, min(len(os.sched_getaffinity(0)) // 2, -(-streams // 64)))
 
 
 def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-    """Run a load and wait until all its requests have finished. `show` is called several times per second.
-    Raises BenchError if a client process dies."""
+    """Run a load, and wait until all its requests have finished. `show` is called several times per second to
+    show the progress. Raises BenchError if a client process dies."""
     workers = min(workers or default_workers(load.streams), load.streams)
     processes: list[subprocess.Popen[bytes]] = []
     pipes: list[Connection] = []

@@ -1,11 +1,11 @@
 """Open-loop runs, in which requests arrive at a given rate. Decides whether a server sustains a rate, and
 searches for the highest sustained rate.
 
-Arrivals form a Poisson process, like requests from many independent users. They do not depend on whether the
-server keeps up, and all times of a request are measured from the time when it was due. A rate is sustainable
-if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream Data Processing
-Systems", ICDE 2018). The percentiles of a short trial are not sufficient, because they can be low although
-the backlog grows.
+Arrivals form a Poisson process, like requests from many independent users. Arrivals do not depend on whether
+the server keeps up, and all times of a request are measured from the time at which it should have been sent.
+A rate is sustainable if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream
+Data Processing Systems", ICDE 2018). The percentiles of a short trial are not sufficient, because they can be
+low although the backlog grows.
 """
 
 from __future__ import annotations
@@ -20,52 +20,53 @@ from appliance.bench.load import STOPPED
 from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 
 SATURATED = 0.8
-"""If the busiest client process has a higher CPU share than this, the client may be the bottleneck."""
+"""If the busiest client process uses more than this share of a CPU, the client may be the bottleneck."""
 LATE_MS = 20.0
-"""Maximum delay between the time when a request was due and the time when it was sent. In a run with longer
-delays, the client may be the bottleneck."""
+"""If requests are sent later than planned by more than this, the client may be the bottleneck."""
 MAX_REQUESTS = 2_000_000
 """Maximum number of requests in one run. The number is limited because all records of a run are kept in
 memory."""
 RESPONSE_SHARE = 0.5
-"""Maximum response time, as a fraction of a trial's duration. With longer response times, a trial ends before
+"""Maximum response time, as a fraction of a trial's duration. If responses take longer, a trial ends before
 it reaches a steady state."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
-"""A trial is stopped after this multiple of its duration. Any response that is still open at that time has
-exceeded the maximum response time."""
+"""A trial is stopped after its duration multiplied by this. A response that is still open then has exceeded
+the maximum response time."""
 _FIRST_SHARE = 0.25
 _MIN_ALLOWED = 3
-"""A backlog of at most this many requests never counts as growth, even in a short trial."""
+"""A backlog of at most this many requests does not count as growth, even in a short trial."""
 _MISSED_SHARE = 0.01
 _PRECISION = 0.05
 SLOW = "E2E p99 >"
 
 
 class Search(msgspec.Struct, kw_only=True):
-    """The result of a search."""
+    """The result of a search for the highest sustained rate."""
 
     best: Run | None
-    """The trial with the highest sustained rate."""
+    """The trial with the highest rate that the server sustained."""
     trials: list[Run]
     note: str
-    """The reason why the search ended before it found the exact rate; empty if it found the rate."""
+    """The reason why the search ended before it found the exact rate, or an empty string if it found the
+    rate."""
 
 
 class UnsettledError(Exception):
-    """Raised if the server is still processing requests from an earlier trial, which would distort the next
+    """Raised if the server is still processing requests of an earlier trial, which would affect the next
     trial."""
 
 
 def requests_at(rate: float, duration_s: float) -> int:
-    """Return the mean number of requests that arrive within `duration_s`, but at least one."""
+    """Return the mean number of requests that arrive within `duration_s` seconds, but at least one."""
     return max(1, round(rate * duration_s))
 
 
 def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float, ...]:
-    """Return the times of `requests` Poisson arrivals within `duration_s`, sorted.
+    """Return the times of `requests` Poisson arrivals within `duration_s` seconds, sorted.
 
-    For a fixed number of requests, Poisson arrivals are independent and uniformly distributed. If the number
-    of requests were random too, the rate would vary: for 100 requests, its standard deviation would be 10 %.
+    For a given number of requests, the times of Poisson arrivals are independent and uniformly distributed.
+    The number is not random, because the rate would then vary: with 100 requests, its standard deviation
+    would be 10 %.
     """
     draw = random.Random(f"{seed}/arrivals")
     return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))
@@ -81,8 +82,9 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
     The standard deviation of a Poisson arrival count is the square root of its mean. A backlog of up to half
     a standard deviation is allowed; servers that run at up to 90 % of their capacity rarely reach it.
 
-    The response time is measured in the first quarter of the run, before a backlog can affect it. It is the
-    90th percentile, or the fastest response if the percentile exceeds RESPONSE_SHARE of the duration.
+    The response time is measured in the first quarter of the run, before a backlog can affect it. The
+    response time is the 90th percentile or, if this exceeds RESPONSE_SHARE of the duration, the time of the
+    fastest response.
     """
     spans = [
         (one.at_s, math.inf if one.failure == STOPPED else one.at_s + one.e2e_ms / 1000) for one in requests
@@ -105,8 +107,8 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
 
 
 def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
-    """Return the reasons why a trial's rate is not sustained; empty if it is sustained. A failed or stopped
-    request is treated as if it had exceeded every limit."""
+    """Return the reasons why the server did not sustain the rate of a trial. The list is empty if the server
+    sustained it. A failed or stopped request is treated as if it had exceeded every limit."""
     allowed = _MISSED_SHARE * run.requests
     failed = [one for one in run.per_request if one.failure and one.failure != STOPPED]
     reasons = []
@@ -138,14 +140,16 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
 
 
 def is_client_limited(run: Run) -> bool:
-    """Return whether the client may have been the bottleneck in a run."""
+    """Return whether the client may have been the bottleneck of a run."""
     return run.busiest_worker_cpu > SATURATED or run.late_p99_ms > LATE_MS
 
 
 def resolution(run: Run, duration_s: float) -> float:
-    """Return the fraction by which a rate may exceed the server's capacity and still count as sustained. It
-    is above 0 because arrivals are random (which contributes 0.2 for 100 requests and 0.05 for 1,600
-    requests) and because response times vary."""
+    """Return the fraction by which a rate may exceed the capacity of the server and still count as sustained.
+
+    The fraction is above 0 because arrivals are random (which contributes 0.2 for 100 requests and 0.05 for
+    1,600 requests) and because response times vary.
+    """
     spread = run.e2e_ms
     uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
     return 2 / math.sqrt(run.requests) + uneven_s / duration_s

@@ -1,4 +1,4 @@
-"""The statistics of a run, in one structure that can be printed, evaluated and written as JSON."""
+"""The statistics of a run in one structure, which can be printed, evaluated and written as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Percentiles(msgspec.Struct):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """The limits that a request must meet to count towards goodput. None means no limit."""
+    """The limits that a request must meet to count towards the goodput. A value of None means no limit."""
 
     ttft_p99_ms: float | None = None
     itl_p99_ms: float | None = None
@@ -32,7 +32,7 @@ class Slo(msgspec.Struct, frozen=True):
 
     def allows(self, record: Record) -> bool:
         """Return whether a request succeeded within the limits. The ITL limit applies to the mean time
-        between a request's chunks, because a single request has too few chunks for a 99th percentile."""
+        between the request's chunks, because a single request has too few chunks for a 99th percentile."""
         if record.failure or record.first_at is None:
             return False
         if self.ttft_p99_ms is not None and 1000 * (record.first_at - record.began_at) > self.ttft_p99_ms:
@@ -42,15 +42,15 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct):
-    """All failed requests that share one kind of failure."""
+    """The failed requests of a run that have the same kind of failure."""
 
     count: int
     example: str
 
 
 class RequestTimes(msgspec.Struct):
-    """The times of one request. `at_s` counts from the start of the run, and the other times count from when
-    the request was due."""
+    """The times of one request. `at_s` is measured from the start of the run. All other times are measured
+    from the time at which the request should have been sent."""
 
     at_s: float
     ttft_ms: float | None
@@ -63,19 +63,20 @@ class RequestTimes(msgspec.Struct):
 
 
 class Backlog(msgspec.Struct):
-    """The number of requests that were open for longer than a typical response takes, counted at two points
-    of an open-loop run."""
+    """The number of requests that have been open for longer than a typical response takes, counted twice
+    during an open-loop run."""
 
     response_s: float
-    """Typical response time; infinite if responses take so long that the run cannot show a backlog."""
+    """Time of a typical response. The time is infinite if responses take so long that the run cannot show a
+    backlog."""
     before: int
-    """Number of requests in the backlog halfway through the arrivals."""
+    """Number of requests in the backlog after half of the time over which requests arrive."""
     after: int
-    """Number of requests in the backlog at the end of the arrivals."""
+    """Number of requests in the backlog at the end of the time over which requests arrive."""
     seconds: float
-    """Time between the two counts."""
+    """Time between the two counts, in seconds."""
     allowed: float
-    """Largest backlog, in requests, that chance alone can explain."""
+    """Largest backlog, in requests, that can be explained by chance."""
 
     @property
     def is_growing(self) -> bool:
@@ -89,14 +90,14 @@ class Backlog(msgspec.Struct):
 
 class Run(msgspec.Struct, kw_only=True):
     """The statistics of one run. Percentiles are None if nothing was measured. The TTFT, ITL, TPOT and E2E
-    percentiles and the token and chunk counts cover only requests that succeeded."""
+    percentiles and the numbers of tokens and chunks include only requests that succeeded."""
 
     requests: int
     seconds: float
-    """Time from the start of the run until the last request finished. In an open-loop run, it is at
-    least as long as the time over which requests arrive."""
+    """Time from the start of the run until the last request finished. For an open-loop run, this is at least
+    the time over which requests arrive."""
     rate: float | None
-    """Number of requests that arrive per second; None for a closed-loop run."""
+    """Number of requests that arrive per second, or None for a closed-loop run."""
     succeeded: int
     unfinished: int
     """Number of requests that were still open when the run was stopped."""
@@ -104,33 +105,35 @@ class Run(msgspec.Struct, kw_only=True):
     output_tokens: int
     prompt_tokens: int
     tokens_counted_by_client: bool
-    """Whether some responses had no usage field. In that case, each of their chunks counts as one token."""
+    """Whether some responses had no `usage` field. Each chunk of these responses counts as one token."""
     chunks: int
     short_answers: int
-    """Number of requests that succeeded with fewer tokens than requested."""
+    """Number of requests that succeeded, but with fewer tokens than requested."""
     output_tok_s: float
     prompt_tok_s: float
     requests_s: float
     goodput: float | None
-    """Number of requests per second that met the limits; None if there are no limits."""
+    """Number of requests per second that met the limits, or None if there are no limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     """Times between consecutive chunks."""
     tpot_ms: Percentiles | None
-    """Each request's mean time per output token after the first chunk."""
+    """Mean time per output token after the first chunk, for each request."""
     e2e_ms: Percentiles | None
     late_p99_ms: float
-    """99th percentile of the delay between the time when a request was due and the time when it was sent."""
+    """99th percentile of the delay between the time at which a request should have been sent and the time at
+    which it was sent."""
     workers: int
     busiest_worker_cpu: float
     backlog: Backlog | None = None
-    """Backlog of an open-loop run; None for a closed-loop run."""
+    """Backlog of an open-loop run, or None for a closed-loop run."""
     reasons: list[str] = []
-    """Reasons why the rate of a trial is not sustained; empty if it is sustained."""
+    """Reasons why the server did not sustain the rate of a trial. Empty if the server sustained it."""
     per_request: list[RequestTimes] = []
 
     def metric(self, name: str) -> float | None:
-        """Return the value of a metric by its name in `Workload.metric`; None if nothing was measured."""
+        """Return the value of the metric with this name (`Workload.metric`), or None if nothing was
+        measured."""
         if name in ("p99_ms", "ms"):
             if self.e2e_ms is None:
                 return None
@@ -139,12 +142,12 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the nearest-rank percentile of a non-empty sorted sequence."""
+    """Return a percentile of a sorted sequence that is not empty, according to the nearest-rank method."""
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """Return the percentiles of values given in seconds; None if there are no values."""
+    """Return the percentiles of values given in seconds, or None if there are no values."""
     if not values:
         return None
     ordered = sorted(1000 * value for value in values)

@@ -1,4 +1,5 @@
-"""Checks the server before a run: its address, model, valid token ids and response."""
+"""Checks the server before a run: its address, its model, the valid token ids and its response to a test
+request."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server that has passed the checks, and its properties."""
+    """A server that has passed the checks, with its properties."""
 
     target: Target
     model: str
     vocab_size: int
     vocab_size_source: str
-    """Source of the vocabulary size, as shown to the operator."""
+    """How the vocabulary size was determined, as shown to the operator."""
     max_model_len: int | None = None
     """Maximum number of prompt and output tokens combined, or None if the server does not report it."""
 
@@ -48,8 +49,8 @@ class Server(msgspec.Struct, frozen=True):
 
 
 def parse_url(base_url: str, api_key: str | None) -> Target:
-    """Return the target for a base URL in the form that the `openai` client takes. `/v1` is added if the URL
-    has no path. Raises BenchError."""
+    """Return the target for a base URL of the form that the `openai` client accepts. If the URL has no path,
+    `/v1` is added. Raises BenchError."""
     url = urlsplit(base_url)
     try:
         port = url.port
@@ -74,8 +75,8 @@ def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
     """Return the target for a Unix socket. Raises BenchError."""
-    # Keep the path as given, because a relative path may fit into the length limit even if the absolute path
-    # does not.
+    # Do not make the path absolute, because a relative path may fit into the length limit even if the
+    # absolute path does not.
     if len(path.encode()) > 107:
         raise BenchError(f"--socket {path!r} is too long: a socket path can have at most 107 bytes")
     if not Path(path).exists():
@@ -84,8 +85,8 @@ def socket_target(
 
 
 def find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
-    """Request the server's models and vocabulary size, and send a completion request for two tokens. Raises
-    BenchError."""
+    """Find out the server's models and vocabulary size, and send a request for a completion of two tokens.
+    Raises BenchError."""
     return asyncio.run(_find_server(target, model, vocab_size))
 
 
@@ -115,7 +116,7 @@ async def _find_server(target: Target, model: str | None, vocab_size: int | None
 
 
 async def _models(client: Client) -> dict[str, dict[str, Any]]:
-    """Return the models that /v1/models lists, by id; empty if the route does not exist."""
+    """Return the models in the list at /v1/models by id. The result is empty if the route does not exist."""
     target = client.target
     status, body = await _ask(client, "GET", f"{target.prefix}/models")
     if status == 404:
@@ -146,8 +147,8 @@ def _choose(served: dict[str, dict[str, Any]], model: str | None, target: Target
 
 
 async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> tuple[int, str]:
-    """Return a number below which all token ids are valid: the vocabulary size that the server reports, or
-    the highest token id in a text that contains many scripts."""
+    """Return a number below which all token ids are valid. This is the vocabulary size that the server
+    reports, or else the highest token id in a text with characters of many scripts."""
     meta = document.get("meta")
     for place in (document, meta if isinstance(meta, dict) else {}):
         for name in ("vocab_size", "n_vocab"):
@@ -164,7 +165,7 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send one request with the same shape as the run's requests, so that a problem is reported once, before
+    """Send one request of the same shape as the requests of the run. A problem is then reported once, before
     the run starts."""
     load = Load(
         target=server.target,

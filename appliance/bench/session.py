@@ -1,4 +1,5 @@
-"""Benchmarks one server: runs workloads and open-loop loads, and searches for the highest sustained rate."""
+"""Runs benchmarks against one server: workloads, open-loop loads, and searches for the highest sustained
+rate."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""After a failed trial, the server must answer a test request within this many seconds, or within a trial's
-duration if that is longer. Otherwise, the search is abandoned."""
+"""After a failed trial, the server must answer a test request within this many seconds or within the duration
+of a trial, whichever is longer. Otherwise, the search is ended."""
 
 
 class Show(Protocol):
-    """Displays the progress of a run. Called with None when the run ends."""
+    """A function that displays the progress of a run. It is called with None when the run ends."""
 
     def __call__(self, title: str, load: Load, raw: RawRun | None) -> None: ...
 
@@ -51,8 +52,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def typical(self) -> Run:
-        """The run with the median value of the metric. For an even number of runs, this is the worse of the
-        two middle runs."""
+        """The run whose value of the metric is the median. If the number of runs is even, this is the worse
+        of the two middle runs."""
         measured = [run for run in self.runs if run.metric(self.metric) is not None]
         if not measured:
             return self.runs[0]
@@ -105,8 +106,8 @@ class Session:
         )
 
     def open(self, shape: Shape, rate: float, duration_s: float, runs: int = 1) -> Result:
-        """After a warm-up, run `runs` times: send requests at `rate` per second for `duration_s`, and wait
-        for all responses. Raises BenchError."""
+        """After a warm-up, repeat `runs` times: send requests at `rate` per second for `duration_s` seconds,
+        and wait for all responses. Raises BenchError."""
         requests = requests_at(rate, duration_s)
         self._warm_up(shape, requests)
         measured = [
@@ -117,7 +118,7 @@ class Session:
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
         """Run trials of `duration_s` to find the highest rate that the server sustains within the limits.
-        Returns a record of the search, and the result of its best trial (None if no rate was sustained).
+        Return a record of the search, and the result of its best trial, or None if no rate was sustained.
         Raises BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
@@ -143,8 +144,8 @@ class Session:
         return found, _open_result("find-rate", shape, found.best.rate, duration_s, [found.best])
 
     def _settle(self, shape: Shape, duration_s: float) -> None:
-        """Wait until the server answers a test request. Otherwise, requests left from the last trial would
-        slow down the next one."""
+        """Wait until the server answers a test request. Requests that are left from the last trial would slow
+        down the next trial."""
         limit_s = max(_SETTLE_S, duration_s)
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
@@ -155,8 +156,8 @@ class Session:
             )
 
     def _warm_up(self, shape: Shape, streams: int) -> None:
-        """Send a few requests that are not measured. Otherwise, the first run might include
-        compilation time."""
+        """Send a few requests that are not measured. Otherwise, the first run could include the time for
+        compilation."""
         if self._warms_up:
             few = min(streams, _MAX_WARM_UP)
             self._run("warm-up", shape, few, concurrency=few)
@@ -174,7 +175,7 @@ class Session:
     ) -> Run:
         self._server.check_length(shape)
         self._runs += 1
-        seed = f"{self._seed}/{self._runs}"  # a new seed for each run avoids hits in a prefix cache
+        seed = f"{self._seed}/{self._runs}"  # a new seed for each run, so that prompts are not found in a prefix cache
         load = Load(
             target=self._server.target,
             model=self._server.model,

@@ -1,5 +1,6 @@
-"""A client process, started as `python -m appliance.bench.worker FD`. It receives a load over the pipe FD,
-reports that it is ready, receives the start time, sends its share of the requests and reports the results."""
+"""A client process, started as `python -m appliance.bench.worker FD`. The process receives a load over the
+pipe FD, reports that it is ready, and receives the start time. It then sends its share of the requests and
+reports the results."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from appliance.bench.load import STOPPED, BenchProgress, Load, Record
 PROGRESS_S = 0.2
 _MAX_PREPARED = 4096
 _MAX_PREPARED_TOKENS = 16 << 20
-"""Maximum number of tokens in requests that are encoded before the start (about six bytes per token). The
-remaining requests are encoded just before they are sent."""
+"""Maximum number of tokens in the requests that are encoded before the start. Each token takes about six
+bytes. The remaining requests are encoded just before they are sent."""
 
 
 class Sender:
-    """Sends the requests of one worker."""
+    """Sends the requests of one client process."""
 
     def __init__(self, load: Load, worker: int, workers: int) -> None:
         self._load = load
@@ -36,7 +37,7 @@ class Sender:
         self._chunks = 0
 
     async def run(self, start: float, pipe: Connection) -> None:
-        """Send all requests, beginning at `start`, and report over the pipe."""
+        """Send all requests, beginning at the time `start`, and report the results over the pipe."""
         cpu, wall = time.process_time(), time.monotonic()
 
         def report(is_done: bool) -> None:
@@ -79,7 +80,7 @@ class Sender:
         async with asyncio.TaskGroup() as streams:
             for number in self._numbers:
                 body, due_at = self._body(number), start + self._load.arrivals[number]
-                await asyncio.sleep(0)  # let the event loop read received chunks even if sending is late
+                await asyncio.sleep(0)  # let the event loop read the chunks that have arrived, even if requests are late
                 while (wait := due_at - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
                 streams.create_task(self._send(client, body, due_at))
@@ -89,7 +90,7 @@ class Sender:
         self._running.add(exchange)
         try:
             record = await client.complete(body, exchange, due_at)
-            # read `self._records` after the await, because `report` may have replaced the list
+            # `report` may have replaced the list during the await, so read it now
             self._records.append(record)
         except asyncio.CancelledError:
             self._records.append(Record(due_at, 0.0, time.monotonic(), exchange.first_at, failure=STOPPED))
@@ -104,7 +105,7 @@ class Sender:
 
 def main() -> None:
     """Run one load as a client process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which stops its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent process, which stops its workers
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -114,8 +115,8 @@ def main() -> None:
     try:
         sender = Sender(*pipe.recv())
         gc.freeze()
-        # Run the garbage collector less often than the default (every 700 objects), because chunks create no
-        # reference cycles.
+        # Run the garbage collector less often than the default of once per 700 objects, because chunks create
+        # no reference cycles.
         gc.set_threshold(50_000, 20, 100)
         pipe.send(None)
         uvloop.run(sender.run(pipe.recv(), pipe))

@@ -1,5 +1,5 @@
-"""The named workloads. Workloads that also exist in `engine.bench` have the same names, numbers and metrics
-here. The definitions are duplicated because this package must not import the engine's benchmark; a test
+"""The named workloads. A workload that also exists in `engine.bench` has the same name, numbers and metric
+here. The definitions are repeated because this package must not import the benchmark of the engine; a test
 compares them. Workloads with `http` in their name exist only here."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request with a prompt of `prompt_tokens` random tokens, for which exactly `output_tokens` tokens are
-    generated."""
+    """The shape of a request: its prompt has `prompt_tokens` random tokens, and exactly `output_tokens`
+    tokens are generated."""
 
     prompt_tokens: int
     output_tokens: int
@@ -24,7 +24,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sends `requests` requests of one shape, at most `concurrency` of them at the same time."""
+    """A workload: `requests` requests of the same shape are sent, at most `concurrency` of them at the same
+    time."""
 
     requests: int
     concurrency: int
