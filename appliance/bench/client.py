@@ -265,7 +265,7 @@ class Client:
             finally:
                 timer.cancel()
                 if exchange.failure or exchange.done.cancelled():
-                    connection.close()  # closing the connection tells the server that the client has disconnected
+                    connection.close()  # tells the server that the client has disconnected
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)
             elif exchange.failure == "closed" and is_reused and not connection.has_response:

@@ -161,7 +161,7 @@ def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
     that fails without being stopped is repeated once, because a short disturbance on the machine must not
     decide the result.
 
-    `attempt` runs a trial. It raises UnsettledError if further trials would be pointless.
+    The function `attempt` runs a trial. It raises UnsettledError if further trials would be useless.
     """
     trials: list[Run] = []
     best: Run | None = None

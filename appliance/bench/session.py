@@ -175,7 +175,7 @@ class Session:
     ) -> Run:
         self._server.check_length(shape)
         self._runs += 1
-        seed = f"{self._seed}/{self._runs}"  # a new seed for each run, so that prompts are not found in a prefix cache
+        seed = f"{self._seed}/{self._runs}"  # a new seed for each run avoids hits in a prefix cache
         load = Load(
             target=self._server.target,
             model=self._server.model,

@@ -80,7 +80,7 @@ class Sender:
         async with asyncio.TaskGroup() as streams:
             for number in self._numbers:
                 body, due_at = self._body(number), start + self._load.arrivals[number]
-                await asyncio.sleep(0)  # let the event loop read the chunks that have arrived, even if requests are late
+                await asyncio.sleep(0)  # let the event loop read arrived chunks, even if requests are late
                 while (wait := due_at - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
                 streams.create_task(self._send(client, body, due_at))
@@ -105,7 +105,7 @@ class Sender:
 
 def main() -> None:
     """Run one load as a client process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent process, which stops its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which stops its workers
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
