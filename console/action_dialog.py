@@ -3,7 +3,7 @@ is derived from the action's entry in the registry. Its default is Cancel."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from console.dialogs import Dialog, ScrollArea, hidden, lines_of, show_text, tex
 from console.impact import Impact
 from console.lines import span
 from console.parameters import CommandError, Parameter, Values, build, entered, equivalent, parameters_of
+from console.present import absent_text
 
 _MIN_FORM, _MAX_FORM = 4, 20
 """Minimum and maximum height of an action's form, in lines."""
@@ -48,6 +49,8 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
     ActionDialog .field Label { width: 24; }
     ActionDialog.-small .field Label { width: 20; }
     ActionDialog .field .help { width: 1fr; height: auto; margin-left: 1; color: $text-muted; }
+    ActionDialog .field .now { width: auto; max-width: 50%; height: 1; margin-left: 1; color: $text-muted; }
+    ActionDialog.-small .field .now { display: none; }
     ActionDialog Checkbox { background: transparent; width: 3; }
     ActionDialog Checkbox:focus { text-style: bold reverse; }
     ActionDialog #hint { height: auto; max-height: 3; color: $text-muted; }
@@ -75,6 +78,8 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         self._values = values
         self._impact = impact
         self._impact_lines: list[str] = []
+        self._present: Mapping[str, Any] = {}
+        """The present values of the fields."""
         self._what_if = what_if
         self._place = place
         self._earlier = earlier
@@ -157,10 +162,10 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
                 yield Static(text(field.description), classes="help")
             else:
                 shown = _default_text(field) if value is None else str(value)
-                absent = "none" if field.default is None else "unchanged"
-                if field.name == self._action.named_by:
-                    absent = self._target() or absent
-                yield Input(value=shown, id=f"field-{field.name}", placeholder=absent, compact=True)
+                yield Input(value=shown, id=f"field-{field.name}", compact=True)
+                now = hidden(f"now-{field.name}")
+                now.add_class("now")
+                yield now
 
     def _target(self) -> str:
         name = self._named(self._values)
@@ -194,17 +199,29 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
         self.show_error("")
         self.show_impact()
+        self._show_present()
 
     def show_impact(self) -> None:
         """Show what the action would affect now."""
         if not self.query("#impact"):
             return  # The dialog has not been built yet, or it has been closed.
-        lines = self._impact.lines(self._named(self._collected()))
-        if lines == self._impact_lines:
-            return
-        self._impact_lines = lines
-        show_text(self.query_one("#impact", Static), lines_of(lines))
-        self.fit()
+        target = self._named(self._collected())
+        if (lines := self._impact.lines(target)) != self._impact_lines:
+            self._impact_lines = lines
+            show_text(self.query_one("#impact", Static), lines_of(lines))
+            self.fit()
+        if (present := self._impact.present(target)) != self._present:
+            self._present = present
+            self._show_present()
+
+    def _show_present(self) -> None:
+        """Show the present values: in the fields that are empty, and beside the others."""
+        for field in entered(self._action):
+            for one in self.query(f"Input#field-{field.name}").results(Input):
+                absent = absent_text(self._action, field, self._present)
+                one.placeholder = span(absent).text
+                is_beside = one.value.strip() and field.name in self._present
+                show_text(self.query_one(f"#now-{field.name}", Static), text(absent if is_beside else ""))
 
     def _named(self, values: Values) -> str | None:
         """Return the target that an action's values name."""
@@ -218,6 +235,8 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         field = parameters_of(self._action).get(name.removeprefix("field-"))
         if isinstance(event.widget, Input) and field is not None:
             explained = field.description
+            if field.name in self._present:
+                explained += f" Now: {field.shown(self._present[field.name])}"
         show_text(self.query_one("#hint", Static), text(explained))
         self.fit()
 

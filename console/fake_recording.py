@@ -96,7 +96,7 @@ class FakeRecording:
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
         """Return a list as it was at a given time, newest rows first."""
-        if name in ("settings", "findings", "models", "callers", "silences", "rules"):
+        if name in ("settings", "findings", "models", "tenants", "callers", "silences", "rules"):
             raise UnsupportedListError(NOT_RECORDED)
         if name == "usage":
             raise UnsupportedListError(USAGE_NOT_RECORDED)

@@ -10,6 +10,7 @@ from appliance.protocol import AuditHead, Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from console.fake_log import FakeLog
 from console.fake_requests import finished_requests, usage_rows
+from console.fake_tenants import tenant_record
 from console.simulated import KEY_NAMES, key_id
 from console.simulation import Simulation
 from console.source import ListName, ListRow, Row
@@ -100,6 +101,8 @@ class FakeRows:
             return usage_rows(self._simulation)
         if name == "models":
             return self._models()
+        if name == "tenants":
+            return [tenant_record(one, self._simulation.started) for one in self._simulation.tenants.values()]
         if name == "callers":
             return self._callers()
         if name == "settings":

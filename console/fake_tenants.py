@@ -5,10 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from appliance.protocol import LimitUsage
+import msgspec
+
+from appliance.protocol import LimitUsage, Tenant
 from appliance.snapshot import TenantUse
 from console.simulated import WINDOW_S, SimTenant
 from console.simulation import Simulation
+
+_KEYS, _PEERS = 3, 0
+"""Number of keys and of mapped users and groups of each tenant."""
+
+
+def tenant_record(one: SimTenant, created_at: float) -> Tenant:
+    """Return the fields of a tenant that operators can change."""
+    quota = {limit.name: limit.capacity for limit in one.limits} | {"concurrent_requests": one.concurrent}
+    fields = {
+        "name": one.name,
+        "created_at": created_at,
+        "weight": one.weight,
+        "highest_class": one.highest_class,
+        "suspended_at": one.suspended_at,
+        "quota": quota,
+        "built_in": False,
+        "keys": _KEYS,
+        "peers": _PEERS,
+    }
+    return msgspec.convert(fields, Tenant)
 
 
 def tenants_of(sim: Simulation, tokens_per_s: Mapping[str, float | None]) -> list[TenantUse]:
@@ -64,8 +86,8 @@ def _tenant_use(
         suspended_at=one.suspended_at,
         weight=one.weight,
         highest_class=one.highest_class,
-        keys=3,
-        peers=0,
+        keys=_KEYS,
+        peers=_PEERS,
         running=one.running,
         waiting=one.waiting,
         tokens_per_s=tokens_per_s,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from appliance.actions import Action
-from appliance.protocol import Key, PeerMapping, Silence
+from appliance.protocol import Key, PeerMapping, Silence, Tenant
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Alert, Snapshot, TenantUse
 from console import units
@@ -18,6 +18,17 @@ from console.source import ListName
 Facts = dict[str, str]
 _NOT_COMPARED = {"id", "prefix", "created_at", "usage"}
 """Fields of a key that operators do not change."""
+_TENANT_SETTINGS = (
+    "default_class",
+    "default_max_tokens",
+    "cache_group",
+    "log_policy",
+    "log_days",
+    "burst_s",
+    "context_tokens",
+    "kv_share",
+)
+"""Fields of a tenant that a snapshot does not contain."""
 _TIMES = ("expires_at", "revoked_at")
 _SHOWN_CHANGES = 3
 """Maximum number of changes that fit in a dialog of 24 lines."""
@@ -45,6 +56,8 @@ def required_lists(action: Action) -> tuple[ListName, ...]:
     match action.target:
         case "model":
             return ("models",)
+        case "tenant" if action.named_by == "name":
+            return ("tenants",)
         case "key" | "peer":
             return ("callers",)
         case "alert" if action.name == "alerts.unsilence":
@@ -163,6 +176,9 @@ def _listed(action: Action, target: str | None, context: Context, now: float) ->
     match action.target:
         case "model":
             return _registered(registered((target or "").partition("@")[0], context))
+        case "tenant":
+            tenants = context.rows_of("tenants", Tenant)
+            return _tenant_settings(next((one for one in tenants if one.name == target), None))
         case "key":
             keys = context.rows_of("callers", Key)
             return _key(next((one for one in keys if one.id == target), None), now)
@@ -173,6 +189,14 @@ def _listed(action: Action, target: str | None, context: Context, now: float) ->
         case "alert" if action.name == "alerts.unsilence":
             return {"silence": "ended" if silence_with(target, context) is None else "active"}
     return {}
+
+
+def _tenant_settings(tenant: Tenant | None) -> Facts:
+    """Return the fields of a tenant that a snapshot does not contain."""
+    if tenant is None:
+        return {}
+    values = msgspec.structs.asdict(tenant) | msgspec.structs.asdict(tenant.quota)
+    return {name.replace("_", " "): str(values[name]) for name in _TENANT_SETTINGS}
 
 
 def _registered(model: RegisteredModel | None) -> Facts:

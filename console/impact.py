@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -21,6 +22,7 @@ from console.fingerprints import (
     silence_with,
     silenced_alerts,
 )
+from console.present import present_values
 
 _SHOWN_TENANTS = 3
 """Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
@@ -50,6 +52,10 @@ class Impact:
         if before.listed is None or not before.observed:
             self._shown[target] = Fingerprint(before.observed or now.observed, now.listed)
         return impact(self._action, target, context)
+
+    def present(self, target: str | None) -> Mapping[str, Any]:
+        """Return the present values of the action's parameters."""
+        return present_values(self._action, target, self._context())
 
     def changes(self, target: str | None) -> str:
         """Return a message if the target's state has changed since the operator first saw its impact or since

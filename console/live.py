@@ -122,6 +122,8 @@ class LiveSource:
                     return await self._daily_usage()
                 case "models":
                     return await self._client.call(calls.MODELS)
+                case "tenants":
+                    return await self._client.call(calls.TENANTS)
                 case "callers":
                     return [*await self._client.call(calls.KEYS), *await self._client.call(calls.PEERS)]
                 case "silences":

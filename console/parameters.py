@@ -64,6 +64,8 @@ class Parameter:
         self.description = ""
         if isinstance(kind, msgspec.inspect.Metadata):
             self.description = (kind.extra_json_schema or {}).get("description", "")
+            # The description is that of the JSON value.
+            self.description = self.description.replace("Null ", "The value none ")
         types = _alternatives(kind)
         self.optional = any(isinstance(one, msgspec.inspect.NoneType) for one in types)
         """Whether "none" is a value."""
@@ -79,6 +81,34 @@ class Parameter:
     def label(self) -> str:
         """The label in forms."""
         return self.flag.removeprefix("--").replace("-", " ")
+
+    @property
+    def preset(self) -> Any:
+        """The value that applies if the parameter is omitted, except in changes of a tenant or key."""
+        return self.default if self.declared is None else self.declared.default
+
+    def shown(self, value: Any) -> str:
+        """Return a value as text, with its unit."""
+        if value is None:
+            absent = "never" if self.kind == "time" else "none"
+            return absent if self.declared is None else self.declared.field.none
+        match self.kind:
+            case "number" | "count":
+                unit = "" if self.declared is None else self.declared.field.unit
+                return f"{value:,.15g} {unit}".rstrip()
+            case "class":
+                return f"P{value}"
+            case "span":
+                return span_text(value)
+            case "time":
+                return units.date(value)
+            case "share":
+                return f"{100 * value:g}%"
+            case "list":
+                return ",".join(value)
+            case "table":
+                return ",".join(f"{name}={weight:g}" for name, weight in value.items())
+        return str(value)
 
     def _kind(self) -> Kind:
         if self.declared is not None:

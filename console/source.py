@@ -10,7 +10,7 @@ import msgspec
 
 from appliance.history.forecasts import QuotaForecast
 from appliance.pages import ChainReport, NamedRequest, UsageRow
-from appliance.protocol import Key, PeerMapping, Silence
+from appliance.protocol import Key, PeerMapping, Silence, Tenant
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Snapshot
 
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from console.recordings import RecordedPast
 
 ListName = Literal[
-    "audit", "logs", "settings", "findings", "finished", "usage", "models", "callers", "silences", "rules"
+    "audit",
+    "logs",
+    "settings",
+    "findings",
+    "finished",
+    "usage",
+    "models",
+    "tenants",
+    "callers",
+    "silences",
+    "rules",
 ]
 """Lists that are not part of a snapshot. They are read when their screen is shown. "rules" are the alert
 rules, whose names the command line completes."""
@@ -55,10 +65,10 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
     """Additional fields, keyed by name."""
 
 
-Row = ListRow | NamedRequest | UsageRow | RegisteredModel | Key | PeerMapping | Silence
+Row = ListRow | NamedRequest | UsageRow | RegisteredModel | Tenant | Key | PeerMapping | Silence
 """A row of a list: `NamedRequest` for finished requests, `UsageRow` for usage, `RegisteredModel` for models
-with their versions, `Key` or `PeerMapping` for callers, `Silence` for silences, and `ListRow` for all other
-lists."""
+with their versions, `Tenant` for tenants, `Key` or `PeerMapping` for callers, `Silence` for silences, and
+`ListRow` for all other lists."""
 
 
 class SnapshotSource(Protocol):
