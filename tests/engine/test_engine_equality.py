@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from engine.generate import LocalEngine
 from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLogprob, pack_tokens
-from kernels import reference
+from kernels import reference, reference_attention
 from tests.engine.tiny import TINY
 
 NEAR_TIE = 1e-4
@@ -83,7 +83,8 @@ def form(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     exact = {"linear": linear, "scaled_dot_product_attention": attention}
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
-            patch.setattr(reference, "F", SimpleNamespace(**{**vars(F), **exact}))
+            for module in (reference, reference_attention):
+                patch.setattr(module, "F", SimpleNamespace(**{**vars(F), **exact}))
             patch.setattr(reference, "_has_packed_linear", lambda: False)
         yield request.param
 

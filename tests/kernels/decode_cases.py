@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels import PAGE_TOKENS, KvPool, Rotation, reference
+from kernels.reference_attention import paged_attention_decode
 from kernels.rope import cos_sin_table, default_frequencies
 
 triton = pytest.importorskip("triton")
@@ -66,7 +67,7 @@ class Case:
         if not there.any():
             return out
         tables = self.table.long().clamp(max=len(keys) - 1).index_select(0, self.rows[there])
-        out[there] = reference.paged_attention_decode(
+        out[there] = paged_attention_decode(
             self.q[there].to(dtype),
             keys.to(dtype),
             values.to(dtype),

@@ -32,6 +32,7 @@ import pytest
 import torch
 
 from kernels import PAGE_TOKENS, reference
+from kernels.reference_attention import paged_attention_decode, paged_attention_prefill
 
 ON_CPU = not torch.cuda.is_available()
 needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs only on machines without a GPU")
@@ -181,8 +182,8 @@ def test_the_reference_stays_within_the_bound_in_float32(kind: str) -> None:
     scales = (sequence.k_scales, sequence.v_scales)
     table = sequence.table
     expected = exact(sequence)
-    decoded = reference.paged_attention_decode(*pools, table, torch.tensor([TOKENS]), SCALE, None, *scales)
-    prefilled = reference.paged_attention_prefill(*pools, table[0], TOKENS - 1, SCALE, None, *scales)
+    decoded = paged_attention_decode(*pools, table, torch.tensor([TOKENS]), SCALE, None, *scales)
+    prefilled = paged_attention_prefill(*pools, table[0], TOKENS - 1, SCALE, None, *scales)
     for found in (decoded, prefilled):
         assert expected.worst(found, rounding=2**-24, weight=2**-23, tiny=0.0) <= 1
 

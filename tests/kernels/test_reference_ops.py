@@ -20,6 +20,7 @@ from kernels import (
     Residual,
     Rotation,
     reference,
+    reference_attention,
     select_backend,
 )
 from kernels.rope import cos_sin_table, default_frequencies
@@ -317,7 +318,9 @@ def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) 
     columns = -(-max(lens) // PAGE_TOKENS)
     tables = [[order.randrange(40) for _ in range(columns)] for _ in lens]
     q = _random(len(lens), heads, size)
-    found = OPS.paged_attention_decode(q, keys, values, torch.tensor(tables), torch.tensor(lens), 0.3, window)
+    found = reference_attention.paged_attention_decode(
+        q, keys, values, torch.tensor(tables), torch.tensor(lens), 0.3, window
+    )
     for row, length in enumerate(lens):
         _close(found[row], _attend(q[row], keys, values, tables[row], length - 1, 0.3, window))
 
@@ -342,19 +345,19 @@ def test_many_decodes_are_computed_in_bounded_parts(monkeypatch: pytest.MonkeyPa
     tables = torch.stack([torch.randperm(30)[:5] for _ in lens])
     q = _random(len(lens), 2, 8)
     arguments = (q, keys, values, tables, torch.tensor(lens), 0.3, None)
-    whole = OPS.paged_attention_decode(*arguments)
+    whole = reference_attention.paged_attention_decode(*arguments)
     largest = []
-    attend = reference._attend_group
+    attend = reference_attention._attend_group
 
     def spy(*args: object) -> torch.Tensor:
         group = args[-1]
-        assert isinstance(group, reference._Group)
+        assert isinstance(group, reference_attention._Group)
         largest.append(group.columns)
         return attend(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reference, "_GATHERED_BYTES", 6 * keys[0].nbytes)
-    monkeypatch.setattr(reference, "_attend_group", spy)
-    assert (OPS.paged_attention_decode(*arguments) - whole).abs().max() < 1e-6
+    monkeypatch.setattr(reference_attention, "_GATHERED_BYTES", 6 * keys[0].nbytes)
+    monkeypatch.setattr(reference_attention, "_attend_group", spy)
+    assert (reference_attention.paged_attention_decode(*arguments) - whole).abs().max() < 1e-6
     assert len(largest) > 1
     assert max(largest) <= 6
 
@@ -366,7 +369,9 @@ def test_a_chunk_attends_to_its_context_and_itself(context: int, count: int, win
     keys, values = _pool(kv_heads, size, 12)
     table = [7, 3, 11, 0, 5][: -(-(context + count) // PAGE_TOKENS)]
     q = _random(count, heads, size)
-    found = OPS.paged_attention_prefill(q, keys, values, torch.tensor(table), context, 0.3, window)
+    found = reference_attention.paged_attention_prefill(
+        q, keys, values, torch.tensor(table), context, 0.3, window
+    )
     assert found.shape == q.shape
     for index in range(count):
         _close(found[index], _attend(q[index], keys, values, table, context + index, 0.3, window))

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import PAGE_TOKENS, reference
+from kernels import PAGE_TOKENS
+from kernels.reference_attention import paged_attention_prefill
 
 triton = pytest.importorskip("triton")
 from kernels.triton import attention_prefill as kernel  # noqa: E402
@@ -92,7 +93,7 @@ class Case:
         for chunk in self.chunks:
             span = slice(chunk.first, chunk.first + chunk.count)
             pages = -(-(chunk.context + chunk.count) // PAGE_TOKENS)
-            out[span] = reference.paged_attention_prefill(
+            out[span] = paged_attention_prefill(
                 self.q[span].to(dtype),
                 keys,
                 values,
