@@ -60,10 +60,11 @@ def main() -> int:
             print(text, end="", flush=True)
         print("\n", flush=True)
         show_row(appliance, run_dir)
-        if sys.stdin.isatty() and sys.stdout.isatty() and flags.chat:
+        is_interactive = all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr))
+        if is_interactive and flags.chat:
             print("\nThe service runs until you exit this chat with Ctrl-D.\n", flush=True)
             run_in_foreground([appliance, "chat", "--run-dir", str(run_dir)])
-        elif sys.stdin.isatty() and sys.stdout.isatty():
+        elif is_interactive:
             print("\nThe service runs until you quit the console with q.\n", flush=True)
             with Clients(run_dir / "api.sock"):
                 run_in_foreground([appliance, "console", "--run-dir", str(run_dir)])

@@ -38,14 +38,24 @@ def open_console(
         if not mouse:
             raise CommandLineError("--no-mouse concerns terminals, not browsers: leave it out with --web")
         return _serve(run_dir, demo=demo, replay=replay, write=write, theme=chosen, keys=keys, port=port)
-    if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
-        raise CommandLineError(
-            "the console needs a terminal: run it in one, or use appliance top for a single frame"
-        )
+    _check_streams()
     from console.run import run
 
     source = _source(run_dir, demo=demo, replay=replay, at=None, write=write)
     return run(source, write=write, theme=chosen, keys=keys, mouse=mouse)
+
+
+def _check_streams() -> None:
+    """Check that the console can use a terminal: it reads keys from standard input, and writes to standard
+    error, because other programs may read standard output. Raises CommandLineError."""
+    streams = {"input": sys.stdin, "output": sys.stdout, "error": sys.stderr}
+    others = [f"standard {name}" for name, stream in streams.items() if not is_terminal(stream)]
+    if others:
+        verb = "is" if len(others) == 1 else "are"
+        raise CommandLineError(
+            f"the console needs a terminal, but {' and '.join(others)} {verb} redirected or closed: run it "
+            "without redirections, or use appliance top, which prints a single frame"
+        )
 
 
 def _serve(
