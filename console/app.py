@@ -6,10 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
@@ -25,6 +23,7 @@ from console.action_runner import ActionRunner
 from console.commands import ALTERNATES, Targets, listed, parse_action
 from console.context import Context
 from console.dialogs import TextDialog
+from console.files import ExportedFiles, path_of
 from console.fingerprints import peer_name
 from console.history import History
 from console.keymap import DEFAULT_KEYMAP, Keymap
@@ -85,6 +84,7 @@ class ConsoleApp(App[int]):
         self._reading: set[ListName] = set()
         self._fed = 0
         self._verifying = False
+        self._exported = ExportedFiles()
 
     def compose(self) -> ComposeResult:
         """Build the screen: the frame, and the input line for commands and filters."""
@@ -327,15 +327,11 @@ class ConsoleApp(App[int]):
                     io.StringIO(text), save_filename=f"appliance-{self.session.view.name}.{form}"
                 )
                 return
-            path = Path(name or f"appliance-{self.session.view.name}.{form}").expanduser().absolute()
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "w") as file:
-                file.write(text)
+            path = path_of(name.strip() or f"appliance-{self.session.view.name}.{form}")
+            self._exported.write(path, text)
             self.session.say(f"wrote {path}", "good")
         except ValueError as error:
             self.session.say(str(error), "bad")
-        except RuntimeError:  # from expanduser
-            self.session.say(f"cannot write {name}: there is no such user", "bad")
         except OSError as error:
             self.session.say(f"cannot write {error.filename}: {error.strerror}", "bad")
 

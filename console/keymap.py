@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+from console.files import FileError, path_of
 from console.keys import ALL_COMMANDS, CHARACTERS, KEYS, NO_KEY, KeyTable, shown_name
 
 _MODIFIERS = ("alt", "ctrl", "shift")
@@ -58,13 +59,16 @@ class _KeyError(ValueError):
 def default_path() -> Path:
     """Return the path of this user's keymap file."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(base).expanduser() / "appliance" / "keys.toml"
+    return path_of(base) / "appliance" / "keys.toml"
 
 
 def read_keymap(named: str | None = None) -> Keymap:
     """Return the keymap from a file, by default from the user's file if it exists. If the file contains an
     error, return the default keys and the problems."""
-    path = default_path() if named is None else Path(named).expanduser()
+    try:
+        path = default_path() if named is None else path_of(named)
+    except FileError as error:
+        return _unusable(str(error))
     try:
         text = path.read_text()
         table = tomllib.loads(text + "\n")  # without "\n", an error on the last line has no line number

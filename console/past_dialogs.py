@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from textual.widgets import Button, Input, Label, Static
 from appliance.quantities import past_time
 from console import units
 from console.dialogs import Dialog, KeyHint, R, ScrollArea, text
+from console.files import FileError, path_of
 
 
 class Slice(NamedTuple):
@@ -135,9 +137,11 @@ class SliceDialog(_PastDialog[Slice | None]):
             )
             return
         try:
-            path = Path(name).expanduser().absolute()
-        except RuntimeError:
-            self.show_error(f"{name}: there is no such user")
+            path = path_of(name)
+            if os.path.lexists(path):
+                raise FileError(f"{path} already exists: choose another name, or remove the file")
+        except FileError as error:
+            self.show_error(str(error))
             return
         self.dismiss(Slice(since, until, path))
 

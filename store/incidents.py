@@ -52,8 +52,8 @@ class IncidentWriter:
         self._partial = path.with_name(f".{path.name}.partial")
         self._layouts: dict[bytes, int] = {}
         self._sequence = 0
-        if path.exists():
-            raise StoreError(f"{path} already exists: choose another name, or remove the file")
+        if os.path.lexists(path):
+            raise self._existing()
         try:
             self._partial.unlink(missing_ok=True)
             os.close(os.open(self._partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _MODE))
@@ -88,10 +88,28 @@ class IncidentWriter:
             self._connection.close()
             with open(self._partial, "rb") as file:
                 os.fsync(file.fileno())
-            self._partial.rename(self.path)
+            self._finish()
+        except FileExistsError as failure:
+            self._partial.unlink(missing_ok=True)
+            raise self._existing() from failure
         except OSError as failure:
             self._partial.unlink(missing_ok=True)
             raise explain_os(self.path, failure) from failure
+
+    def _finish(self) -> None:
+        """Give the file its final name. Raises FileExistsError if another program has created a file with
+        this name meanwhile."""
+        try:
+            os.link(self._partial, self.path)
+        except FileExistsError:
+            raise
+        except OSError:  # The file system has no hard links.
+            self._partial.rename(self.path)
+        else:
+            self._partial.unlink()
+
+    def _existing(self) -> StoreError:
+        return StoreError(f"{self.path} already exists", "choose another name, or remove the file")
 
     def describe(self, facts: Mapping[str, str]) -> None:
         """Add facts about the slice."""

@@ -299,6 +299,33 @@ def test_a_table_is_exported_to_a_private_file(tmp_path: Path) -> None:
     run(steps, console())
 
 
+def test_an_export_keeps_files_that_the_console_did_not_write(tmp_path: Path) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        own, foreign, link = tmp_path / "own.csv", tmp_path / "foreign.csv", tmp_path / "link.csv"
+        foreign.write_text("precious")
+        link.symlink_to(foreign)
+        await pilot.press("7")
+        for path in (foreign, link, tmp_path):
+            app.run_line(f"export csv {path}")
+            await until(pilot, lambda path=path: f"{path} already exists" in _message(app))
+            assert "choose another name" in _message(app) and "remove the file" in _message(app)
+        assert foreign.read_text() == "precious" and link.is_symlink()
+        for form in ("csv", "json"):
+            app.run_line(f"export {form} {own}")
+            await until(pilot, lambda: f"wrote {own}" in _message(app))
+        assert own.read_text().startswith("[")
+        own.write_text("edited")
+        app.run_line(f"export csv {own}")
+        await until(pilot, lambda: f"{own} already exists" in _message(app))
+        assert own.read_text() == "edited"
+
+    run(steps, console())
+
+
+def _message(app: ConsoleApp) -> str:
+    return app.session.state.message
+
+
 @pytest.mark.parametrize("write", [False, True])
 def test_the_palette_offers_actions_only_with_write(write: bool) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:

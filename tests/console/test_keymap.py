@@ -202,3 +202,8 @@ def test_with_a_wrong_file_the_console_starts_with_the_default_keys_and_says_so(
         assert app.session.view.name == "requests"
 
     run(steps, console(path))
+
+
+def test_a_keymap_of_an_unknown_user_is_a_problem() -> None:
+    [problem] = read_keymap("~no-such-user/keys.toml").problems
+    assert "~no-such-user/keys.toml" in problem and "there is no such user" in problem

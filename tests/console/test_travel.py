@@ -265,7 +265,12 @@ def test_a_slice_is_exported_from_the_console(tmp_path: Path) -> None:
         dialog.query_one("#file", Input).value = "~no-such-user/incident.db"
         dialog.query_one("#export", Button).press()
         await until(pilot, lambda: "no such user" in str(dialog.query_one("#error").render()))
+        target.write_text("precious")
         dialog.query_one("#file", Input).value = str(target)
+        dialog.query_one("#export", Button).press()
+        await until(pilot, lambda: "already exists" in str(dialog.query_one("#error").render()))
+        assert target.read_text() == "precious"
+        target.unlink()
         dialog.query_one("#export", Button).press()
         await until(pilot, lambda: "wrote" in shown(app))
         assert target.exists()

@@ -75,6 +75,16 @@ def test_an_existing_file_is_not_overwritten(tmp_path):
         IncidentWriter(tmp_path / "missing" / "incident.db", MIB)
 
 
+def test_a_file_that_another_program_creates_meanwhile_is_not_overwritten(tmp_path):
+    path = tmp_path / "incident.db"
+    with (
+        pytest.raises(StoreError, match=r"incident\.db already exists: choose another name"),
+        IncidentWriter(path, MIB),
+    ):
+        path.write_text("kept")
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("incident.db", "kept")]
+
+
 def test_a_file_of_an_earlier_version_is_upgraded_in_a_copy(history, tmp_path, monkeypatch):
     record(TelemetryLog(history.writer), START, 3)
     history.writer.flush()
