@@ -20,11 +20,11 @@ from store.fields import Declared
 from store.structs import Silence
 
 Danger = Literal["none", "confirm", "typed"]
-"""How an operator must confirm the action: not at all, by answering yes or no, or by typing the target's
-name."""
+"""How an operator must confirm the action: without a confirmation, by answering yes or no, or by typing the
+name of the target."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
-"""Whether operators can choose the action. An internal action is only performed as a step of a command."""
+"""Whether operators can choose the action. An internal action is performed only as a step of a command."""
 
 
 class Action(NamedTuple):
@@ -44,8 +44,8 @@ class Action(NamedTuple):
     """Parameter that names the target, or empty if there is only one possible target."""
     visibility: Visibility = "shown"
     is_long: bool = False
-    """Whether the service may take minutes to respond. Clients need no time limit, because the service
-    enforces one."""
+    """Whether the service may take minutes to respond. Clients set no time limit for such an action, because
+    the service enforces one."""
 
     @property
     def description(self) -> str:
@@ -54,18 +54,17 @@ class Action(NamedTuple):
 
     @property
     def declared_fields(self) -> dict[str, Declared]:
-        """The parameters that set declared fields of a tenant or key, keyed by name."""
+        """The parameters that set declared fields of a tenant or key, by name."""
         return getattr(self.parameters, "DECLARED", {})
 
     @property
     def is_target_required(self) -> bool:
-        """Whether the target must be named. If so, its name is an argument of the command and not an
-        option."""
+        """Whether the target must be named. If so, the name is an argument of the command, not an option."""
         fields = msgspec.structs.fields(self.parameters)
         return any(field.required for field in fields if field.name == self.named_by)
 
     def target_name(self, parameters: msgspec.Struct) -> str:
-        """Return the display name of the action's target."""
+        """Return the name of the action's target for display."""
         name = getattr(parameters, self.named_by) if self.named_by else None
         if self.target == "model" and not self.is_target_required:
             return "the service" if name is None else f"model {name}"
@@ -217,7 +216,7 @@ def action_named(name: str) -> Action:
 
 
 def action_of(parameters: msgspec.Struct) -> Action:
-    """Return the action that these parameters belong to. Raises LookupError if there is none."""
+    """Return the action whose parameters are of this type. Raises LookupError if there is none."""
     for action in ACTIONS:
         if isinstance(parameters, action.parameters):
             return action

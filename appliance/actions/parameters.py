@@ -69,7 +69,8 @@ PreviousGrace = Annotated[
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
-    """Return a struct type whose fields are the declared fields of `record` and of `Quota`, all optional."""
+    """Return a struct type whose fields are the declared fields of `record` and of `Quota`. All of its fields
+    are optional."""
     fields = {**declared(record), **declared(Quota)}
     return msgspec.defstruct(
         f"{record.__name__}Changes",
@@ -81,8 +82,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of an optional field. In the schema, the type documents the allowed values.
-    `store.rules` validates them, because its error messages say how to fix the problem."""
+    """Return the type of an optional field. In the JSON schema, this type documents the allowed values. The
+    values are validated by `store.rules`, whose error messages explain how to fix the problem."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:
@@ -198,7 +199,7 @@ class DrainService(_Parameters):
 
 
 class ResumeService(_Parameters):
-    """Cancel or end a drain and accept requests again. Held requests are served first."""
+    """Cancel or end a drain and accept requests again. Held requests are served before new ones."""
 
     model: ModelOrService = None
 
@@ -334,8 +335,8 @@ class RetryModel(_Parameters):
 
 
 class SleepModel(_Parameters):
-    """Release the memory of a loaded version after its requests have finished. On GPUs, its weights are
-    copied to host memory, so waking the version takes only about a second. The next request wakes it."""
+    """Release the memory of a loaded version after its requests have finished. The next request wakes the
+    version. On GPUs, the weights are copied to host memory, so waking takes only about a second."""
 
     model: ModelVersion
     wait: Annotated[
@@ -347,8 +348,8 @@ class SleepModel(_Parameters):
         Meta(
             ge=0,
             le=MAX_GRACE_S,
-            description="Time to wait for unfinished requests. If any remain after that, the version stays "
-            "awake.",
+            description="Time to wait for unfinished requests. If any are left after this time, the version "
+            "stays awake.",
         ),
     ] = 120.0
 
@@ -422,9 +423,9 @@ class SplitModel(_Parameters):
 
 
 class ShadowModel(_Parameters):
-    """Mirror a share of a name's requests to another loaded model or version, to compare answers and latency.
-    Copies run after the originals, in the lowest class, and only when no other request is waiting. Their
-    answers are discarded and not billed."""
+    """Copy a share of the requests for a name to another loaded model or version, to compare answers and
+    latency. A copy runs after its original, in the lowest class, and only when no other request is waiting.
+    The answers to copies are discarded and not billed."""
 
     name: Annotated[str, Meta(description="The model name whose requests are copied.")]
     target: Annotated[
@@ -438,8 +439,8 @@ class ShadowModel(_Parameters):
 
 
 class RemoveModel(_Parameters):
-    """Remove a model, or one of its versions, from the registry. It must not be loaded. The files are
-    kept."""
+    """Remove a model, or one of its versions, from the registry. The model or version must not be loaded. Its
+    files are kept."""
 
     model: Annotated[str, Meta(description="NAME for all versions, or NAME@VERSION.")]
 

@@ -1,4 +1,4 @@
-"""The built-in rules. `docs/alerts.md` is generated from them."""
+"""The built-in alert rules. `docs/alerts.md` is generated from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules in effect: the built-in rules, changed and extended by the settings."""
+"""The rules in effect: the built-in rules with the changes and additions in the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.alert_rules.fields import AlertRule, RuleFault, faults_of_rule
 
 
 def effective_rules(configured: Sequence[AlertRule], disabled: Iterable[str]) -> list[AlertRule]:
-    """Return the rules in effect. A configured rule replaces the built-in rule with its name."""
+    """Return the rules in effect. A rule in the settings replaces the built-in rule of the same name."""
     rules = {rule.name: rule for rule in (*BUILT_IN, *configured)}
     off = set(disabled)
     return [rule for name, rule in rules.items() if name not in off]
@@ -18,7 +18,7 @@ def effective_rules(configured: Sequence[AlertRule], disabled: Iterable[str]) ->
 
 def cycle(rules: Iterable[AlertRule]) -> list[str]:
     """Return the names of rules that form a cycle through `downstream_of`, or an empty list if there is no
-    cycle. Alerts in a cycle would all be hidden, because each would be explained by another."""
+    cycle. The alerts of rules in a cycle would all be hidden, because each would be explained by another."""
     try:
         TopologicalSorter({rule.name: rule.downstream_of for rule in rules}).prepare()
     except CycleError as error:
@@ -30,8 +30,8 @@ def cycle(rules: Iterable[AlertRule]) -> list[str]:
 def rule_set_faults(
     configured: Sequence[AlertRule], disabled: Sequence[str]
 ) -> list[tuple[int | None, RuleFault]]:
-    """Return the faults in the configured rules, each with the index of its rule. The index is None for a
-    fault in the setting `disabled`."""
+    """Return the faults in the configured rules, each with the index of its rule. For a fault in the setting
+    `disabled`, the index is None."""
     faults: list[tuple[int | None, RuleFault]] = []
     seen: set[str] = set()
     known = {rule.name for rule in (*BUILT_IN, *configured)}

@@ -1,1 +1,1 @@
-"""The messages between the core and the front processes, and the types that both share."""
+"""The messages between the core and the front processes, and the types that both use."""

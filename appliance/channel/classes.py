@@ -8,8 +8,8 @@ CLASS_NAMES = ("P0", "P1", "P2", "P3")
 """Names of the real-time, interactive, batch and background classes."""
 
 _ASKED = {name: number for number, name in enumerate(CLASS_NAMES)} | {"priority": 0, "flex": 2}
-"""The service class for each class name and for OpenAI's service tiers. The tiers "auto", "default" and
-"scale" are omitted, because they select the default class."""
+"""The service class for each class name and for each of OpenAI's service tiers. The tiers "auto", "default"
+and "scale" are left out, because they select the default class."""
 
 
 def service_class(asked: str, identity: Identity) -> int:

@@ -23,14 +23,14 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     previous one. Otherwise, it contains the changes since the previous message."""
 
     keys: dict[str, Identity | None] = {}
-    """Identities by SHA-256 (hex) of the bearer key. None means that the key is no longer valid."""
+    """Identities by the SHA-256 (hex) of the bearer key. None means that the key is no longer valid."""
     uids: dict[int, Identity] = {}
     """Identities by the uid of the peer on a Unix socket. `uids` and `gids` are always complete."""
     gids: dict[int, Identity] = {}
     """Identities by the peer's groups, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """Identity for all other uids that the socket's file mode admits. None means that other uids are
-    refused."""
+    """Identity of callers with any other uid that the socket's file mode admits. None means that callers with
+    other uids are refused."""
     whole: bool = True
 
 
@@ -40,16 +40,16 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
 
     front: str
     serial: int = 0
-    """Serial number, which increases with each message. The front process reports the latest serial number
-    that it has applied."""
+    """Serial number, which increases with each message. The front process reports the serial number of the
+    latest configuration that it has applied."""
     models: list[ServedModel]
     routes: list[Route] | None = None
     """The names that applications can use. They take effect when the message arrives, before new models are
-    loaded. If None, each model can be used by its own name only."""
+    loaded. If the value is None, each model can be used only by its own name."""
     max_held: int = 1000
-    """Maximum number of requests per front process that may wait until models are loaded for their names."""
+    """Maximum number of requests per front process that may wait for models to be loaded."""
     hold_timeout_s: float = 60.0
-    """Maximum time in seconds for which a request waits until a model is loaded for its name."""
+    """Maximum time in seconds for which a request waits for a model to be loaded."""
     limits: Limits
     ready: bool
     """Whether every model that is not drained can answer requests. `/health/ready` returns this value."""
@@ -77,10 +77,11 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     peer: str
     """Address of a TCP peer; empty for a Unix socket, for which the front process reads SO_PEERCRED."""
     has_request: bool = False
-    """Whether another front process has already read a request from the connection. In that case, the message
-    carries a second descriptor: a memfd with the request's bytes."""
+    """Whether another front process has already read a request from the connection. In this case, the message
+    carries a second descriptor: a memfd with the bytes of the request."""
     number: int = 0
-    """Number of the connection, unique per front process. `Taken` and `NotTaken` repeat it."""
+    """Number of the connection, which is unique for this front process. `Taken` and `NotTaken` refer to the
+    connection by this number."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
@@ -88,15 +89,15 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
     scope: bytes
     is_elsewhere: bool
-    """Whether another front process runs the request or keeps its answer. If so, the receiver of this message
-    must pass the connection on to that front process (`HandOver`). If not, the receiver must run the
-    request."""
+    """Whether another front process runs the request or keeps its answer. If so, the front process that
+    receives this message must pass the connection on to that process (`HandOver`). If not, it must run the
+    request itself."""
     retry_of: str = ""
-    """Request id of an earlier run, if its answer is no longer kept."""
+    """Request id of an earlier run of the request whose answer is no longer kept, or an empty string."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
-    """State of the tightest limits that apply to a request. None means that there is no limit."""
+    """State of the limits that are closest to exhaustion for a request. None means that there is no limit."""
 
     limit_requests: int | None
     remaining_requests: int | None
@@ -120,7 +121,7 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     reserved_slots: int = 0
     """Same as `Submit.reserved_slots`."""
     most_tokens: int | None = None
-    """Output limit of each sample, or None for the requested limit."""
+    """Limit on the output tokens of each sample, or None if the requested limit applies."""
     rate_limits: RateLimits | None = None
 
 
@@ -137,16 +138,16 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether a retry would be useless. If so, OpenAI's clients are told not to retry automatically."""
+    """Whether a retry would fail as well. If so, OpenAI's clients are told not to retry automatically."""
     rate_limits: RateLimits | None = None
     falls_back: bool = False
-    """True if the request stays open: `Admit.may_fall_back` is set, and another model may be able to answer
-    it. The front process then sends either a new first attempt with the fallback model, or `Settle`."""
+    """True if the request stays open because `Admit.may_fall_back` is set and another model may be able to
+    answer it. The front process then sends either a new first attempt for the fallback model, or `Settle`."""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End this request immediately, because an operator has cancelled it or a drain's grace period is over.
-    The client gets an error."""
+    """End this request immediately, because an operator has cancelled it or because the grace period of a
+    drain has ended. The client gets an error."""
 
     request_id: str
     message: str
@@ -163,7 +164,7 @@ class AskProgress(msgspec.Struct, tag="ask_progress", frozen=True):
     """Asks a front process for the progress of its requests. The reply is `FrontProgress`."""
 
     number: int
-    """Number of the query, which the reply repeats."""
+    """Number of the query. The reply contains the same number."""
 
 
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):

@@ -1,4 +1,5 @@
-"""Settings that the core passes on to front processes: limits, and rules for retries and kept texts."""
+"""Settings that the core passes on to front processes: limits, and the rules for retries and for storing
+texts."""
 
 from __future__ import annotations
 
@@ -50,13 +51,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     also an upper bound for all other timeouts of unauthenticated connections."""
     max_tenant_body_bytes: _Bytes = 32 << 20
     """Maximum total size in bytes of one tenant's unfinished request bodies per front process. A body that
-    would exceed it is refused with 503. A single body of up to `max_body_bytes` is always accepted."""
+    would exceed this size is refused with 503. A single body of up to `max_body_bytes` is always accepted."""
     max_front_body_bytes: _Bytes = 64 << 20
     """Maximum total size in bytes of all unfinished request bodies per front process. A body that would
-    exceed it is refused with 503."""
+    exceed this size is refused with 503."""
     stream_comment_interval_s: _Seconds = 5.0
     """Time in seconds after which a stream that has sent nothing sends a comment. Clients ignore comments,
-    but proxies keep the connection open because of them. Response headers are sent within half a second. With
+    but they prevent proxies from closing the connection. Response headers are sent within half a second. With
     0, no comments are sent, and the headers are sent with the first token."""
     cors_origins: tuple[Origin, ...] = ()
     """Origins of web pages that may call the API, such as "https://chat.example.com", or "*" for all. An
@@ -75,12 +76,13 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for storing prompts and answers, for tenants whose log policy requires that they be stored."""
+    """Rules for storing prompts and answers. They apply to tenants whose log policy requires that prompts and
+    answers be stored."""
 
     redact: tuple[SecretKind, ...] = ("keys", "bearer_tokens", "passwords", "private_keys")
     """Kinds of secrets that are removed from stored prompts and answers."""
     secret_prefixes: tuple[Annotated[str, msgspec.Meta(min_length=2)], ...] = ()
     """Prefixes of additional secrets, such as ["acme_"] for the keys of your own services. Words of at least
-    8 characters that begin with one of these prefixes are also removed."""
+    8 characters that begin with such a prefix are also removed."""
     max_text_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 65536
     """Maximum number of characters stored per prompt or answer. Longer texts are cut off at this length."""

@@ -1,4 +1,4 @@
-"""The identity of the tenant that is billed for a request, with the request's rights."""
+"""The identity of the tenant that is billed for a request, and the rights of the request."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tenant: str
     key_id: str = ""
-    """Id of the key, or empty for a Unix peer."""
+    """Id of the key. Empty if the caller was identified by the uid of a Unix socket's peer."""
     scopes: tuple[str, ...] = ("inference",)
     """Scopes from `store.policies.SCOPES`."""
     models: tuple[str, ...] | None = None
-    """Models that the request may name, or None for all."""
+    """Models that the request may use, or None for all models."""
     highest_class: int = INTERACTIVE
-    """Class with the highest priority that the request can get. 0 is P0."""
+    """The service class with the highest priority that the request can get. 0 is P0."""
     default_class: int = INTERACTIVE
-    """Class of a request that does not name one."""
+    """The service class of a request that does not name one."""
     context_tokens: int | None = None
-    """Maximum total length of prompt and output, or None for the model's limit."""
+    """Maximum total length of prompt and output, or None if only the model's limit applies."""
     default_max_tokens: int | None = None
-    """Output limit of a request without `max_tokens`, or None for the remaining context length."""
+    """Limit on the output of a request without `max_tokens`. None means that the output may fill the rest of
+    the context length."""
     log_policy: LogPolicy = "metadata"
     may_fall_back: bool = False
-    """Whether a model's fallback may answer the key's requests."""
+    """Whether requests with this key may be answered by the fallback of a model."""
     expires_at: float | None = None
-    """When the key expires, in unix seconds."""
+    """Time at which the key expires, in unix seconds."""
     suspended: bool = False
-    """Whether the tenant is suspended, in which case all its requests are refused."""
+    """Whether the tenant is suspended. All requests of a suspended tenant are refused."""
 
 
 SHADOW_IDENTITY = Identity(tenant="(shadow)", highest_class=BACKGROUND, default_class=BACKGROUND)
-"""The identity of requests copied for shadow traffic. No tenant can have this name, so no tenant is billed
-for them."""
+"""The identity of requests that are copied for shadow traffic. No tenant can have this name, so no tenant is
+billed for the copies."""

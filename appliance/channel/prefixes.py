@@ -9,15 +9,15 @@ from hashlib import blake2b
 from engine.messages import pack_tokens
 
 LENGTHS = (64, 256, 1024, 4096)
-"""Lengths, in tokens, of the prefixes that are hashed. The first is the size of a KV block. Computing more
-hashes would cost more time per request than a better choice of replica saves."""
+"""Lengths, in tokens, of the prefixes that are hashed. The first length is the size of a KV block. Hashing
+more prefixes would take more time per request than a better choice of replica saves."""
 _HASH_BYTES = 8
-"""Size of a hash, in bytes. Hashes can be this small because a wrong match only sends a request to a replica
-that has not cached its prefix."""
+"""Size of a hash in bytes. Hashes can be this small, because the only consequence of a wrong match is that a
+request is sent to a replica that has not cached its prefix."""
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:
-    """Return one hash for each of `LENGTHS` that is shorter than the prompt, in ascending order."""
+    """Return a hash for each length in `LENGTHS` that is shorter than the prompt, in ascending order."""
     lengths = [length for length in LENGTHS if length < len(token_ids)]
     if not lengths:
         return ()

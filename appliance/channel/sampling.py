@@ -15,7 +15,7 @@ RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 
 _IN_CHECKPOINTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters that `generation_config.json` can contain and that have the same meaning there."""
+"""Parameters that have the same meaning in `generation_config.json` as in this service."""
 
 
 class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -25,10 +25,10 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     temperature: Temperature | None = None
     """Sampling temperature. 0 selects greedy decoding. Default: the checkpoint's value, otherwise 1."""
     top_p: Fraction | None = None
-    """A token is chosen from the most likely tokens up to this cumulative probability. Default: the
+    """Tokens are chosen from the most likely tokens up to this cumulative probability. Default: the
     checkpoint's value, otherwise 1."""
     top_k: TopK | None = None
-    """Number of most likely tokens from which a token is chosen; 0 or -1 for all tokens. Default: the
+    """Number of most likely tokens from which tokens are chosen; 0 or -1 for all tokens. Default: the
     checkpoint's value, otherwise all tokens."""
     min_p: Fraction | None = None
     """Minimum probability of a token, as a fraction of the highest probability. Default: the checkpoint's
@@ -42,8 +42,8 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     otherwise 1, which is no penalty."""
 
     def over(self, generation_config: Mapping[str, Any]) -> SamplingDefaults:
-        """Return these defaults, completed with the valid values of a checkpoint's
-        `generation_config.json`."""
+        """Return these defaults. Values that are not set are taken from the checkpoint's
+        `generation_config.json` if they are valid."""
         hints = {field.name: field.type for field in msgspec.structs.fields(self)}
         found: dict[str, Any] = {}
         for name in _IN_CHECKPOINTS:
@@ -52,5 +52,5 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
                 try:
                     found[name] = msgspec.convert(value, hints[name])
                 except msgspec.ValidationError:
-                    continue  # transformers accepts some values that this engine does not
+                    continue  # transformers accepts some values that this engine does not accept
         return msgspec.structs.replace(self, **found)

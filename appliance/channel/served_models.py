@@ -16,9 +16,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Folder with the tokenizer and the chat template."""
     version: str
-    """Fingerprint of the folder, which identifies the version of the model's files."""
+    """Fingerprint of the folder's files, which identifies their version."""
     created: int
-    """When the model's files were created, in unix seconds."""
+    """Time at which the model's files were created, in unix seconds."""
     max_model_len: int
     """Maximum total length of prompt and output, in tokens."""
     vocab_size: int
@@ -31,18 +31,19 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arm(msgspec.Struct, frozen=True, array_like=True):
-    """A model or version that gets a share of the requests for a split name."""
+    """A model or version that gets a share of the requests for a name."""
 
     unit: str
     weight: float
-    """Weight of this arm. Its share of the requests is its weight divided by the sum of all arms' weights."""
+    """Weight of this arm. Its share of the requests is this weight divided by the sum of the weights of all
+    arms."""
     target: str
-    """The target in the operator's notation. Callers are assigned to targets by this name, so they stay with
-    a target even if its default version changes."""
+    """The target as the operator has written it. Callers are assigned to arms by this text, so a caller stays
+    with an arm even if the default version of its target changes."""
 
 
 class Shadow(msgspec.Struct, frozen=True, array_like=True):
-    """A model or version to which a share of a name's requests is copied."""
+    """A model or version to which a share of the requests for a name is copied."""
 
     unit: str
     share: float
@@ -54,20 +55,24 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     unit: str
-    """`ServedModel.name` of the model that answers requests for the name. If empty, requests wait until a
-    model is loaded for the name."""
+    """`ServedModel.name` of the model that answers requests for the name. If it is empty, requests wait until
+    a model is loaded for the name."""
     created: int = 0
-    """When the model's files were created, in unix seconds."""
+    """Time at which the model's files were created, in unix seconds."""
     max_model_len: int = 0
     listed: bool = True
-    """Whether `GET /v1/models` lists the name, because the model can answer now or on demand."""
+    """Whether `GET /v1/models` lists the name, because the model can answer requests now or after it is
+    loaded on demand."""
     fallback: str = ""
-    """Name of the model that answers requests if this one cannot, provided that the key allows it."""
+    """Name of the model that answers requests if this model cannot, provided that the key allows a
+    fallback."""
     shadow: Shadow | None = None
     arms: tuple[Arm, ...] = ()
-    """If the name is split, the arms that can answer. `unit` is then the unit of the arm with the largest
-    weight."""
+    """If requests for the name are split, the arms that can answer them. `unit` is then the unit of the arm
+    with the largest weight."""
     on_demand: bool = False
-    """Whether a request loads or wakes the model (`FrontReport.wanted`). Set only if `unit` is empty."""
+    """Whether a request causes the model to be loaded or woken (`FrontReport.wanted`). Set only if `unit` is
+    empty."""
     problem: str = ""
-    """Reason why the latest load on demand failed. If set, requests are refused instead of waiting."""
+    """Reason why the latest load on demand failed. While it is set, requests are refused instead of
+    waiting."""

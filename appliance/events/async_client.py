@@ -36,7 +36,7 @@ class AsyncAdminClient:
     """Calls the service in one run directory, on the running event loop. Each call opens a separate
     connection, so any number of calls can run at the same time. Cancelling a call closes its connection.
 
-    The calls raise the same errors as the calls of `appliance.client.AdminClient`.
+    The errors are the same as those of `appliance.client.AdminClient`.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class AsyncAdminClient:
         return call.decode(response.status, content, str(self.socket))
 
     async def follow(self, call: Call[Answer]) -> AsyncGenerator[Answer, None]:
-        """Perform a call whose answer is a stream, and yield its values. Returns when the service ends the
-        stream because it is stopping. Close the iterator to close the connection."""
+        """Perform a call whose answer is a stream, and yield the values of the stream. Returns when the
+        service ends the stream because the service is stopping. Close the iterator to close the
+        connection."""
         async with self._sent(call, STREAM_TIMEOUT_S) as response:
             rest = b""
             async for piece in response.pieces():
@@ -90,7 +91,7 @@ class AsyncAdminClient:
 
     @contextlib.asynccontextmanager
     async def _sent(self, call: Call[Answer], timeout_s: float | None) -> AsyncIterator[_ResponseStream]:
-        """Send a call, and close its connection at the end of the `with` block."""
+        """Send a call. The connection is closed at the end of the `with` block."""
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await self._connect()
@@ -130,8 +131,8 @@ class AsyncAdminClient:
 
 
 class _ResponseStream:
-    """Parses a response while it arrives. Raises OSError if the connection breaks or is silent for longer
-    than the time limit."""
+    """Parses a response while it arrives. Raises OSError if the connection breaks, or if no data arrives
+    within the time limit."""
 
     def __init__(self, reader: asyncio.StreamReader, timeout_s: float | None) -> None:
         self.status = 0
@@ -142,13 +143,13 @@ class _ResponseStream:
         self._has_head = self._is_complete = False
 
     async def read_head(self) -> None:
-        """Read until the response's status is known."""
+        """Read until the status of the response is known."""
         while not self._has_head:
             await self._read()
         self.status = self._parser.get_status_code()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body in pieces."""
+        """Yield the body of the response in pieces."""
         while self._content or not self._is_complete:
             content, self._content = self._content, []
             if content:

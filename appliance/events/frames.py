@@ -1,9 +1,9 @@
 """The frames of the event stream, and their conversion to snapshots by a reader.
 
 The first frame contains a full snapshot. Each later frame contains the fields that have changed since the
-preceding frame. There may be thousands of requests, so their changes are sent individually: a request is sent
-in full when it arrives or changes its phase; otherwise, only its number of tokens is sent. Readers compute
-ages themselves.
+preceding frame. Because there may be thousands of requests, only changed requests are sent. A request is sent
+in full when it arrives and when it changes its phase; otherwise, only its number of tokens is sent. Readers
+compute the ages of requests themselves.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A frame of `GET /events`."""
 
     seq: int
-    """Number of the frame. A frame that is not `whole` applies to the state after frame `seq` - 1."""
+    """Number of the frame. A frame that is not `whole` applies to the snapshot that frame `seq` - 1
+    produced."""
     whole: bool = False
-    """Whether the frame contains a full snapshot. This is always the case for the first frame. A reader that
-    is too slow also gets a full snapshot in place of the frames that it has missed."""
+    """Whether the frame contains a full snapshot, as the first frame always does. A reader that is too slow
+    gets a full snapshot instead of the frames that it has missed."""
     at: float
     """Time when the values were read, in unix seconds."""
     fields: dict[str, msgspec.Raw] = {}
-    """Changed fields of the snapshot except `requests`, by name."""
+    """Fields of the snapshot that have changed, by name. `requests` is not among them."""
     requests: list[UnfinishedRequest] = []
-    """New requests, and requests in which fields other than the tokens and times have changed."""
+    """New requests, and requests of which fields other than the tokens and times have changed."""
     ended: list[str] = []
     """Ids of the requests that have ended."""
     generated_tokens: dict[str, int] = {}
-    """Number of output tokens so far, by request id, for all other requests that have generated tokens."""
+    """Number of output tokens so far of all other requests that have generated tokens, by request id."""
 
 
 class MissingFrameError(Exception):
-    """Raised if a frame does not follow the preceding frame."""
+    """Raised if a frame does not directly follow the preceding frame."""
 
 
 class SnapshotAssembler:
@@ -61,7 +62,7 @@ class SnapshotAssembler:
 
     def add(self, frame: Frame) -> Snapshot:
         """Return the snapshot after this frame. The requests of the previous snapshot are changed in place.
-        Raises FrameLostError, or AdminError if the service has another version and its snapshots cannot be
+        Raises MissingFrameError, or AdminError if the service has another version and its snapshots cannot be
         read."""
         if frame.whole:
             self._fields, self._requests = {}, {}
@@ -103,7 +104,7 @@ def _unreadable(reason: str) -> AdminError:
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the values of the fields that cause a request to be sent again in full when they change."""
+    """Return the values of those fields whose change causes a request to be sent again in full."""
     return (
         one.state,
         one.phase,
@@ -123,7 +124,7 @@ def signature(one: UnfinishedRequest) -> tuple[object, ...]:
 
 
 def let_pass(request: UnfinishedRequest, seconds: float) -> None:
-    """Advance the elapsed times of a request whose other fields are unchanged."""
+    """Advance the elapsed times of a request whose other fields have not changed."""
     request.age_s += seconds
     if request.phase == "queued" and request.queue_s is not None:
         request.queue_s += seconds

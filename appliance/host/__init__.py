@@ -1,1 +1,1 @@
-"""Wrappers for operating system functions that several processes of the service use."""
+"""Functions of the operating system in a form that several processes of the service use."""

@@ -25,12 +25,13 @@ class LineFormatter(logs.UtcFormatter):
 
 
 def configure_logging(level: str, process: str = "") -> None:
-    """Set up logging to standard error for records of at least `level` ("debug", "info", …). A slow reader of
-    standard error never blocks logging. `process` is the process name, which is empty for the core."""
+    """Set up logging to standard error for records of at least `level` ("debug", "info", …). If standard
+    error is read slowly, logging does not block. `process` is the name of this process, or empty for the
+    core."""
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())
-    # Log the heads of the audit chain at every log level, because the copy in the journal proves that the
-    # chain is complete.
+    # Log the heads of the audit chain at every log level. Their copy in the journal proves that the chain is
+    # complete.
     logging.getLogger("store.heads").setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, root.level))

@@ -1,5 +1,5 @@
-"""Anonymous memory files (memfd). Passing their descriptors transfers large byte strings to another
-process."""
+"""Anonymous memory files (memfd). They are used to transfer large byte strings to another process, by passing
+the file's descriptor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 
 
 def new_memory(name: str, data: bytes) -> int:
-    """Create a memory file with these bytes and return its descriptor, which the caller closes. `name` is
-    shown only in /proc. Raises OSError."""
+    """Create a memory file with these bytes, and return its descriptor, which the caller must close. `name`
+    is shown only in /proc. Raises OSError."""
     descriptor = os.memfd_create(name)
     try:
         view = memoryview(data)
@@ -21,7 +21,8 @@ def new_memory(name: str, data: bytes) -> int:
 
 
 def read_memory(descriptor: int, max_bytes: int = -1) -> bytes:
-    """Return the contents of a memory file, at most `max_bytes` (-1 for all), and close its descriptor."""
+    """Return the contents of a memory file, but at most `max_bytes` bytes (-1 for no limit). The descriptor
+    is then closed."""
     with open(descriptor, "rb", buffering=0) as memory:
         memory.seek(0)
         return memory.read(max_bytes) or b""

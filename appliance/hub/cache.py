@@ -1,6 +1,6 @@
-"""The folder of one repository in a hub cache. `blobs/` contains each file once, named by its checksum, and
-`snapshots/` contains a folder of links for each commit. All tools that use huggingface_hub can read the
-cache."""
+"""The folder of one repository in a hub cache. Its folder `blobs/` contains each file once, named after the
+file's checksum. Its folder `snapshots/` contains a folder of links for each commit. All tools that use
+huggingface_hub can read this cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.hub.repository import HubError, RemoteFile
 from appliance.quantities import of_bytes
 
 RESERVE_BYTES = 64 << 20
-"""Disk space in bytes that a download leaves free, because the service's databases may be on the same
+"""Free disk space in bytes that a download must leave, because the service's databases may be on the same
 disk."""
 
 
@@ -29,19 +29,19 @@ class RepositoryCache:
         self._repository = repository
 
     def blob(self, file: RemoteFile) -> Path:
-        """Return the path of a complete file."""
+        """Return the path of the complete file."""
         return self.folder / "blobs" / file.digest
 
     def partial(self, file: RemoteFile) -> Path:
-        """Return the path of a partially downloaded file."""
+        """Return the path of the file while it is only partially downloaded."""
         return self.folder / "blobs" / f"{file.digest}.incomplete"
 
     def snapshot(self, commit: str) -> Path:
-        """Return the folder that contains the files of a commit."""
+        """Return the path of the folder that contains the files of a commit."""
         return self.folder / "snapshots" / commit
 
     def received_bytes(self, files: Iterable[RemoteFile]) -> int:
-        """Return how many bytes of these files have been received."""
+        """Return how many bytes of these files have been received so far."""
         received = 0
         for file in files:
             size = file.size if self.blob(file).exists() else _size(self.partial(file))
@@ -49,7 +49,7 @@ class RepositoryCache:
         return received
 
     def prepare(self) -> None:
-        """Create the folders. Raises OSError."""
+        """Create the folders of the cache. Raises OSError."""
         for name in ("blobs", "snapshots", "refs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -64,11 +64,11 @@ class RepositoryCache:
             )
 
     def complete(self, file: RemoteFile) -> None:
-        """Rename the partial file to the path of the complete file."""
+        """Rename a file that has been downloaded completely to its final path."""
         os.replace(self.partial(file), self.blob(file))
 
     def link(self, commit: str, files: Iterable[RemoteFile]) -> None:
-        """Create links to complete files in the folder of a commit."""
+        """Create links to the complete files in the folder of a commit."""
         for file in files:
             link = self.snapshot(commit) / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class RepositoryCache:
                 link.symlink_to(target)
 
     def record(self, revision: str, commit: str) -> None:
-        """Record the commit of a branch or tag."""
+        """Record to which commit a branch or tag refers."""
         if revision != commit:
             path = self.folder / "refs" / revision
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,8 @@ class RepositoryCache:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Prevent concurrent pulls of this repository. Raises HubError if one is running."""
+        """Prevent other processes from pulling this repository at the same time. Raises HubError if another
+        process is pulling it."""
         path = self.root / ".locks" / self.folder.name / "pull.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -104,9 +105,9 @@ class RepositoryCache:
 
 @contextmanager
 def as_owner(root: Path) -> Iterator[None]:
-    """Run a block that creates files in `root` with the folder's owner and group.
+    """While the context is active, create files in `root` with the owner and group of this folder.
 
-    As root, act as the owner of the folder. The service's user can then read the files, and links that this
+    As root, act as the owner of the folder. Then the service's user can read the files, and links that this
     user may have placed in the folder cannot redirect root's writes to other files. As another user, keep
     files writable for the group if new files inherit the folder's group (set-group-ID), because every
     operator must be able to continue a pull.

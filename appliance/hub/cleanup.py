@@ -14,13 +14,13 @@ _FOLDER = "models--"
 
 
 def in_hub_cache(folder: Path) -> bool:
-    """Return whether a folder in a hub cache contains the files of a commit."""
+    """Return whether the folder is in a hub cache and contains the files of a commit."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith(_FOLDER)
 
 
 def delete_snapshot(folder: Path) -> int:
     """Delete the folder of a commit from its hub cache, together with the files that no other commit uses.
-    Returns the number of bytes freed. Raises HubError."""
+    Return the number of freed bytes. Raises HubError."""
     if not in_hub_cache(folder):
         raise HubError(
             f"{folder} was not downloaded with models pull, so its files are kept: delete them yourself"
@@ -28,7 +28,7 @@ def delete_snapshot(folder: Path) -> int:
     repository = folder.parent.parent
     cache = RepositoryCache(repository.parent, repository.name.removeprefix(_FOLDER).replace("--", "/"))
     with as_owner(cache.root), cache.lock():
-        # Another repository can contain the same commit, so restrict the deletion to this repository.
+        # Another repository can contain the same commit, so delete it only in this repository.
         scanned = scan_cache_dir(cache.root)
         own = frozenset(one for one in scanned.repos if one.repo_path.name == repository.name)
         strategy = replace(scanned, repos=own).delete_revisions(folder.name)

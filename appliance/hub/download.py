@@ -1,8 +1,8 @@
-"""Downloads files into a hub cache. Receives several files at a time, continues where an earlier attempt
-stopped, and verifies checksums.
+"""Downloads files into a hub cache. Several files are received at the same time, an interrupted download is
+continued, and checksums are verified.
 
 huggingface_hub removes a partial file when a download fails, and does not verify checksums. This module
-therefore receives the files through the library's HTTP client, and writes them itself.
+therefore uses only the library's HTTP client, and writes the files itself.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from appliance.hub.repository import Hub, HubError, Listing, RemoteFile, hub_err
 from appliance.quantities import of_bytes
 
 _THREADS = 8
-"""Number of files that are received at the same time; the same as in huggingface_hub."""
+"""Number of files that are received at the same time. huggingface_hub has the same limit."""
 _CHUNK_BYTES = 1 << 20
 _MAX_FAILURES = 5
-"""Maximum number of consecutive retries in which no byte arrives. After that, the download fails."""
+"""A download fails after this many consecutive retries in which no byte arrived."""
 _MAX_WAIT_S = 8.0
 _SHOW_EVERY_S = 0.2
 _STOP_S = 2.0
-"""Time limit, in seconds, for threads to end after the download has been stopped. A thread that is still
-waiting for the network after this time does not keep the process from ending."""
+"""Time in seconds that threads have to end after the download has been stopped. If a thread is still waiting
+for the network after this time, it does not prevent the process from ending."""
 _RETRIED_STATUS = (408, 416, 429, 500, 502, 503, 504)
 _RETRIED = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)
 
@@ -49,7 +49,7 @@ class DownloadProgress(Protocol):
 
 
 class Download:
-    """Downloads files of one repository. All files are complete once `run` returns."""
+    """Downloads the files of one repository. When `run` returns, all files are complete."""
 
     def __init__(self, hub: Hub, listing: Listing, cache: RepositoryCache) -> None:
         self._hub = hub
@@ -67,13 +67,13 @@ class Download:
 
     def run(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
         """Download the files that are not in the cache yet, and show the progress. Raises HubError. Complete
-        and partial files are always kept, except for files with a wrong checksum."""
+        and partial files are kept even after an error, except for files with a wrong checksum."""
         missing = [file for file in files if not self._cache.blob(file).exists()]
         total = sum(file.size for file in missing)
         self._stop = threading.Event()
         self._done = self._cache.received_bytes(missing)
         waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
-        # Start with the largest file. Otherwise, it might be the only one left at the end.
+        # Start with the largest file. Otherwise, it could be the only file that is left at the end.
         for file in sorted(missing, key=lambda file: -file.size):
             waiting.put(file)
         errors: list[Exception] = []
@@ -156,7 +156,7 @@ class Download:
             self._check()
 
     def _receive(self, file: RemoteFile, partial: _Partial) -> None:
-        """Receive the rest of a file, up to its end or an error."""
+        """Receive the rest of a file until the end of the file or until an error."""
         url = hf_hub_url(
             self._listing.reference.repository,
             file.path,
@@ -168,7 +168,7 @@ class Download:
         with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
             hf_raise_for_status(response)
             if partial.size and response.status_code != 206:
-                # The server has ignored the range and sends the whole file.
+                # The server has ignored the requested range and sends the whole file.
                 self._count(-partial.restart())
             for chunk in response.iter_bytes(_CHUNK_BYTES):
                 self._check()
@@ -199,7 +199,7 @@ class _Stopped(Exception):
 
 
 class _Partial:
-    """A partially downloaded file on disk, and its checksum."""
+    """A partially downloaded file on the disk, and its checksum so far."""
 
     def __init__(self, path: Path, file: RemoteFile) -> None:
         self.path = path
@@ -222,7 +222,7 @@ class _Partial:
         os.close(self._descriptor)
 
     def append(self, chunk: bytes) -> None:
-        """Write received bytes. Raises OSError."""
+        """Write bytes that have been received to the file. Raises OSError."""
         rest = memoryview(chunk)
         while rest:
             written = os.write(self._descriptor, rest)
@@ -231,7 +231,7 @@ class _Partial:
             rest = rest[written:]
 
     def restart(self) -> int:
-        """Delete the content, and return its former size in bytes."""
+        """Delete the content of the file, and return how many bytes it had."""
         former = self.size
         os.ftruncate(self._descriptor, 0)
         self.size = 0

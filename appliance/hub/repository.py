@@ -1,4 +1,4 @@
-"""Lists the files of a repository on a hub, and selects the files that the product can read."""
+"""Lists the files of a repository on a hub, and selects the files that this product can read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-# File names come from the server, so only names that stay inside the snapshot's folder are accepted.
+# File names come from the server. Accept only names that stay inside the folder of the snapshot.
 _CONFIGURATION = re.compile(
     r"[\w+-][\w.+-]*\.(json|jinja)|additional_chat_templates/[\w+-][\w.+-]*\.jinja|tokenizer\.model|merges\.txt",
     re.ASCII,
@@ -52,8 +52,8 @@ class Hub(NamedTuple):
     token: str | None
 
     def header_token(self) -> str | bool:
-        """Return the token in the form that huggingface_hub expects. False keeps the library from using the
-        token of the user that the process currently runs as."""
+        """Return the token in the form that huggingface_hub expects. If there is no token, return False,
+        because the library would otherwise use the token of the user of the current process."""
         return self.token if self.token is not None else False
 
 
@@ -64,13 +64,13 @@ class RemoteFile:
     path: str
     size: int
     digest: str
-    """SHA-256 for files in Git LFS, git's SHA-1 for all other files. Hubs send it as the ETag, and hub caches
-    use it as the name of the blob."""
+    """SHA-256 of the file if it is in Git LFS, otherwise git's SHA-1. Hubs send this value as the ETag, and
+    hub caches use it as the name of the blob."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files of a repository at one commit."""
+    """The list of files of a repository at one commit."""
 
     reference: Reference
     commit: str
@@ -78,7 +78,7 @@ class Listing:
 
 
 def hub_from_environment() -> Hub:
-    """Return the hub in $HF_ENDPOINT, and the token in $HF_TOKEN or in the caller's token file."""
+    """Return the hub that $HF_ENDPOINT names, with the token in $HF_TOKEN or in the caller's token file."""
     return Hub(constants.ENDPOINT, get_token())
 
 
@@ -95,7 +95,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def list_files(hub: Hub, reference: Reference) -> Listing:
-    """Return the files of a repository that the product could read. Raises HubError."""
+    """Return those files of a repository that this product could read. Raises HubError."""
     api = HfApi(endpoint=hub.endpoint, token=hub.header_token(), library_name="appliance")
     try:
         with hub_errors(hub, reference):
@@ -120,8 +120,8 @@ def list_files(hub: Hub, reference: Reference) -> Listing:
 
 
 def configuration_files(listing: Listing) -> list[RemoteFile]:
-    """Return the configuration and tokenizer files, including the weight index. Raises HubError if
-    the weights or the tokenizer are in a format that the product cannot read."""
+    """Return the configuration and tokenizer files, including the index of the weights. Raises HubError if
+    the weights or the tokenizer are in a format that this product cannot read."""
     name = listing.reference.repository
     if SINGLE not in listing.files and INDEX not in listing.files:
         raise HubError(_no_safetensors(name, listing.files))
@@ -139,8 +139,9 @@ def configuration_files(listing: Listing) -> list[RemoteFile]:
 
 
 def weight_files(listing: Listing, snapshot: Path) -> list[RemoteFile]:
-    """Return the safetensors files that hold the weights: the files named in the index, which must have been
-    downloaded to `snapshot`, or the only file if there is no index. Raises HubError."""
+    """Return the safetensors files that contain the weights. These are the files listed in the index, which
+    must have been downloaded to `snapshot`. If there is no index, the weights are in a single file. Raises
+    HubError."""
     if INDEX not in listing.files:
         return [_checked(listing, listing.files[SINGLE])]
     name = listing.reference.repository
@@ -183,7 +184,7 @@ def _checked(listing: Listing, file: RemoteFile) -> RemoteFile:
 
 @contextmanager
 def hub_errors(hub: Hub, reference: Reference) -> Iterator[None]:
-    """Convert huggingface_hub errors and HTTP errors into HubErrors."""
+    """Convert errors of huggingface_hub and HTTP errors into HubErrors."""
     name, revision = reference
     page = f"{hub.endpoint}/{name}"
     try:
