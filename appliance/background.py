@@ -1,4 +1,4 @@
-"""Background tasks and timers of the event loop, the delay before a process is restarted, and budgets of
+"""Background tasks and timers on the event loop, the delay before a process is restarted, and limits on
 processing time."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_DELAY_S = 5.0
 _HEALTHY_S = 30.0
 _JITTER = 0.2
 """Maximum random deviation of a delay, as a fraction of the delay. Without random deviations, processes that
-exited together would repeatedly restart at the same moment."""
+exited together would be restarted at the same moment again and again."""
 _POLL_S = 0.05
 
 
@@ -45,15 +45,15 @@ async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
 
 
 async def wait_until(done: Callable[[], bool], timeout_s: float | None) -> None:
-    """Wait until `done` returns true, for at most `timeout_s` (None means no limit)."""
+    """Wait until `done` returns true, but at most `timeout_s` seconds (without a limit if it is None)."""
     deadline = asyncio.get_running_loop().time() + (float("inf") if timeout_s is None else timeout_s)
     while not done() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
 
 
 class Background:
-    """Keeps a reference to each task until the task finishes, because the event loop keeps only weak
-    references. Failed tasks are logged."""
+    """Runs tasks in the background. The event loop keeps only weak references to tasks, so this object keeps
+    a reference to each task until the task finishes. Failed tasks are logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,12 +83,12 @@ class Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self, delay_s: float, late: Callable[[], object]) -> None:
-        """Call `late` after the delay, unless `start` or `stop` is called first."""
+        """Call `late` after the delay, unless `start` or `stop` is called before then."""
         self.stop()
         self._handle = asyncio.get_running_loop().call_later(delay_s, late)
 
     def stop(self) -> None:
-        """Cancel the pending call, if any."""
+        """Cancel the pending call, if there is one."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -96,7 +96,8 @@ class Timer:
 
 class Backoff:
     """Computes the delay before each restart of a process. The delay doubles with each restart, up to a
-    limit, and varies randomly by up to 20%. It is reset after the process has been in service for 30 s."""
+    limit, and varies randomly by up to 20%. When a process has been in service for 30 s, the delay is
+    reset."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Backoff:
         self._draw = draw
 
     def reset(self) -> None:
-        """Start again with the first delay."""
+        """Begin again with the first delay."""
         self._next_s = self._first_s
 
     def delay_s(self, served_s: float) -> float:
@@ -123,28 +124,28 @@ class Backoff:
 
 
 class TimeBudgets:
-    """Limits each user's long-term share of a thread's time. All times are in seconds, measured with the same
-    clock."""
+    """Limits the share of a thread's time that each user may take on average. All times are in seconds on the
+    same clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
         """`max_share` is between 0 and 1. A user that has been idle for `burst_s` seconds may immediately use
-        its share of that time."""
+        its share of these seconds."""
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
-        """For each user that has recently used the thread, the time when the user's average use will be
-        within its share again."""
+        """For each user that has recently used the thread, the time at which the user's average use will
+        again be within its share."""
 
     def rest_s(self, user: str, now: float) -> float:
-        """Return how long the user must pause, in seconds; 0 if the user is within its share."""
+        """Return how many seconds the user must pause, or 0 if the user is within its share."""
         return max(0.0, self._rests_until.get(user, 0.0) - now)
 
     def charge(self, user: str, taken_s: float, now: float) -> None:
-        """Charge the user for the time that it has used."""
+        """Count time that the user has used."""
         since = max(self._rests_until.get(user, 0.0), now - self._burst_s)
         self._rests_until[user] = since + taken_s / self._max_share
 
     def forget_unused(self, now: float) -> None:
-        """Remove the users that may use their full burst again."""
+        """Forget users that have been idle for so long that their full burst is available again."""
         earliest = now - self._burst_s
         self._rests_until = {user: until for user, until in self._rests_until.items() if until > earliest}

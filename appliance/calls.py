@@ -1,5 +1,5 @@
 """The calls of the admin API: their paths, parameters and response types. `appliance.client` and
-`appliance.events.async_client` perform them."""
+`appliance.events.async_client` perform the calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 READ_ONLY_HEADER = "x-appliance-read-only"
-"""Header that restricts a session to reading, regardless of the caller's rights. Its only value is "true"."""
+"""Header that limits a session to read access, whatever rights the caller has. Its only valid value is
+"true"."""
 
 
 class AdminError(Exception):
@@ -59,17 +60,17 @@ class AdminError(Exception):
 
 
 class Call(NamedTuple, Generic[Answer]):
-    """A call to the admin API. `answer` is the type of the response, or of each line of a stream."""
+    """A call of the admin API. `answer` is the type of the response or, for a stream, of each line."""
 
     method: str
     path: str
     answer: Any
     body: bytes | None = None
     is_long: bool = False
-    """Whether the service may take minutes to respond, as it may to a long action (`Action.is_long`)."""
+    """Whether the service may take minutes to respond, as it may after a long action (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
-        """Decode a response. `place` identifies the sender in error messages. Raises AdminError."""
+        """Decode a response. `place` names the sender in error messages. Raises AdminError."""
         if 200 <= status < 300:
             try:
                 answer: Answer = msgspec.json.decode(content, type=self.answer)
@@ -88,14 +89,14 @@ class Call(NamedTuple, Generic[Answer]):
 
     def decode_line(self, line: bytes, place: str) -> Answer | None:
         """Return the value in a line of a stream, or None for an empty line. Raises AdminError if the line
-        reports that the service cannot continue the stream."""
+        says that the service cannot continue the stream."""
         if not line.strip():
             return None
         if line.startswith(b'{"error":'):
             try:
                 raise AdminError(503, msgspec.json.decode(line, type=StreamEnd).error)
             except msgspec.DecodeError:
-                pass  # a row whose first field happens to be named error
+                pass  # the line is a row whose first field is named error
         return self.decode(200, line, place)
 
 
@@ -119,13 +120,13 @@ CONFIGURATION: Call[Configuration] = Call("GET", "/config", Configuration)
 
 
 def act(parameters: msgspec.Struct) -> Call[Any]:
-    """Return the call that performs the action that these parameters belong to (`appliance.actions`). Raises
+    """Return the call that performs the action whose parameters are passed (`appliance.actions`). Raises
     AdminError."""
     action = action_of(parameters)
     try:
         body = msgspec.json.encode(parameters)
     except UnicodeEncodeError as error:
-        # Command-line arguments are not necessarily UTF-8.
+        # Command-line arguments may contain bytes that are not UTF-8.
         raise AdminError(
             400, f"{action.name}: {error.object!r} is not UTF-8 text: write it in UTF-8"
         ) from error
@@ -133,7 +134,7 @@ def act(parameters: msgspec.Struct) -> Call[Any]:
 
 
 def what_if(parameters: msgspec.Struct) -> Call[QuotaForecast]:
-    """Return the call that forecasts the effect of `tenants.set` or `keys.set` with these parameters."""
+    """Return the call that predicts the effect of `tenants.set` or `keys.set` with these parameters."""
     call = act(parameters)
     path = call.path.replace("/actions/", "/what-if/", 1)
     return call._replace(path=path, answer=QuotaForecast, is_long=True)
@@ -203,7 +204,7 @@ def events(hz: int = 2) -> Call[Frame]:
 
 
 def past_snapshot(query: SnapshotQuery) -> Call[PastSnapshot]:
-    """Return the call that reads the recorded state of the service at one time."""
+    """Return the call that reads the recorded state of the service at a given time."""
     from appliance.history.pages import PastSnapshot
 
     return Call("GET", _with("/telemetry/snapshot", query), PastSnapshot)
@@ -238,7 +239,7 @@ def usage(query: UsageQuery) -> Call[UsageReport]:
 
 
 def _with(path: str, query: msgspec.Struct, *, follow: bool | None = None) -> str:
-    """Return the path with the query's parameters. Raises AdminError."""
+    """Return the path with the parameters of the query. Raises AdminError."""
     given: dict[str, Any] = {**msgspec.to_builtins(query), "follow": follow}
     given = {name: value for name, value in given.items() if value is not None}
     texts = {

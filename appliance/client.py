@@ -1,5 +1,5 @@
-"""The admin client of the CLI and the console, and the connection that all clients of the service's Unix
-sockets use."""
+"""The client of the admin API for the CLI and the console, and the connection with which all clients use the
+service's Unix sockets."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Answer = TypeVar("Answer")
 
 _CONNECT_TIMEOUT_S = 10.0
 ACTION_TIMEOUT_S = 30.0
-"""Time limit for an action, in seconds. Even if an action has to wait for the service's database and then
-fails, the service responds within 25 s."""
+"""Time limit for an action, in seconds. The service responds within 25 s, even if an action has to wait for
+the service's database and then fails."""
 STREAM_TIMEOUT_S = 20.0
 """Time in seconds after which a stream without data is considered broken. The service sends at least an empty
 line every 5 seconds."""
@@ -46,8 +46,8 @@ class ServiceNotRunningError(Exception):
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """Raised if this user is not permitted to open the socket. The caller then cannot tell whether a service
-    is listening on it."""
+    """Raised if this user may not open the socket. In this case, it is unknown whether a service is listening
+    on the socket."""
 
 
 class AdminClient:
@@ -121,7 +121,7 @@ class AdminClient:
         return self.call(calls.act(CancelRequest(request_id=request_id)))
 
     def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Perform the action that these parameters belong to (`appliance.actions`)."""
+        """Perform the action whose parameters are passed (`appliance.actions`)."""
         return self.call(calls.act(parameters))
 
     def call(self, call: Call[Answer]) -> Answer:
@@ -131,8 +131,8 @@ class AdminClient:
         return call.decode(response.status, content, str(self.socket))
 
     def follow(self, call: Call[Answer]) -> Iterator[Answer]:
-        """Perform a call whose answer is a stream, and yield its values. Returns when the service ends the
-        stream because it is stopping."""
+        """Perform a call whose answer is a stream, and yield the values of the stream. Returns when the
+        service ends the stream because the service is stopping."""
         with self._sent(call, STREAM_TIMEOUT_S) as response:
             if response.status != 200:
                 call.decode(response.status, response.read(), str(self.socket))
@@ -150,15 +150,15 @@ class AdminClient:
 
     @contextlib.contextmanager
     def _sent(self, call: Call[Answer], timeout_s: float | None) -> Iterator[HTTPResponse]:
-        """Send a call, and close its connection at the end of the `with` block."""
-        # Import http.client here, because the import takes 20 ms and some callers need only the types.
+        """Send a call. The connection is closed at the end of the `with` block."""
+        # Import http.client only here, because the import takes 20 ms and some callers need only the types.
         import http.client
 
         headers = dict(self._headers)
         if call.body is not None:
             headers["content-type"] = "application/json"
-        # Each call opens a new connection, because the service closes idle connections, possibly while a
-        # request is in flight.
+        # Open a new connection for each call. The service closes idle connections, and could do so at the
+        # moment when a request is sent.
         connection = unix_connection(self.socket, timeout_s)
         try:
             try:
@@ -174,19 +174,19 @@ class AdminClient:
 
 
 def call_timeout_s(call: Call[Answer], timeout_s: float) -> float | None:
-    """Return the time limit for a call. `timeout_s` is the client's limit for ordinary calls. None means that
-    the client sets no limit, because the service enforces one."""
+    """Return the time limit for a call. `timeout_s` is the client's limit for ordinary calls. A result of
+    None means that the client sets no limit, because the service enforces one."""
     if call.is_long:
         return None
     return timeout_s if call.body is None else max(timeout_s, ACTION_TIMEOUT_S)
 
 
 def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
-    """Return an HTTP connection, not yet opened, to the service's socket at `path`. `timeout_s` limits each
-    wait for the answer; None means no limit.
+    """Return an HTTP connection to the service's socket at `path`. It is not opened yet. `timeout_s` limits
+    each wait for data; None means no limit.
 
-    The connection's `connect` method raises OSError if nothing is listening, and UntrustedError unless the
-    run directory and the process behind the socket belong to users whom the caller trusts
+    The connection's method `connect` raises OSError if no process is listening. It raises UntrustedError
+    unless the run directory and the process behind the socket belong to users whom the caller trusts
     (`appliance.ownership`).
     """
     import http.client
@@ -196,8 +196,8 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
             uids = trusted_directory(path.parent, "--run-dir")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                # A blocking connect waits while the backlog is full. After settimeout(), it would fail
-                # immediately.
+                # A blocking connect waits while the backlog of the socket is full. After settimeout(), it
+                # would fail immediately.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_CONNECT_TIMEOUT_S))
                 sock.connect(os.fspath(path))
                 check_peer(sock, uids)
@@ -211,7 +211,7 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
 
 
 def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
-    """Return an error that states why nothing can be sent to the socket at `path`, and the remedy."""
+    """Return an error with the reason why nothing can be sent to the socket at `path`, and the remedy."""
     if isinstance(error, PermissionError):
         return NotAllowedError(
             f"permission denied for uid {os.geteuid()} on {path}: run as root, as the service's user or "
@@ -225,7 +225,7 @@ def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
 
 
 def no_response(path: Path, call: Call[Answer], error: Exception) -> ServiceNotRunningError:
-    """Return the error for a call that the service on the socket at `path` did not answer."""
+    """Return the error for a call that the service on the socket at `path` has not answered."""
     return ServiceNotRunningError(
         f"the service on {path} did not respond to {call.method} {call.path} "
         f"({error or type(error).__name__}); see its log"

@@ -3,9 +3,9 @@ behind a socket.
 
 Clients make these checks before they send a key, a prompt or a command, because any user can create a
 directory in /tmp. Three users are trusted: root, the caller, and the service's user. $APPLIANCE_SERVICE_USER
-names the service's user. The owner of a run directory is also accepted as the service's user if only root or
-the caller can have created the directory at its path. For example, systemd, which runs as root, creates
-/run/appliance.
+names the service's user. The owner of a run directory also counts as the service's user if only root or the
+caller can have created a directory at this path. For example, /run/appliance is created by systemd, which
+runs as root.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import struct
 from pathlib import Path
 
 SERVICE_USER = "APPLIANCE_SERVICE_USER"
-"""Environment variable that names the service's user if neither root nor the caller runs the service."""
+"""Environment variable with the name of the service's user. It must be set if the service runs neither as
+root nor as the caller."""
 _UCRED = struct.Struct("3i")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedError(Exception):
-    """Raised if a directory, a file or a process belongs to a user who is not trusted. Nothing was sent or
-    read. The message ends with the remedy."""
+    """Raised if a directory, a file or a process belongs to a user who is not trusted. No data has been sent
+    or read. The message ends with the remedy."""
 
     def __init__(self, description: str, remedy: str) -> None:
         super().__init__(f"{description}: {remedy}")
@@ -75,8 +76,8 @@ def trusted_state(state_dir: Path, run_dir: Path | None) -> frozenset[int]:
 
 
 def check_file(path: Path, uids: frozenset[int]) -> None:
-    """Raise UntrustedError if `path` exists but is not a regular file that belongs to one of these users and
-    that only its owner can write to."""
+    """Raise UntrustedError if `path` exists, unless it is a regular file that belongs to one of these users
+    and that only its owner can write to."""
     try:
         found = path.lstat()
     except OSError:
@@ -97,13 +98,13 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
 
 
 def check_database(path: Path, uids: frozenset[int]) -> None:
-    """Check a database, and the files next to it that SQLite reads, in the same way as `check_file`."""
+    """Check a database, and the files next to it that SQLite also reads, in the same way as `check_file`."""
     for suffix in ("", "-wal", "-shm", "-journal"):
         check_file(path.with_name(path.name + suffix), uids)
 
 
 def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
-    """Raise UntrustedError unless the process listening on a connected Unix socket runs as one of these
+    """Raise UntrustedError unless the process that listens on a connected Unix socket runs as one of these
     users."""
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in uids:
@@ -115,7 +116,7 @@ def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
 
 
 def user_name(uid: int) -> str:
-    """Return a user's name and number, as shown in messages."""
+    """Return the name and the number of a user, as shown in messages."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:
@@ -123,7 +124,7 @@ def user_name(uid: int) -> str:
 
 
 def _given_uids() -> frozenset[int]:
-    """Return root, the caller, and the user named by $APPLIANCE_SERVICE_USER."""
+    """Return the uids of root, the caller, and the user in $APPLIANCE_SERVICE_USER."""
     uids = {0, os.geteuid()}
     if named := os.environ.get(SERVICE_USER):
         uids.add(_uid_of(named))
@@ -143,9 +144,12 @@ def _uid_of(name: str) -> int:
 
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
-    """Return whether only these users can have created `path`. This is the case if every parent directory
-    belongs to one of them and no other user can write to it. Returns False for a path in /tmp: the sticky bit
-    protects existing entries, but any user may have created them."""
+    """Return whether only these users can have created `path`. This is true if every parent directory belongs
+    to one of them, and no other user can write to it.
+
+    The result is False for a path in /tmp: the sticky bit protects existing entries, but any user may have
+    created them.
+    """
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:
             found = parent.stat()

@@ -1,5 +1,6 @@
-"""Types of the admin API's paginated or streamed lists: request log, audit trail, log lines and usage. They
-are not in `appliance.protocol` because they import store modules, which front processes do not need."""
+"""Types of the lists that the admin API returns page by page or as a stream: request log, audit trail, log
+lines and usage. They are not in `appliance.protocol`, because they import modules of the store that front
+processes do not need."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class NamedRequest(LoggedRequest, frozen=True, kw_only=True):
     """A row of the request log, with the name of its key."""
 
     key_name: str | None = None
-    """Current name of the key with the id `key_id`. Null if the request used no key or an unknown key."""
+    """Current name of the key with the id `key_id`. Null if the request used no key, or if the key is
+    unknown."""
 
 
 class RequestPage(msgspec.Struct, kw_only=True):
@@ -41,10 +43,10 @@ class RequestPage(msgspec.Struct, kw_only=True):
 
     rows: list[NamedRequest]
     next: str | None
-    """Pass this as `before` to get the next page, which contains older requests. Null if there are none."""
+    """The value of `before` for the next page, which contains older requests. Null if there are none."""
     sequence: int
-    """Sequence number of the log's latest change when the page was read. Pass this as `after` to follow the
-    log without missing a change."""
+    """Sequence number of the latest change to the log at the time when the page was read. With this value as
+    `after`, the log can be followed without missing a change."""
 
 
 class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -59,7 +61,7 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     """Keep the response open, and send each matching request as a line of JSON when it ends or, with `state`
     = "open", when it is admitted."""
     after: Number | None = None
-    """Sequence number of the change after which following begins. Default: the latest change."""
+    """Sequence number of a change. Only later changes are sent. Default: the latest change."""
     since: Time | None = None
     """Only requests that arrived at this time or later."""
     until: Time | None = None
@@ -80,7 +82,7 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 
     @property
     def filter(self) -> RequestFilter:
-        """The conditions."""
+        """The conditions for the rows."""
         return RequestFilter(**{name: getattr(self, name) for name in RequestFilter.__struct_fields__})
 
 
@@ -91,10 +93,10 @@ class AuditAction(msgspec.Struct, kw_only=True):
     """An operator's action. Times are in ISO 8601."""
 
     seq: int | None
-    """Sequence number of the action's intent row in the audit chain; null while the action waits in the
-    spool."""
+    """Sequence number of the row in the audit chain with the intent of the action. Null while the action
+    waits in the spool."""
     result_seq: int | None
-    """Sequence number of the action's result row."""
+    """Sequence number of the row with the result of the action."""
     at: str
     ended_at: str | None
     actor: str
@@ -116,10 +118,10 @@ class AuditPage(msgspec.Struct, kw_only=True):
 
     rows: list[AuditAction]
     next: int | None
-    """Pass this as `before` to get the next page, which contains older actions. Null if there are none."""
+    """The value of `before` for the next page, which contains older actions. Null if there are none."""
     sequence: int
-    """Sequence number of the chain's newest row when the page was read. Pass this as `after` to follow the
-    chain."""
+    """Sequence number of the newest row in the chain at the time when the page was read. With this value as
+    `after`, the chain can be followed."""
 
 
 class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -133,7 +135,7 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     """Keep the response open, and send each matching action as a line of JSON: when it begins, and again when
     its result is recorded."""
     after: Number | None = None
-    """Sequence number of the chain row after which following begins. Default: the newest row."""
+    """Sequence number of a row in the chain. Only later rows are sent. Default: the newest row."""
     actor: Text | None = None
     """Only actions by this actor, such as "uid:0"."""
     action: Text | None = None
@@ -146,7 +148,7 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
 
     @property
     def filter(self) -> ActionFilter:
-        """The conditions."""
+        """The conditions for the actions."""
         since, until = (None if at is None else iso_utc(at) for at in (self.since, self.until))
         return ActionFilter(self.actor, self.action, since, until)
 
@@ -155,7 +157,7 @@ def audit_action(record: ActionRecord) -> AuditAction:
     """Convert a stored action to the API's format."""
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        # The text of a row that was tampered with may not be valid JSON. Show it unchanged.
+        # The text in a row that was tampered with may not be valid JSON. Show such a text unchanged.
         with suppress(ValueError):
             fields[name] = json.loads(fields[name] or "null")
     return AuditAction(**fields)
@@ -175,24 +177,24 @@ class ChainReport(msgspec.Struct, kw_only=True):
     head: AuditHead
     """The newest unchanged row."""
     broken_seq: int | None
-    """Sequence number of the first wrong or missing row. Null if there is none."""
+    """Sequence number of the first row that is wrong or missing. Null if there is none."""
     problems: list[str]
     """Descriptions of the faults. A fault in the chain comes first."""
     notes: list[str]
     """Remarks, such as checks that could not be made."""
     heads: int
-    """Number of recorded heads that the chain was checked against, including those from the journal."""
+    """Number of recorded heads with which the chain was compared, including those from the journal."""
     journal_heads: int
     journal_missing: str | None
-    """The reason why no heads were found in the journal, or why some may be missing."""
+    """The reason why no heads were found in the journal, or why some heads may be missing."""
     confirmed_seq: int
     """Sequence number of the newest row that a recorded head confirms."""
     spooled: int
-    """Number of entries that wait in the spool and are not in the chain yet."""
+    """Number of entries that wait in the spool and are therefore not in the chain yet."""
 
 
 def chain_report(path: Path, findings: Findings, journal_heads: int, missing: str | None) -> ChainReport:
-    """Return the report about the chain at `path`. `missing` is the value of `journal_missing`."""
+    """Return the report about the chain at `path`. `missing` becomes the field `journal_missing`."""
     verdict = findings.verdict
     return ChainReport(
         at=time.time(),
@@ -212,8 +214,8 @@ def chain_report(path: Path, findings: Findings, journal_heads: int, missing: st
 
 
 def iso_utc(seconds: float) -> str:
-    """Return a unix time in the audit trail's format. Times before 1970 or after 9999 are clamped to this
-    range."""
+    """Return a unix time in the format of the audit trail. A time before 1970 or after 9999 is replaced with
+    the nearest time in this range."""
     inside = min(max(seconds, 0.0), 253_402_300_799.0)
     return datetime.fromtimestamp(inside, UTC).isoformat(timespec="microseconds")
 
@@ -222,7 +224,7 @@ def iso_utc(seconds: float) -> str:
 
 
 CORE = "core"
-"""The core's process name in log lines."""
+"""The name of the core in log lines."""
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +235,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     level: Level
     area: str
-    """Part of the program that wrote the line, such as "replica"."""
+    """The part of the program that wrote the line, such as "replica"."""
     message: str
     process: str = CORE
     """The process that wrote the line: "core", the name of a front process, or the name of a replica,
@@ -247,7 +249,8 @@ class LogPage(msgspec.Struct, kw_only=True):
     first: int
     """Number of the oldest line that the core still keeps. Older lines are only in the journal."""
     number: int
-    """Number of the newest line, or 0 if there are none. Pass this as `after` to get only newer lines."""
+    """Number of the newest line, or 0 if there are none. With this value as `after`, only newer lines are
+    returned."""
 
 
 class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -280,7 +283,7 @@ USAGE_COLUMNS: tuple[UsageColumn, ...] = ("day", "tenant", "key", "model")
 
 
 class UsageRow(msgspec.Struct, kw_only=True):
-    """Usage of one group of ended requests. Fields that the query does not group by are null."""
+    """Usage of one group of requests that have ended. Fields by which the query does not group are null."""
 
     day: str | None = None
     """Day on which the requests ended, in UTC."""
@@ -308,7 +311,7 @@ class UsageReport(msgspec.Struct, kw_only=True):
 
     rows: list[UsageRow]
     total: UsageRow
-    """Sum of all rows."""
+    """The sum of all rows."""
     unpriced_models: list[str] = []
     """Models without prices in the settings. Their tokens are not included in any cost. Empty if the settings
     contain no prices at all."""

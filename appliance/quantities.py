@@ -1,4 +1,4 @@
-"""Formats and parses measures, byte counts, time spans and times."""
+"""Formats and parses measured values, numbers of bytes, time spans and times."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def of_bytes(count: float) -> str:
 
 
 def percent(fraction: float, digits: int = 0) -> str:
-    """Format a fraction as a percentage. Only 0 is shown as 0%, and only 1 or more as 100%: smaller fractions
-    become "<1%" and "99%"."""
+    """Return a fraction as a percentage. Only 0 is shown as 0%, and only 1 or more as 100%. Values close to
+    them are shown as "<1%" and "99%"."""
     text = f"{fraction * 100:.{digits}f}"
     step = 10.0**-digits
     if fraction > 0 and float(text) == 0:
@@ -31,7 +31,8 @@ def percent(fraction: float, digits: int = 0) -> str:
 
 
 def of_measure(value: float | None, unit: str) -> str:
-    """Format a measure with its unit (`AlertRule.unit`). A measure in "%" is a fraction."""
+    """Return a measured value as text with its unit (`AlertRule.unit`). If the unit is "%", the value is a
+    fraction."""
     if value is None:
         return "unknown"
     if math.isinf(value):
@@ -51,7 +52,7 @@ def of_measure(value: float | None, unit: str) -> str:
 
 
 def of_duration(seconds: float) -> str:
-    """Format a duration in a unit that suits its length, rounded: "75 s", "12 min", "2.5 h"."""
+    """Return a duration as text, rounded, in a unit that suits its length: "75 s", "12 min", "2.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
@@ -60,7 +61,8 @@ def of_duration(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the format of OpenAI's API, rounded up: "12ms", "8s", "6m0s", "1h0m30s"."""
+    """Return a duration as text in the format of OpenAI's API, rounded up: "12ms", "8s", "6m0s",
+    "1h0m30s"."""
     if seconds < 1.0:
         milliseconds = math.ceil(seconds * 1000.0)
         return f"{milliseconds}ms" if 0 < milliseconds < 1000 else f"{milliseconds // 1000}s"
@@ -72,14 +74,15 @@ def duration(seconds: float) -> str:
 
 
 def span_seconds(text: str) -> float | None:
-    """Parse a duration such as 90s, 30m, 12h or 7d into seconds. Return None if the text is not a
-    duration."""
+    """Parse a duration such as 90s, 30m, 12h or 7d, and return it in seconds. Return None if the text is not
+    a duration."""
     found = _SPAN.fullmatch(text.strip())
     return None if found is None else float(found[1]) * _SECONDS[found[2]]
 
 
 def span_text(seconds: float) -> str:
-    """Format a duration in the largest unit that divides it. `span_seconds` can parse the result."""
+    """Return a duration as text, in the largest unit that divides it without a remainder. `span_seconds` can
+    parse the result."""
     for unit in ("w", "d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:g}{unit}"
@@ -88,7 +91,7 @@ def span_text(seconds: float) -> str:
 
 def clock_time(text: str, now: float) -> float | None:
     """Return the unix time at which a local time of day, such as 14:03 or 14:03:20, last occurred at or
-    before `now`. Returns None if the text is not a time of day."""
+    before `now`. Return None if the text is not a time of day."""
     found = _CLOCK.fullmatch(text.strip())
     if found is None:
         return None
@@ -102,9 +105,11 @@ def clock_time(text: str, now: float) -> float | None:
 
 
 def past_time(text: str, now: float) -> float:
-    """Parse a past time and return it as unix time. Accepts 14:03, 14:03:20, 20m or -20m (both mean 20
-    minutes ago), and ISO 8601 dates. Times are local unless they carry an offset. Raises ValueError with a
-    message that says how to fix the input."""
+    """Parse a past time, and return it as unix time.
+
+    Valid texts are 14:03, 14:03:20, 20m or -20m (both mean 20 minutes ago), and ISO 8601 dates. A time
+    without an offset is a local time. Raises ValueError, whose message explains how to write a time.
+    """
     text = text.strip()
     if (at := clock_time(text, now)) is not None:
         return at

@@ -1,4 +1,5 @@
-"""The run directory, which contains the sockets. A lock ensures that only one service uses the directory."""
+"""The run directory, which contains the sockets of a service. A lock ensures that only one service uses the
+directory."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import msgspec
 from appliance.ownership import UntrustedError, trusted_directory
 
 SYSTEM_RUN_DIR = Path("/run/appliance")
-"""Run directory of a service that systemd runs."""
+"""Run directory of the service that systemd runs."""
 SYSTEM_STATE_DIR = Path("/var/lib/appliance")
 _UNIT_FOLDERS = (
     "/etc/systemd/system",
@@ -32,23 +33,24 @@ _MAX_LOCK_BYTES = 64 << 10
 
 
 class RunDirError(Exception):
-    """Raised if the run or state directory cannot be used. The message states the reason and the remedy."""
+    """Raised if the run or state directory cannot be used. The message gives the reason and the remedy."""
 
 
 class LockHolder(msgspec.Struct, kw_only=True):
-    """The process that holds, or last held, the lock of a run directory."""
+    """The process that holds the lock of a run directory, or that held it last."""
 
     pid: int
     state_dir: str
     stopped: bool = True
-    """Whether the process has released the lock. If it was killed or crashed, this is False."""
+    """Whether the process has released the lock. The value is False if the process was killed or crashed."""
 
 
 class RunDirLock:
-    """Locks a run directory for this process, until `release` is called or the process exits."""
+    """Locks a run directory for this process until `release` is called or the process exits."""
 
     def __init__(self, run_dir: Path, state_dir: Path) -> None:
-        """Raises RunDirError if another service holds the directory, or if the lock file cannot be opened."""
+        """Lock the directory. Raises RunDirError if another service has locked it, or if the lock file cannot
+        be opened."""
         path = run_dir / _LOCK
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -68,7 +70,7 @@ class RunDirLock:
                 "one with a different --run-dir and --state-dir"
             ) from None
         self.former = last_holder(run_dir)
-        """The process that previously held the lock, if any."""
+        """The process that held the lock before, or None."""
         self._holder = LockHolder(pid=os.getpid(), state_dir=str(state_dir), stopped=False)
         self._write()
         for left in run_dir.glob(f"{_RENDEZVOUS}*"):
@@ -87,8 +89,8 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return the process that holds the directory or was the last to hold it, together with the service's
-    state directory. The directory must be trusted (`appliance.ownership`)."""
+    """Return the process that holds the lock of the directory or held it last, and the state directory of its
+    service. The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -103,24 +105,25 @@ def unit_is_installed() -> bool:
 
 
 def start_remedy(run_dir: Path) -> str:
-    """Return instructions for starting the service. If the service's unit is installed, return only the
-    systemctl command, because a service started in another way would begin with an empty state."""
+    """Return instructions for starting the service.
+
+    If the service's unit is installed, the instructions contain only the systemctl command. A service that is
+    started in another way would begin with an empty state.
+    """
     if unit_is_installed():
         return "start the service with: systemctl start appliance"
     return f"start a service with: appliance serve --run-dir {run_dir}"
 
 
 def new_rendezvous(run_dir: Path) -> str:
-    """Return the path of a new rendezvous file for the ranks of one incarnation of a replica.
-
-    The file is in the run directory, where the next startup removes it if the service was killed. Raises
-    OSError.
-    """
+    """Return the path of a new rendezvous file, with which the ranks of a replica find each other when they
+    start. The file is in the run directory. If the service is killed, the next start removes the file. Raises
+    OSError."""
     return str(Path(tempfile.mkdtemp(prefix=_RENDEZVOUS, dir=run_dir)) / "store")
 
 
 def prepare_directories(run_dir: Path, state_dir: Path) -> None:
-    """Create each directory if it is missing. Only this user can access a new directory.
+    """Create the directories that are missing. Only this user can access a new directory.
 
     Raises RunDirError if a directory cannot be used, or if clients would not trust the run directory
     (`appliance.ownership`).

@@ -1,8 +1,8 @@
 """Routes that declare the scope that they require.
 
-Every route of this service is a `ScopedRoute`. It names the scope that its callers need, and checks the scope
-before it calls the endpoint. `check_routes` rejects applications with any other kind of route, so no route
-can be added without a scope.
+Every route of this service is a `ScopedRoute`, which names the required scope and checks it before the
+endpoint is called. `check_routes` rejects applications with any other kind of route, so no route can be added
+without a scope.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ScopedRoute(Route):
 
 
 def granted(scopes: Iterable[str]) -> frozenset[str]:
-    """Return the scopes together with the scopes that they imply: `admin` implies `read`."""
+    """Return these scopes and all scopes that they imply: `admin` implies `read`."""
     whole = frozenset(scopes)
     return whole.union(*(_IMPLIED.get(scope, frozenset()) for scope in whole))
 

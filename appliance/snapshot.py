@@ -1,8 +1,8 @@
 """The state of the service at one moment, as shown by the console, `appliance top` and the event stream.
 
 A `Snapshot` is a plain struct. Its values have the same names as in the admin API (`appliance.protocol`), so
-a value on screen can be found in the JSON and in the metrics. A value that the service does not measure is
-None, never 0.
+that a value on the screen can also be found in the JSON and in the metrics. A value that the service does not
+measure is None and not 0.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from appliance.protocol.status import (
 from engine.rank_messages import NO_OWNER as NO_OWNER
 
 Phase = Literal["queued", "prefill", "decode", "ending"]
-"""A running request is in "prefill" until its first token, and in "decode" afterwards."""
+"""The phase of a running request is "prefill" until its first token, and "decode" afterwards."""
 BlockState = Literal["free", "cached", "used", "shared"]
 BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
 """The states of a KV block. `BlockMap.states` contains indices into this tuple. A "cached" block is free but
-still contains a prefix. A "shared" block has more than one reference. Samples that were forked from the same
-prompt share a single reference."""
+still contains a prefix. A "shared" block has more than one reference. Samples of the same prompt together
+have only one reference to the blocks of the prompt."""
 STALL_FACTOR = 3.0
-"""A step with decodes is a stall if it takes more than this many times the mean duration of a decode-only
-step."""
+"""A step that decodes is a stall if its duration is more than this many times the mean duration of a
+decode-only step."""
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of one duration over the requests that ended within a window."""
+    """The distribution of a duration over the requests that ended within a window."""
 
     window_s: float
     count: int
@@ -46,7 +46,7 @@ class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """The latencies of requests to all models. A field is None if the service does not report that
+    """The latencies of requests to all models. A field is None if the service does not report this
     latency."""
 
     ttft: LatencyPercentiles | None = None
@@ -54,9 +54,9 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     itl: LatencyPercentiles | None = None
     """A request's mean time between output tokens."""
     queue: LatencyPercentiles | None = None
-    """Time from admission to the first dispatch."""
+    """Time from the admission of a request to its first dispatch."""
     e2e: LatencyPercentiles | None = None
-    """Time from arrival to the end of the answer."""
+    """Time from the arrival of a request to the end of its answer."""
 
 
 class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_per_s: float | None = None
     generated_tokens_per_s: float | None = None
     requests_per_s: float | None = None
-    """Number of ended requests per second."""
+    """Number of requests that ended per second."""
     refused_per_s: float | None = None
     failed_per_s: float | None = None
 
@@ -108,17 +108,17 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of one replica in one time slice."""
+    """The steps of one replica in one period of time, called a slice."""
 
     model: str
     replica: str
     at: float
     """End of the slice, in unix seconds."""
     span_s: float
-    """Length of the slice, in seconds. This struct's mean values cover the slice, or only the replica's last
-    report within it."""
+    """Length of the slice, in seconds. The mean values in this struct cover the slice, or only the replica's
+    last report within the slice."""
     step: int
-    """Number of the last step whose tokens were read."""
+    """Number of the latest step whose tokens have been read."""
     steps: int | None = None
     """Number of steps in the slice."""
     decode_steps: int | None = None
@@ -140,30 +140,30 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Number of output tokens generated in the slice."""
     preemptions: int | None = None
     busy: float | None = None
-    """Share of the slice in which a step ran, from 0 to 1."""
+    """Fraction of the slice in which a step was running, from 0 to 1."""
     longest_ms: float | None = None
-    """Duration of the longest step with decodes in the slice."""
+    """Duration of the longest step in the slice that decoded."""
     longest_decodes: int | None = None
     """Number of sequences that decoded in the longest step."""
     longest_prompt_tokens: int | None = None
-    """Prompt tokens computed in the longest step."""
+    """Number of prompt tokens computed in the longest step."""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """A step with decodes that took more than `STALL_FACTOR` times the mean duration of a decode-only
-    step."""
+    """A step that decodes and whose duration is more than `STALL_FACTOR` times the mean duration of a
+    decode-only step."""
 
     replica: str
     at: float
-    """When the replica reported the step, in unix seconds."""
+    """Time at which the replica reported the step, in unix seconds."""
     ms: float
     """Duration of the step."""
     mean_ms: float
-    """Mean duration of a decode-only step when the step was reported."""
+    """Mean duration of a decode-only step at the time when the step was reported."""
     decodes: int
-    """Number of sequences that decoded."""
+    """Number of sequences that decoded in the step."""
     prompt_tokens: int
-    """Prompt tokens that the step computed."""
+    """Number of prompt tokens that the step computed."""
     request: str = ""
     """Id of the request whose prompt chunk was the largest in the step. Empty if the step computed no prompt
     tokens."""
@@ -178,14 +178,14 @@ class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
     states: bytes
     """One byte per block: an index into `BLOCK_STATES`."""
     owners: bytes
-    """Two bytes per block, little-endian: an index into `requests`, or `NO_OWNER`. For a shared block, it is
-    the index of its first owner."""
+    """Two bytes per block, little-endian: an index into `requests`, or `NO_OWNER`. The owner of a shared
+    block is its first owner."""
     requests: list[str]
     """Ids of the requests that own blocks."""
     tenants: list[str]
     """The tenant of each entry in `requests`."""
     stride: int = 1
-    """Number of blocks that each entry of `states`, `owners` and `ages` represents. The entry describes the
+    """Number of blocks for which each entry of `states`, `owners` and `ages` stands. The entry describes the
     first of these blocks."""
     request_blocks: list[int] = []
     """Number of blocks owned by each request in `requests`."""
@@ -220,7 +220,7 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Number of prompt tokens found in the prefix cache since the replica's start."""
+    """Number of prompt tokens found in the prefix cache since the start of the replica."""
     hit_rate: float | None = None
     """Fraction of prompt tokens found in the prefix cache over the last `hit_window_s` seconds, from 0 to
     1."""
@@ -240,14 +240,14 @@ class UnfinishedRequest(InFlight, kw_only=True):
     key_name: str = ""
     stream: bool | None = None
     queue_s: float | None = None
-    """Time in the queue until the first dispatch or, for a request that is still waiting, until now."""
+    """Time in the queue until the first dispatch. For a request that is still waiting, the time until now."""
     ttft_s: float | None = None
-    """Time from arrival to the first token."""
+    """Time from the arrival of the request to its first token."""
     cached_tokens: int | None = None
     computed_tokens: int | None = None
-    """Number of prompt tokens for which the KV cache contains keys and values."""
+    """Number of prompt tokens whose keys and values are in the KV cache."""
     generated_tokens: int | None = None
-    """Number of output tokens so far, over all samples."""
+    """Number of output tokens so far, summed over all samples."""
     blocks: int | None = None
     preemptions: int | None = None
     deadline_left_s: float | None = None
@@ -260,7 +260,7 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     name: str = ""
     replica: str = ""
-    """Name of the replica that the process belongs to; empty if the process is not part of the service."""
+    """Name of the replica to which the process belongs; empty if the process is not part of the service."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +274,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[str] = []
     """Replicas with a rank on this GPU."""
     utilization_percent: float | None = None
-    """Percentage of NVML's sample period during which a kernel ran."""
+    """Percentage of NVML's sample period in which a kernel was running."""
     memory_bytes: int | None = None
     used_bytes: int | None = None
     weight_bytes: int | None = None
@@ -286,7 +286,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     max_sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
     throttle_reasons: list[str] | None = None
-    """Reasons for reduced clocks, such as "power cap". Empty if the clocks are not reduced."""
+    """Reasons why the clocks are reduced, such as "power cap". Empty if they are not reduced."""
     nvlink_tx_bytes_per_s: float | None = None
     nvlink_rx_bytes_per_s: float | None = None
     ecc_corrected: int | None = None
@@ -306,7 +306,7 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     """If set, the tenant's requests are refused."""
     weight: float | None = None
     highest_class: int | None = None
-    """Highest service class that the tenant's requests can use."""
+    """Highest service class that the tenant's requests can get."""
     keys: int | None = None
     """Number of valid keys."""
     peers: int | None = None
@@ -316,13 +316,13 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     """Number of the tenant's prompt and output tokens per second, over the same window as `Rates`."""
     service_tokens: float | None = None
-    """Weighted number of tokens computed for the tenant since the start of the service."""
+    """Number of weighted tokens computed for the tenant since the start of the service."""
     share: float | None = None
-    """The tenant's share of the weighted tokens computed for all tenants over the same window as `Rates`,
-    from 0 to 1."""
+    """Fraction of the weighted tokens computed for all tenants that was computed for this tenant, over the
+    same window as `Rates`, from 0 to 1."""
     fair_share: float | None = None
-    """The share to which the tenant's weight entitles it, relative to the other tenants that have requests,
-    from 0 to 1."""
+    """The fraction to which the tenant's weight entitles it, considering the other tenants that have
+    requests, from 0 to 1."""
     requests: int | None = None
     """Number of requests that have ended since the start of the service."""
     refused: int | None = None
@@ -355,13 +355,13 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
     """Description of what the operator should do next."""
     since: float | None = None
-    """When the condition began, in unix seconds."""
+    """Time at which the condition began to hold, in unix seconds."""
     ended_at: float | None = None
     value: float | None = None
     threshold: float | None = None
     unit: str = ""
     suppressed: int = 0
-    """Number of alerts that are not shown because this alert caused them."""
+    """Number of alerts that are not shown because this alert is their cause."""
     acknowledged_by: str = ""
     silenced_until: float | None = None
 
@@ -375,7 +375,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     state: str = ""
     cpu_percent: float | None = None
-    """CPU time over the last slice, in percent of one CPU core."""
+    """CPU time of the process in the last slice, in percent of one CPU core."""
     memory_bytes: int | None = None
     """Resident memory."""
     restarts: int | None = None
@@ -403,7 +403,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     at: float
     """Time when the values were read, in unix seconds."""
     started_at: float
-    """Time when the service started, in unix seconds. If this value increases, the service has been
+    """Time at which the service started, in unix seconds. If this value increases, the service has been
     restarted."""
     uptime_s: float
     version: str
@@ -438,14 +438,15 @@ class Snapshot(msgspec.Struct, kw_only=True):
     audit_rows: int | None = None
     audit_head: str = ""
     audit_recorded_rows: int | None = None
-    """Number of audit rows that chain heads outside the database prove to be unchanged."""
+    """Number of audit rows that are proven unchanged by chain heads recorded outside the database."""
     gpu_error: str = ""
     """Reason why the GPUs could not be read."""
 
 
 def with_blocks(snapshot: Snapshot, blocks: Mapping[str, BlockMap]) -> Snapshot:
-    """Return the snapshot with the given blocks of each replica. Also set each request's numbers of
-    blocks and preemptions, which the block maps contain. The maps of an older service may lack them."""
+    """Return the snapshot with the blocks of each replica. The block maps also contain each request's numbers
+    of blocks and of preemptions, which are set in the snapshot's requests. The maps of an older service may
+    lack these numbers."""
     snapshot.kv = [
         msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
     ]

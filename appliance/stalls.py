@@ -1,4 +1,5 @@
-"""The longest steps of a replica, and the stalls of all replicas: steps that noticeably delayed decodes."""
+"""The longest steps of a replica, and the stalls of all replicas. A stall is a step that noticeably delays
+decodes."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ _MAX_STEPS = 64
 
 
 class LongestSteps:
-    """The longest steps of a replica within `_WINDOW_S` seconds. Only steps that are longer than all later
-    steps are kept."""
+    """The longest steps of a replica in the last `_WINDOW_S` seconds. A step is kept only if it is longer
+    than all later steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, LongestStep]] = deque()
 
     def add(self, at: float, step: LongestStep) -> None:
-        """Add a step that was reported at the monotonic time `at`."""
+        """Add a step that was reported at the time `at` on the monotonic clock."""
         steps = self._steps
         while steps and steps[0][0] < at - _WINDOW_S:
             steps.popleft()
@@ -33,7 +34,8 @@ class LongestSteps:
             steps.append((at, step))
 
     def since(self, at: float) -> LongestStep | None:
-        """Return the longest step reported after the monotonic time `at`, or None if there was none."""
+        """Return the longest step that was reported after the time `at` on the monotonic clock, or None if
+        there was none."""
         return next((step for time, step in self._steps if time > at), None)
 
 
@@ -43,16 +45,19 @@ class StallLog:
     def __init__(self) -> None:
         self._stalls: list[Stall] = []
         self._means: dict[str, float] = {}
-        """The last reported mean duration of a decode-only step in milliseconds, by replica."""
+        """The mean duration of a decode-only step that each replica reported last, in milliseconds."""
 
     def list(self) -> list[Stall]:
         """Return the newest stalls, oldest first."""
         return self._stalls
 
     def add(self, replica: str, at: float, report: Report, tenant: str) -> None:
-        """Record the longest step of a report if it is a stall. `tenant` is the tenant of the request that
-        the report names. The step is compared with the mean of earlier reports, if there is one, because the
-        step may be the only one in its report."""
+        """If the longest step in a report is a stall, record it. `tenant` is the tenant of the request that
+        the report names.
+
+        The step is compared with the mean of earlier reports if there are any, because the step may be the
+        only one in its report.
+        """
         mean_ms = self._means.get(replica) or report.step_ms
         if report.step_ms:
             self._means[replica] = report.step_ms
@@ -77,8 +82,8 @@ class StallLog:
 
 
 def merged(known: Iterable[Stall], new: Iterable[Stall]) -> list[Stall]:
-    """Add stalls to the newest ones and return the result, oldest first. If a replica has several stalls
-    within a second, only the longest is kept."""
+    """Add stalls to the newest ones, and return the newest of all, oldest first. If a replica has several
+    stalls within a second, only the longest is kept."""
     found = {(one.replica, int(one.at)): one for one in known}
     for one in new:
         key = one.replica, int(one.at)

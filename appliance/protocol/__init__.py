@@ -14,8 +14,8 @@ from store.structs import Silence as Silence
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
-    """Return a model's dtype, followed by the dtypes of weights and KV cache that differ from it, such as
-    "bfloat16, weights fp8, KV fp8"."""
+    """Return a model's data type, followed by the data types of the weights and the KV cache if they are
+    different, such as "bfloat16, weights fp8, KV fp8"."""
     held = (("weights", weights), ("KV", kv_cache_dtype))
     return ", ".join([dtype, *(f"{description} {name}" for description, name in held if name != dtype)])
 
@@ -32,7 +32,7 @@ new ones."""
 
 
 BreakerState = Literal["closed", "open", "half-open"]
-"""While a replica's circuit breaker is "open", the replica is not restarted, because it has exited too often.
+"""If a replica's circuit breaker is "open", the replica is not restarted, because it has exited too often.
 "half-open" means that one restart is being attempted."""
 
 
@@ -45,7 +45,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the stage is currently processing, such as the name of a file."""
     done: int = 0
     total: int = 0
-    """Total amount of work; 0 if it is not known."""
+    """Total amount of work; 0 if it is unknown."""
     unit: str = ""
     """Unit of `done` and `total`: bytes, layers, graphs or passes."""
     elapsed_s: float = 0.0
@@ -53,12 +53,12 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     rate_per_s: float = 0.0
     """Units per second; 0 if the rate is not known yet."""
     left_s: float | None = None
-    """Estimated time in seconds until the stage ends, or None if it is not known."""
+    """Estimated time in seconds until the stage ends, or None if it is unknown."""
 
 
 class Degradation(msgspec.Struct, frozen=True, kw_only=True):
-    """A feature that a replica's settings request but that the replica runs without, such as a GPU or
-    resource limits."""
+    """A feature that is requested in the settings of a replica, but that the replica runs without, such as a
+    GPU or resource limits."""
 
     description: str
     remedy: str
@@ -70,22 +70,22 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     name: str
     state: ReplicaState
     detail: str = ""
-    """Explanation of the state, such as "read 43% of 15.0 GiB, 2.1 GiB/s, 4 s left"."""
+    """Explanation of the replica's state, such as "read 43% of 15.0 GiB, 2.1 GiB/s, 4 s left"."""
     fraction: float | None = None
     """Progress of the current stage of loading, from 0 to 1."""
     load: LoadStatus | None = None
-    """Progress of loading, or None if the replica is not loading."""
+    """Progress of loading the model, or None if the replica is not loading."""
     pids: list[int] = msgspec.field(default_factory=list)
     """One entry for each rank."""
     devices: list[str] = msgspec.field(default_factory=list)
     """One entry for each rank."""
     backend: str = ""
     dtype: str = ""
-    """Dtype used for computation."""
+    """Data type used for computation."""
     weights: str = ""
-    """Dtype of the layers' matrices: the same as `dtype`, or "fp8"."""
+    """Data type of the layers' weight matrices: the same as `dtype`, or "fp8"."""
     kv_cache_dtype: str = ""
-    """Dtype of the KV cache: the same as `dtype`, or "fp8"."""
+    """Data type of the KV cache: the same as `dtype`, or "fp8"."""
     tensor_parallel_size: int = 1
     freed_bytes: int = 0
     """Memory that a sleeping replica has released."""
@@ -112,20 +112,20 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     step: int = 0
     prefix_cache_hit_rate: float | None = None
-    """Share of the prompt tokens since the replica's start that were found in the prefix cache, from 0 to 1.
-    Null before the first prompt."""
+    """Fraction of the prompt tokens since the replica's start that were found in the prefix cache, from 0 to
+    1. Null before the first prompt."""
     credit_seqs: int = 0
     """Number of sequences that the replica can start now."""
     credit_tokens: int = 0
     last_report_s: float | None = None
-    """Seconds since the last report."""
+    """Seconds since the replica's last report."""
     restarts: int = 0
     deaths: int = 0
     """Number of recent exits that the circuit breaker counts."""
     breaker: BreakerState = "closed"
     last_error: str = ""
     remedy: str = ""
-    """The operator's remedy if the circuit breaker is open."""
+    """What an operator can do if the circuit breaker is open."""
     degraded: list[Degradation] = msgspec.field(default_factory=list)
 
 
@@ -147,7 +147,7 @@ class ScalingChange(msgspec.Struct, kw_only=True):
 
 
 class ScalingStatus(msgspec.Struct, kw_only=True):
-    """The scaling status of a model whose number of replicas follows its load."""
+    """The scaling status of a model whose number of replicas depends on its load."""
 
     replicas: int
     """Number of replicas that the model should have."""
@@ -156,9 +156,9 @@ class ScalingStatus(msgspec.Struct, kw_only=True):
     demand: float
     """The load, measured in replicas: a load of 1.5 would fully use one and a half replicas."""
     expected: float
-    """Expected load at the time when a replica that is started now would be ready."""
+    """Expected load at the time when a replica that is started now will be ready."""
     reason: str = ""
-    """Basis of the expected load."""
+    """Explanation of the expected load."""
     refusal: str = ""
     """Reason why no replica can be added now."""
     changes: list[ScalingChange] = []
@@ -173,15 +173,16 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     version: str
     """Fingerprint of the folder's files."""
     created: int
-    """When the model's files were created, in unix seconds."""
+    """Time at which the model's files were created, in unix seconds."""
     state: ModelState
     detail: str = ""
     """Explanation of the state. For a failed model, the reason for the failure."""
     max_model_len: int = 0
     queued: int = 0
     drain_eta_s: float | None = None
-    """Predicted time in seconds until all unfinished requests have finished if no more requests are accepted,
-    based on measured rates. Null if there are unfinished requests but no measurements."""
+    """Predicted time in seconds until all unfinished requests would have finished if no more requests were
+    accepted. The prediction is based on measured rates. Null if there are unfinished requests but no
+    measurements."""
     fallback: str = ""
     """Name of the model that answers requests while this model cannot, for keys that allow a fallback. Empty
     if there is none."""
@@ -191,10 +192,10 @@ class ModelStatus(msgspec.Struct, kw_only=True):
 
 
 class Configuration(msgspec.Struct, kw_only=True):
-    """The settings in effect and the source of each."""
+    """The settings in effect, and the source of each setting."""
 
     files: list[str]
-    """Files that were read, in order."""
+    """The settings files that were read, in order."""
     settings: dict[str, Any]
     """All settings, in the format of the settings files."""
     places: dict[str, str]
@@ -202,12 +203,12 @@ class Configuration(msgspec.Struct, kw_only=True):
 
 
 class Reloaded(msgspec.Struct, kw_only=True):
-    """The result of a settings reload."""
+    """The result of reloading the settings."""
 
     changed: list[str]
-    """Changed settings with their old and new values."""
+    """The changed settings with their old and new values."""
     models: list[str]
-    """Resulting changes to models: loaded, replaced or removed."""
+    """The resulting changes to models: which are loaded, replaced or removed."""
     at_restart: list[str]
     """Changed settings that take effect only after a restart."""
 
@@ -229,15 +230,15 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     grace_left_s: float
     """Seconds until the remaining requests are stopped."""
     queue: bool
-    """Whether new requests wait until service is resumed. Otherwise, they are refused."""
+    """Whether new requests wait until service is resumed instead of being refused."""
     started_at: float
-    """When the drain began, in unix seconds."""
+    """Time at which the drain began, in unix seconds."""
     elapsed_s: float
-    """Seconds since the beginning of the drain or, for a completed drain, from its beginning to its
+    """Seconds since the drain began. If the drain is complete, seconds from its beginning to its
     completion."""
     running: int
     queued: int
-    """Number of requests that the drain is waiting for: running requests, and requests that were already
+    """Number of requests for which the drain is waiting: running requests, and requests that were already
     waiting when the drain began."""
     held: int
     """Number of new requests that are waiting until service is resumed."""
@@ -245,14 +246,14 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """Number of output tokens that the remaining requests are expected to need, based on the lengths of
     recent answers."""
     eta_s: float | None = None
-    """Predicted time until the remaining requests have finished, in seconds, based on measured rates. Null if
+    """Predicted time in seconds until the remaining requests have finished, based on measured rates. Null if
     there are no measurements."""
     ended: int = 0
     """Number of requests that were stopped after the grace period."""
 
 
 RequestState = Literal["queued", "running", "interrupted", "ending"]
-"""The replica of a "lost" request has exited unexpectedly; the front process will resubmit the request."""
+"""A request is "lost" if its replica has exited unexpectedly. The front process will resubmit the request."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
@@ -267,15 +268,15 @@ class InFlight(msgspec.Struct, kw_only=True):
     front: str
     replica: str
     attempt: int | None
-    """Number of the attempt. None for a past request whose attempt is not known."""
+    """Number of the attempt. None for a request of the past whose attempt is unknown."""
     age_s: float
     prompt_tokens: int
     max_tokens: int | None
-    """The request's token limit. None for a past request whose limit is not known."""
+    """The request's token limit. None for a request of the past whose limit is unknown."""
 
 
 class LimitUsage(msgspec.Struct, kw_only=True):
-    """A tenant's or key's usage of one limit."""
+    """How much of one limit a tenant or key has used."""
 
     limit: str
     """Name of the limit: "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests",
@@ -285,14 +286,14 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
     used: int
-    """Amount of the capacity that has been used and not yet refilled. It includes the maximum that running
-    requests may use."""
+    """Amount of the capacity that has been used and has not been refilled yet. It includes the maximum that
+    running requests may use."""
     held: int
     """Amount held by unfinished requests. When a request finishes, the unused part of its amount is returned,
-    except for the amount refilled since it was reserved. `held` can therefore exceed `used`."""
+    except for what has been refilled since the amount was reserved. `held` can therefore exceed `used`."""
     resets_in_s: float | None
-    """Time in seconds until the full limit is available again if nothing more is used. None means that the
-    limit becomes available when requests finish."""
+    """Time in seconds until the full limit is available again if nothing more is used. None means that it
+    becomes available when requests finish."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
@@ -303,7 +304,7 @@ class Key(KeyFields, frozen=True, kw_only=True):
 
 
 class NewKey(msgspec.Struct, kw_only=True):
-    """A newly created key. No other response contains its secret."""
+    """A newly created key. Only this response contains the key's secret."""
 
     id: str
     key: str
@@ -333,7 +334,8 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]
-    """"any" stands for all users that the socket's file mode admits and that have no separate entry."""
+    """The kind of entry. "any" stands for all users that the file mode of the socket admits and that have no
+    separate entry."""
     number: int
     """The uid or gid, or -1 for "any"."""
     tenant: str
@@ -341,7 +343,7 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """Source of the entry: "mapped" (by an operator), or "settings" (the service's own user, root and the
     users in `unix.uids`)."""
     created_at: float | None = None
-    """When the entry was mapped, in unix seconds."""
+    """Time at which the entry was mapped, in unix seconds."""
 
 
 class Contents(msgspec.Struct, kw_only=True):
@@ -350,9 +352,10 @@ class Contents(msgspec.Struct, kw_only=True):
     request_id: str
     tenant: str
     created_at: float
-    """When the request arrived, in unix seconds."""
+    """Time at which the request arrived, in unix seconds."""
     goes_at: float | None
-    """When the texts will be removed according to the current policy, in unix seconds, or None for never."""
+    """Time at which the texts will be removed according to the current policy, in unix seconds, or None for
+    never."""
     texts: list[KeptText]
 
 
@@ -364,7 +367,7 @@ class AuditHead(msgspec.Struct, kw_only=True):
 
 
 class Done(msgspec.Struct, kw_only=True):
-    """The result of an action that returns only a message."""
+    """The result of an action whose response contains only a message."""
 
     message: str
 

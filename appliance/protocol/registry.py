@@ -1,4 +1,4 @@
-"""The types of the model registry: models, their versions and files, splits and shadows."""
+"""The types of the model registry: models, their versions and files, traffic splits and shadow traffic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AddedVersion(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     version: int
     warnings: list[str] = []
-    """Limitations that were found when the model was checked."""
+    """Limitations of the model that were found when it was checked."""
 
 
 class PrunedVersion(msgspec.Struct, kw_only=True):
@@ -41,11 +41,11 @@ class VersionStatus(msgspec.Struct, kw_only=True):
     version: int
     state: VersionState
     detail: str = ""
-    """Explanation of the state, such as "loading weights 43%", or the reason for a failure."""
+    """Explanation of the version's state, such as "loading weights 43%", or the reason for a failure."""
 
 
 class RegisteredFile(msgspec.Struct, kw_only=True):
-    """A version's file, as it was when the version was added."""
+    """A file of a version, as it was when the version was added."""
 
     name: str
     bytes: int
@@ -59,27 +59,28 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     folder: str
     state: VersionState
     detail: str = ""
-    """Explanation of the state, such as "loading weights 43%", or the reason for a failure."""
+    """Explanation of the version's state, such as "loading weights 43%", or the reason for a failure."""
     added_at: float | None = None
-    """When the version was added to the registry, in unix seconds."""
+    """Time at which the version was added to the registry, in unix seconds."""
     settings: dict[str, Any] = {}
-    """The version's settings, keyed by their names in settings files."""
+    """The settings of the version, by their names in settings files."""
     files: list[RegisteredFile] = []
     replicas: int = 0
-    """Number of replicas that are loaded or being loaded."""
+    """Number of replicas of the version that are loaded or being loaded."""
     devices: list[str] = []
     memory_bytes: int = 0
     """Memory that the weights and KV caches of the version's replicas use."""
     expires_at: float | None = None
-    """Time when the version will be unloaded if no more requests arrive, in unix seconds; null for never."""
+    """Time at which the version will be unloaded if no more requests arrive, in unix seconds; null for
+    never."""
     shares: dict[str, float] = {}
-    """For each split name that can lead to this version, the fraction of the name's requests that the version
-    gets."""
+    """For each name whose requests are split and can go to this version, the fraction of the name's requests
+    that the version gets."""
 
 
 class ShadowTimes(msgspec.Struct, kw_only=True):
-    """Mean timings of a shadow's original or copied answers, measured from the time when a request is sent to
-    the replica."""
+    """Mean timings of the original answers or of the answers to the copies, measured from the time at which a
+    request is sent to the replica."""
 
     ttft_ms: float
     e2e_ms: float
@@ -87,8 +88,8 @@ class ShadowTimes(msgspec.Struct, kw_only=True):
 
 
 class ShadowStatus(msgspec.Struct, kw_only=True):
-    """A share of a name's requests that is copied to another model or version, and the results since the
-    shadow was set or the service started."""
+    """The copying of a share of the requests for a name to another model or version. The results are counted
+    since the copying began or the service started."""
 
     name: str
     target: str
@@ -96,17 +97,17 @@ class ShadowStatus(msgspec.Struct, kw_only=True):
     """Fraction of the requests that are copied."""
     compared: int = 0
     dropped: int = 0
-    """Number of copies that were not made because the target could not answer at once."""
+    """Number of copies that were not made because the target could not start them at once."""
     failed: int = 0
     original: ShadowTimes | None = None
     """Timings of the original answers; null if there are no results yet."""
     copy: ShadowTimes | None = None
     greedy: int = 0
-    """Number of compared greedy requests whose prompt has the same tokens on both models: the original model
-    and the one that the request was copied to."""
+    """Number of compared requests that use greedy sampling and whose prompt has the same tokens on the
+    original model and on the model to which they are copied."""
     agreement: float | None = None
-    """Fraction of the answer tokens that come before the first difference between original and copied answer,
-    over the `greedy` requests."""
+    """Fraction of the answer tokens that come before the first difference between the original answer and the
+    answer to the copy, over the requests counted in `greedy`."""
 
 
 class RegisteredModel(msgspec.Struct, kw_only=True):
@@ -122,10 +123,10 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     source: str
     """"registry", or the place where the settings declare the model."""
     aliases: list[str] = []
-    """Additional names for the model or one of its versions."""
+    """Additional names of the model or of one of its versions."""
     split: dict[str, float] = {}
-    """Weights of the targets that get the requests for the name; empty if the default version gets all of
-    them."""
+    """Weights of the models and versions among which the requests for the name are split. Empty if the
+    default version gets all requests."""
     shadows: list[ShadowStatus] = []
-    """Shadows of the model's name and of its aliases."""
+    """Shadow traffic of the model's name and of its aliases."""
     versions: list[RegisteredVersion]

@@ -35,8 +35,8 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float | None
-    """Predicted waiting time, in seconds, of a request that arrives now, based on measured rates. Null if no
-    model has measurements."""
+    """Predicted waiting time in seconds of a request that arrives now, based on measured rates. Null if there
+    are no measurements for any model."""
     target_s: float | None
     """Target for the waiting time in seconds, or None for P3."""
 
@@ -53,18 +53,18 @@ class QueueStats(msgspec.Struct, kw_only=True):
     refused: int
     """Number of requests that the core refused."""
     ended: int
-    """Number of requests that have ended and have a closed row in the request log."""
+    """Number of requests that have ended and whose row in the request log is closed."""
     waiting_tokens: int = 0
-    """Number of prompt tokens in waiting requests."""
+    """Number of prompt tokens of the waiting requests."""
     preemptions: int = 0
     """Total number of preemptions of all finished requests."""
     overload: str = ""
     """Description of the overloaded models and of the requests that are refused because of the overload.
     Empty if no model is overloaded."""
     overload_step: int = 0
-    """Step of the load shedder; 0 if there is no overload."""
+    """The step that load shedding has reached; 0 if there is no overload."""
     classes: list[ClassStatus] = []
-    """One entry per class, beginning with P0."""
+    """One entry per service class, beginning with P0."""
 
 
 class QueueStatus(QueueStats, kw_only=True):
@@ -87,9 +87,9 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """The audit trail of operators' actions."""
 
     rows: int = 0
-    """Number of rows in the chain, which is also the newest row's sequence number."""
+    """Number of rows in the audit chain. This is also the sequence number of the newest row."""
     head: str = ""
-    """Hash of the newest row."""
+    """Hash of the newest row in the audit chain."""
     recorded_rows: int = 0
     """Number of rows that are proven unchanged by chain heads recorded outside the database."""
     spooled: int = 0
@@ -100,10 +100,10 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     places: list[str] = []
     """Files that contain the rows that the database has not accepted yet."""
     in_memory: int = 0
-    """Number of waiting rows that could not be written to any file. If the service exits, only its log still
-    contains them."""
+    """Number of waiting rows that could not be written to any file. If the service exits, these rows exist
+    only in its log."""
     dropped: int = 0
-    """Number of rows that could not be stored anywhere. They are only in the service's log."""
+    """Number of rows that could not be stored in the chain. They exist only in the service's log."""
     last_error: str | None = None
     """The current error, or None if there is none."""
 
@@ -128,9 +128,9 @@ class Problem(msgspec.Struct, kw_only=True):
     """A past problem."""
 
     at: float
-    """When the problem last occurred, in unix seconds."""
+    """Time at which the problem last occurred, in unix seconds."""
     where: str
-    """Location of the problem: a front process, replica, database or socket."""
+    """Where the problem occurred: a front process, replica, database or socket."""
     description: str
     count: int = 1
 
@@ -139,13 +139,13 @@ class CurrentProblem(msgspec.Struct, kw_only=True):
     """A current problem and its remedy."""
 
     where: str
-    """Location of the problem: a model, replica, front process, database, "audit" or "log"."""
+    """Where the problem occurs: a model, replica, front process, database, "audit" or "log"."""
     description: str
     remedy: str
 
 
 ServiceState = Literal["starting", "ready", "degraded", "draining", "drained"]
-"""A "degraded" service has current problems."""
+"""A service that is "degraded" answers requests, but has current problems."""
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -157,7 +157,7 @@ class Status(msgspec.Struct, kw_only=True):
     python: str
     sqlite: str
     started_at: float
-    """When the service started, in unix seconds."""
+    """Time at which the service started, in unix seconds."""
     uptime_s: float
     state: ServiceState
     reason: str = ""
@@ -175,7 +175,7 @@ class Status(msgspec.Struct, kw_only=True):
     """Number of the core's log lines that were dropped since startup because standard error was not being
     read."""
     current_problems: list[CurrentProblem] = []
-    """The current problems. `doctor` reports them too."""
+    """The current problems. `appliance doctor` also reports them."""
     problems: list[Problem]
-    """Recent problems, most recent first."""
+    """Recent problems, the most recent first."""
     drains: list[DrainStatus] = []
