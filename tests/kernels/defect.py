@@ -53,7 +53,7 @@ _TESTED_BY = {
     "sampling_kernels.py": "sampling",
     "sampling_full.py": "sampling",
     "sampling_search.py": "sampling",
-    "experts_few.py": "experts",
+    "experts_few_kernels.py": "experts",
     "experts_stream.py": "experts",
     "experts_many.py": "experts",
 }
