@@ -2,7 +2,7 @@
 
 CUDA graphs contain the addresses of the weights and of the KV cache. When a replica sleeps, the physical
 memory behind these addresses is released. The addresses stay reserved, so the graphs are valid again once new
-memory has been mapped there.
+memory has been mapped there. For the same reason, the KV cache can grow after the graphs have been captured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class DeviceArena:
     """Tensors in one range of addresses. Individual tensors are never freed. The memory and the addresses are
     returned to the driver once the arena and all of its tensors have been deleted.
 
-    `limit_bytes` is the size of the range. The range uses no physical memory until `empty` is called.
+    `limit_bytes` is the size of the range. The range uses no physical memory until `empty` or `grow` is
+    called.
     """
 
     def __init__(self, driver: VirtualMemory, limit_bytes: int) -> None:
@@ -77,12 +78,33 @@ class DeviceArena:
             raise torch.OutOfMemoryError(
                 f"{end} bytes exceed the arena's address range of {self._limit} bytes"
             )
-        if end > self._size:
-            missing = -(-(end - self._size) // self._driver.granularity) * self._driver.granularity
-            self._map(self._base + self._size, missing)
-            self._size += missing
+        self.grow(end)
         self._allocated = end
         return self._driver.tensor(self._base + start, nbytes, self).view(dtype).view(shape)
+
+    def growing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor at the start of the range, which may contain no other tensor. Only the part to
+        which `grow` has given physical memory may be accessed. `grow` must have been called before, because
+        torch determines the device of an address from its memory."""
+        return (
+            self._driver.tensor(self._base, math.prod(shape) * dtype.itemsize, self).view(dtype).view(shape)
+        )
+
+    def grow(self, nbytes: int) -> torch.Tensor | None:
+        """Give physical memory to the first `nbytes` bytes of the range. Returns the new memory, with
+        undefined content ([bytes] uint8), or None if there was enough. Raises torch.OutOfMemoryError."""
+        missing = self.missing_bytes(nbytes)
+        if not missing:
+            return None
+        address = self._base + self._size
+        self._map(address, missing)
+        self._size += missing
+        return self._driver.tensor(address, missing, self)
+
+    def missing_bytes(self, nbytes: int) -> int:
+        """Return the physical memory, in bytes, that `grow` would allocate."""
+        granularity = self._driver.granularity
+        return max(0, -(-nbytes // granularity) * granularity - self._size)
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Yield the memory of the arena in order, in tensors of at most PIECE_BYTES: [bytes] uint8."""

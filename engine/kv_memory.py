@@ -1,43 +1,129 @@
-"""Allocates the KV cache pools of one rank."""
+"""The KV cache of one rank: determines how many blocks fit into memory, and allocates them."""
 
 from __future__ import annotations
 
 import torch
 
 from engine import memory
+from engine.messages import BLOCK_TOKENS, Progress, ReplicaSpec
 from engine.model.decoder import Decoder
+from engine.progress import ProgressCallback
 from engine.rank_memory import RankMemory
+from engine.sizing import Sizing
 from kernels import KvPool
 
 
-def allocate_kv(
-    decoder: Decoder, blocks: int, bytes_per_block: int, ranks: int, rank_memory: RankMemory
-) -> list[KvPool]:
-    """Return one zero-filled KV pool of `blocks` blocks per layer, allocated by `rank_memory`. Raises
-    PoolTooLarge if the pools do not fit into memory."""
-    if decoder.device.type != "cpu":
-        return _allocate_on_gpu(decoder, blocks, bytes_per_block, rank_memory)
-    # Check the available memory first: Linux overcommits memory, and kills a process if memory runs out
-    # later.
-    available = memory.available_host_bytes()
-    if blocks * bytes_per_block * ranks > available:
-        raise memory.too_large(blocks, bytes_per_block, ranks, available)
-    try:
-        return decoder.allocate_kv(blocks, rank_memory.zeroed_kv)
-    except OSError as error:  # a process limit (ulimit -v), or strict overcommit accounting
-        raise memory.PoolTooLarge(
-            f"kv_blocks is {blocks}: this process cannot map {blocks * bytes_per_block} bytes for the KV "
-            f"cache ({error.strerror}): raise its limits (ulimit -v), or lower kv_blocks"
-        ) from error
+class KvCache:
+    """The KV cache of one rank. All ranks have the same number of blocks, so they must make the same calls.
 
+    If the number of blocks is not configured, a GPU's KV cache gets the memory that nothing else needs. This
+    memory is known only after every kind of step has run, but CUDA graphs contain the addresses of the cache.
+    Therefore `allocate` reserves addresses, and `grow` provides the memory later.
 
-def _allocate_on_gpu(
-    decoder: Decoder, blocks: int, bytes_per_block: int, rank_memory: RankMemory
-) -> list[KvPool]:
-    device = decoder.device
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        return decoder.allocate_kv(blocks, rank_memory.zeroed_kv)
-    except torch.OutOfMemoryError as error:
-        raise memory.too_large(blocks, bytes_per_block, 1, free + cached) from error
+    If no maximum sequence length is configured and the checkpoint's maximum does not fit, `max_model_len` is
+    lowered to the length that fits.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        spec: ReplicaSpec,
+        sizes: Sizing,
+        rank_memory: RankMemory,
+        max_model_len: int,
+    ) -> None:
+        """`sizes` is the predicted memory of a rank. `max_model_len` is the configured length, or the largest
+        possible length if none is configured."""
+        self.max_model_len = max_model_len
+        self.blocks = 0
+        self.pools: list[KvPool] = []
+        """One pool per layer. Before `grow`, only block 0 may be accessed."""
+        self._decoder, self._spec, self._sizes, self._memory = decoder, spec, sizes, rank_memory
+        on_gpu = decoder.device.type == "cuda"
+        self._grows = on_gpu and spec.kv_blocks is None and rank_memory.can_grow
+
+    def allocate(self, progress: ProgressCallback) -> None:
+        """Allocate the cache, or reserve addresses for the largest cache that could fit. Raises PoolTooSmall,
+        and PoolTooLarge if a configured number of blocks does not fit."""
+        if self._grows:
+            most = self._least_over_ranks(self._spare_bytes() // self._sizes.kv_bytes_per_block)
+            self._set_blocks(most)
+            self.pools = self._decoder.allocate_kv(most, self._memory.growing_kv)
+        else:
+            configured = self._spec.kv_blocks
+            self._set_blocks(self._predicted_blocks() if configured is None else configured)
+            self._report_length(progress)
+            self.pools = self._allocated()
+
+    def grow(self, progress: ProgressCallback) -> None:
+        """Give the remaining memory of a GPU to the cache, unless the number of blocks is configured. Every
+        kind of step must have run before, so that torch's allocator and the CUDA graphs already hold all
+        other memory. Raises PoolTooSmall."""
+        if not self._grows:
+            return
+        fitting = min(self._memory.blocks_within(self._spare_bytes()), self.blocks)
+        self._set_blocks(self._least_over_ranks(fitting))
+        self._report_length(progress)
+        self._memory.grow_kv(self.blocks)
+        self.pools = [pool.first(self.blocks) for pool in self.pools]
+
+    def _set_blocks(self, blocks: int) -> None:
+        self.blocks = blocks
+        if self._spec.max_model_len is None and blocks > 0:
+            self.max_model_len = min(blocks * BLOCK_TOKENS, self.max_model_len)
+        per_block, given = self._sizes.kv_bytes_per_block, self._spec.kv_blocks is not None
+        memory.check_blocks(blocks, self.max_model_len, per_block, given=given)
+
+    def _report_length(self, progress: ProgressCallback) -> None:
+        """Report the maximum sequence length if memory limits it."""
+        allowed = self._decoder.config.context_length
+        if self._spec.max_model_len is None and self.blocks * BLOCK_TOKENS < allowed:
+            note = (
+                f"memory for the KV cache limits sequences to {self.max_model_len} tokens "
+                f"(the checkpoint allows {allowed})"
+            )
+            progress(Progress("build", detail="sizing the KV pool", note=note))
+
+    def _predicted_blocks(self) -> int:
+        """Return the number of blocks that fit according to the predicted memory of steps."""
+        sizes, ranks = self._sizes, self._decoder.ranks.size
+        if self._decoder.device.type == "cuda":
+            budget = self._spare_bytes() - (sizes.fixed_bytes - sizes.weight_bytes)
+        else:
+            share = int(memory.available_host_bytes() * self._spec.gpu_memory_utilization) // ranks
+            budget = min(share - sizes.activation_bytes, memory.CPU_MAX_KV_BYTES // ranks)
+        return self._least_over_ranks(budget // sizes.kv_bytes_per_block)
+
+    def _allocated(self) -> list[KvPool]:
+        """Return zero-filled pools with memory for all blocks."""
+        device, ranks = self._decoder.device, self._decoder.ranks.size
+        needed, per_block = self.blocks * self._sizes.kv_bytes_per_block, self._sizes.kv_bytes_per_block
+        if device.type != "cpu":
+            free, _ = torch.cuda.mem_get_info(device)
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            try:
+                return self._decoder.allocate_kv(self.blocks, self._memory.zeroed_kv)
+            except torch.OutOfMemoryError as error:
+                raise memory.too_large(self.blocks, per_block, 1, free + cached) from error
+        # Check the available memory first: Linux overcommits memory, and kills a process if memory runs out
+        # later.
+        available = memory.available_host_bytes()
+        if needed * ranks > available:
+            raise memory.too_large(self.blocks, per_block, ranks, available)
+        try:
+            return self._decoder.allocate_kv(self.blocks, self._memory.zeroed_kv)
+        except OSError as error:  # a process limit (ulimit -v), or strict overcommit accounting
+            raise memory.PoolTooLarge(
+                f"kv_blocks is {self.blocks}: this process cannot map {needed} bytes for the KV cache "
+                f"({error.strerror}): raise its limits (ulimit -v), or lower kv_blocks"
+            ) from error
+
+    def _spare_bytes(self) -> int:
+        """Return the number of bytes of this rank's GPU that can still be allocated without exceeding
+        `gpu_memory_utilization`. The result is negative if more is in use."""
+        free, total = torch.cuda.mem_get_info(self._decoder.device)
+        return int(free - (1 - self._spec.gpu_memory_utilization) * total)
+
+    def _least_over_ranks(self, number: int) -> int:
+        mine = torch.tensor([number], device=self._decoder.device)
+        return int(self._decoder.ranks.all_gather_stack(mine).min())

@@ -1,4 +1,5 @@
-"""The memory of one rank that is released while the replica sleeps: its weights and its KV cache.
+"""The memory of one rank that is released while the replica sleeps: its weights and its KV cache. On a GPU,
+the KV cache can also grow.
 
 On a GPU, the weights are copied to host memory. The GPU memory of weights and KV cache is then released, and
 later mapped again at the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released,
@@ -11,6 +12,7 @@ import logging
 import math
 import mmap
 import threading
+from bisect import bisect_right
 from typing import Protocol
 
 import torch
@@ -52,6 +54,21 @@ class RankMemory(Protocol):
     def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a zero-filled tensor. Raises torch.OutOfMemoryError, or OSError on a CPU."""
 
+    @property
+    def can_grow(self) -> bool:
+        """Whether `growing_kv` and `grow_kv` are supported."""
+
+    def growing_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor whose first dimension indexes the blocks. Only the first block may be accessed, and
+        the blocks that `grow_kv` has provided. Raises torch.OutOfMemoryError."""
+
+    def grow_kv(self, blocks: int) -> None:
+        """Provide the first `blocks` blocks of every tensor from `growing_kv`, filled with zeros. Raises
+        torch.OutOfMemoryError."""
+
+    def blocks_within(self, nbytes: int) -> int:
+        """Return to how many blocks `grow_kv` can grow by allocating at most `nbytes` bytes."""
+
     def check(self, ranks: int) -> None:
         """Raise SleepError if this rank cannot sleep. `ranks` is the number of ranks on this machine, which
         all need host memory."""
@@ -70,7 +87,22 @@ class RankMemory(Protocol):
         copies in host memory are kept until `forget`."""
 
 
-class CpuMemory:
+class _FixedKv:
+    """The KV cache of a rank whose tensors cannot grow."""
+
+    can_grow = False
+
+    def growing_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError
+
+    def grow_kv(self, blocks: int) -> None:
+        raise NotImplementedError
+
+    def blocks_within(self, nbytes: int) -> int:
+        raise NotImplementedError
+
+
+class CpuMemory(_FixedKv):
     """The memory of a rank on a CPU."""
 
     held_bytes = 0
@@ -121,7 +153,7 @@ class CpuMemory:
         return sum(len(pages) for pages in self._pages)
 
 
-class TorchMemory:
+class TorchMemory(_FixedKv):
     """The memory of a rank on a GPU whose driver has no virtual memory management. The rank cannot sleep."""
 
     held_bytes = 0
@@ -156,18 +188,23 @@ class TorchMemory:
 class GpuMemory:
     """The memory of a rank on a GPU."""
 
+    can_grow = True
+
     def __init__(self, driver: VirtualMemory, device: torch.device, total_bytes: int) -> None:
         """`total_bytes` is the size of the GPU's memory."""
-        self._device = device
+        self._device, self._driver = device, driver
         self._weights = DeviceArena(driver, total_bytes)
-        self._kv = DeviceArena(driver, total_bytes)
+        self._kv: list[DeviceArena] = []
+        """One arena for each tensor of the KV cache, so that every tensor can grow."""
+        self._block_bytes: list[int] = []
+        """Size of a block in each of these tensors."""
         self._copies: list[torch.Tensor] = []
         """Page-locked copies of the weights, one for each piece."""
         self._freeing: threading.Thread | None = None
 
     @property
     def held_bytes(self) -> int:
-        return self._weights.mapped_bytes + self._kv.mapped_bytes
+        return self._weights.mapped_bytes + sum(arena.mapped_bytes for arena in self._kv)
 
     @property
     def host_bytes(self) -> int:
@@ -177,7 +214,36 @@ class GpuMemory:
         return self._weights.empty(shape, dtype)
 
     def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self._kv.empty(shape, dtype).zero_()
+        whole = self.growing_kv(shape, dtype)
+        self._kv[-1].grow(whole.nbytes)
+        return whole.zero_()
+
+    def growing_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        block_bytes = math.prod(shape[1:]) * dtype.itemsize
+        arena = DeviceArena(self._driver, shape[0] * block_bytes)
+        self._kv.append(arena)
+        self._block_bytes.append(block_bytes)
+        first = arena.grow(block_bytes)
+        assert first is not None
+        first.zero_()
+        return arena.growing(shape, dtype)
+
+    def grow_kv(self, blocks: int) -> None:
+        for arena, block_bytes in zip(self._kv, self._block_bytes, strict=True):
+            new = arena.grow(blocks * block_bytes)
+            if new is not None:
+                new.zero_()
+
+    def blocks_within(self, nbytes: int) -> int:
+        held = sum(arena.size_bytes for arena in self._kv)
+        most = max(0, nbytes + held) // sum(self._block_bytes)
+        # Every tensor takes whole pages, so fewer blocks than `most` may fit.
+        return max(0, bisect_right(range(most + 1), nbytes, key=self._missing_bytes) - 1)
+
+    def _missing_bytes(self, blocks: int) -> int:
+        """Return the memory, in bytes, that `grow_kv` would allocate."""
+        sizes = zip(self._kv, self._block_bytes, strict=True)
+        return sum(arena.missing_bytes(blocks * block_bytes) for arena, block_bytes in sizes)
 
     def check(self, ranks: int) -> None:
         self._wait_until_freed()
@@ -211,7 +277,7 @@ class GpuMemory:
             self._freeing.start()
 
     def release(self) -> int:
-        return self._weights.release() + self._kv.release()
+        return sum(arena.release() for arena in (self._weights, *self._kv))
 
     def restore(self) -> None:
         copying = torch.cuda.Stream(self._device)
@@ -219,12 +285,13 @@ class GpuMemory:
             for piece, copy in zip(self._weights.restore(), self._copies, strict=True):
                 with torch.cuda.stream(copying):
                     piece.copy_(copy, non_blocking=True)
-            for piece in self._kv.restore():
-                piece.zero_()
+            for arena in self._kv:
+                for piece in arena.restore():
+                    piece.zero_()
         except torch.OutOfMemoryError as error:
             self.release()
             free, _ = torch.cuda.mem_get_info(self._device)
-            needed = self._weights.size_bytes + self._kv.size_bytes
+            needed = sum(arena.size_bytes for arena in (self._weights, *self._kv))
             raise SleepError(
                 f"weights and KV cache need {needed / _GIB:.1f} GiB, but only {free / _GIB:.1f} GiB are free "
                 f"on {self._device}: unload another model or put it to sleep"

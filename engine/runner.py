@@ -24,14 +24,13 @@ from engine.device import device_name, select_device
 from engine.device_tables import Padding, SlotTables
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
-from engine.kv_memory import allocate_kv
+from engine.kv_memory import KvCache
 from engine.launched import StepResults, StreamStep, ThreadStep, read_results, to_host
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.plan import StepPlan, StepTokens
-from engine.profiling import profile_cuda, steps_fit
 from engine.progress import ProgressCallback, StageTimes
 from engine.rank_memory import open_memory
 from engine.rank_messages import MemoryChanged, Progress
@@ -54,6 +53,7 @@ from engine.sizing import (
 )
 from engine.sleeping import RankSleep
 from engine.spec_checks import check_spec
+from engine.step_memory import run_largest_steps, steps_fit
 from engine.steps import StepExecutor
 from engine.transfer import reserve_pinned
 from engine.warmup import warm_up
@@ -152,18 +152,18 @@ class ModelRunner:
                 vocab_real=self.decoder.shard.vocab_real,
             )
             self._await_build(building, progress)
-            # The graphs' memory does not include the KV cache, so it is measured before the cache is sized.
-            # The measurement itself uses eager passes, which need more memory.
             graphs = self._capture_layers(progress), self._capture_halves(progress)
-            progress(Progress("build", detail="sizing the KV pool"))
-            self.kv_blocks = self._size_pool(progress)
-            per_block = self._predict(None).kv_bytes_per_block
-            kv = allocate_kv(self.decoder, self.kv_blocks, per_block, ranks.size, self.memory)
-            self.steps = self._executor(kv)
-            if self.decoder.ops.name == "cuda":
+            progress(Progress("build", detail="allocating the KV pool"))
+            kv = KvCache(self.decoder, spec, self._predict(None), self.memory, self.max_model_len)
+            kv.allocate(progress)
+            self.max_model_len = kv.max_model_len
+            self.steps = self._executor(self.decoder, kv.pools)
+            if on_gpu:
                 with steps_fit(spec, self.device):
                     self._warm_up(progress, *graphs)
                 self.decoder.reset_expert_choices()
+            kv.grow(progress)
+            self.steps.kv, self.kv_blocks, self.max_model_len = kv.pools, kv.blocks, kv.max_model_len
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
             self._stream = self._thread("engine-step")
@@ -258,12 +258,12 @@ class ModelRunner:
                 "read %.2f GB of weights in %.2f s: %.1f GB/s", read / 1e9, seconds, read / seconds / 1e9
             )
 
-    def _executor(self, kv: list[KvPool]) -> StepExecutor:
-        """Return a step executor for a KV pool, with new device tables."""
+    def _executor(self, decoder: Decoder, kv: list[KvPool]) -> StepExecutor:
+        """Return a step executor for a decoder and its KV pools, with new device tables."""
         blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_num_seqs
-        padding = self._padding if self.decoder.ops.name == "cuda" else None
+        padding = self._padding if decoder.ops.name == "cuda" else None
         tables = SlotTables(slots, blocks, self.config.vocab_size, self.device, padding)
-        return StepExecutor(self.decoder, kv, tables, self._sampler)
+        return StepExecutor(decoder, kv, tables, self._sampler)
 
     def _initial_max_model_len(self) -> int:
         """Return the configured maximum sequence length. By default, it is the checkpoint's maximum, limited
@@ -278,38 +278,6 @@ class ModelRunner:
                 _, limit = torch.cuda.mem_get_info(self.device)
             blocks = limit // kv_bytes_per_block(self.config, self.kv_cache_dtype, self.ranks.size)
         return min(longest, max(1, blocks) * BLOCK_TOKENS)
-
-    def _size_pool(self, progress: ProgressCallback) -> int:
-        """Return the number of KV blocks, which is equal on every rank. Raises PoolTooSmall.
-
-        If no maximum sequence length is configured and the checkpoint's maximum does not fit, the maximum is
-        lowered to the length that fits. The new maximum is reported by `progress`.
-        """
-        per_block = self._predict(None).kv_bytes_per_block
-        given = self.spec.kv_blocks is not None
-        # Measure even if the number of blocks is configured: on a GPU, the measurement runs the largest steps
-        # and thereby loads their kernels.
-        fitting = self._blocks_that_fit(per_block)
-        blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else fitting
-        allowed = self.config.context_length
-        if self.spec.max_model_len is None and 0 < blocks * BLOCK_TOKENS < allowed:
-            self.max_model_len = min(blocks * BLOCK_TOKENS, self.max_model_len)
-            note = (
-                f"memory for the KV cache limits sequences to {self.max_model_len} tokens "
-                f"(the checkpoint allows {allowed})"
-            )
-            progress(Progress("build", detail="sizing the KV pool", note=note))
-        return memory.check_blocks(blocks, self.max_model_len, per_block, given=given)
-
-    def _blocks_that_fit(self, per_block: int) -> int:
-        if self.device.type == "cuda":
-            budget = profile_cuda(self._executor(self.decoder.allocate_kv(1)), self.spec)
-        else:
-            activations = self._predict(None).activation_bytes
-            share = int(memory.available_host_bytes() * self.spec.gpu_memory_utilization) // self.ranks.size
-            budget = min(share - activations, memory.CPU_MAX_KV_BYTES // self.ranks.size)
-        mine = torch.tensor([budget // per_block], device=self.device)
-        return int(self.ranks.all_gather_stack(mine).min())
 
     def _start_build(self) -> KernelBuild:
         """On rank 0, start compiling the kernels of all ranks, because all ranks run the same kernels. Raises
@@ -340,15 +308,24 @@ class ModelRunner:
     def _warm_up(
         self, progress: ProgressCallback, layers: LayerGraphs | None, halves: HalvesGraphs | None
     ) -> None:
-        """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
-        waits for these operations. `layers` and `halves` are the captured parts of long passes."""
+        """Load or capture all kernels that serving launches, and reserve the memory of the largest steps, so
+        that no request waits for these operations. `layers` and `halves` are the captured parts of long
+        passes."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
-        self._capture_graphs(progress)
-        # While a graph is captured, no other graph can be replayed.
-        self.decoder.layer_graphs, self.decoder.halves_graphs = layers, halves
-        scratch = self._executor(self.decoder.allocate_kv(1))
-        progress(Progress("warm up", detail="running steps of every size"))
-        warm_up(self.steps, scratch, self.max_model_len, self._padding, to_host, progress)
+        decoder, kernels = self.decoder, self.decoder.ops.name == "cuda"
+        if kernels:
+            self._capture_graphs(progress)
+            # While a graph is captured, no other graph can be replayed.
+            decoder.layer_graphs, decoder.halves_graphs = layers, halves
+        scratch = decoder.allocate_kv(1)
+        progress(Progress("warm up", detail="running the largest steps"))
+        # A pass frees the memory of a layer before the next layer, so a few layers need as much as all.
+        run_largest_steps(self._executor(*decoder.representative(scratch)), self.max_model_len, self.spec)
+        if kernels:
+            progress(Progress("warm up", detail="running steps of every size"))
+            apart = self._executor(decoder, scratch)
+            warm_up(self.steps, apart, self.max_model_len, self._padding, to_host, progress)
+        torch.cuda.synchronize(self.device)
 
     def _capture_graphs(self, progress: ProgressCallback) -> None:
         """Capture CUDA graphs of decode steps and of short prompt passes."""

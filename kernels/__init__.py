@@ -183,6 +183,11 @@ class KvPool:
             return [self.keys, self.values]
         return [self.keys.view(torch.uint8), self.values.view(torch.uint8), *scales]
 
+    def first(self, blocks: int) -> KvPool:
+        """Return a pool that contains only the first `blocks` blocks, in the same memory."""
+        parts = (self.keys, self.values, self.k_scales, self.v_scales)
+        return KvPool(*(None if part is None else part[:blocks] for part in parts))  # type: ignore[arg-type]
+
 
 @dataclass(slots=True)
 class ChunkSpan:

@@ -1,2 +1,1 @@
-"""The step profiler, `python -m engine.profile`. The similarly named `engine.profiling` measures memory at
-start."""
+"""The step profiler, `python -m engine.profile`."""

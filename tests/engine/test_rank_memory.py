@@ -202,6 +202,46 @@ def test_a_rank_stays_asleep_if_device_memory_is_missing_and_can_wake_later(
     assert rank.sound() and not rank.kv.any()
 
 
+# ── a growing KV cache ──
+
+
+def test_a_growing_cache_keeps_its_addresses_and_its_content(machine: Machine) -> None:
+    """The sizes of a block are 3,072 and 96 bytes in the two tensors, and pages have 4,096 bytes."""
+    grown = GpuMemory(machine.driver, CPU, 1 << 20)
+    tensors = [
+        grown.growing_kv((50, 3, 256), torch.float32),
+        grown.growing_kv((50, 3, 8), torch.float32),
+    ]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    assert grown.held_bytes == 2 * GRANULARITY
+    for tensor in tensors:
+        assert not tensor[0].any()
+        tensor[0] = 1.0
+    grown.grow_kv(9)
+    assert grown.held_bytes == machine.driver.mapped_bytes == (7 + 1) * GRANULARITY
+    for tensor, address in zip(tensors, addresses, strict=True):
+        assert tensor.data_ptr() == address
+        assert tensor[0].eq(1.0).all() and not tensor[1:9].any()
+    assert grown.release() == 8 * GRANULARITY
+    grown.restore()
+    assert not any(tensor[:9].any() for tensor in tensors)
+
+
+@pytest.mark.parametrize("pages", range(-2, 40))
+def test_a_cache_grows_to_as_many_blocks_as_the_given_memory_holds(machine: Machine, pages: int) -> None:
+    nbytes = pages * GRANULARITY + 17
+    grown = GpuMemory(machine.driver, CPU, 1 << 20)
+    grown.growing_kv((60, 3, 256), torch.float32)
+    grown.growing_kv((60, 3, 8), torch.float32)
+    blocks = grown.blocks_within(nbytes)
+    before = grown.held_bytes
+    grown.grow_kv(blocks)
+    assert pages < 0 or grown.held_bytes - before <= nbytes
+    if pages >= 0:
+        grown.grow_kv(blocks + 1)
+        assert grown.held_bytes - before > nbytes
+
+
 # ── several ranks ──
 
 
@@ -223,7 +263,14 @@ class Scripted:
     def empty_weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         raise AssertionError
 
-    zeroed_kv = empty_weights
+    zeroed_kv = growing_kv = empty_weights
+    can_grow = False
+
+    def grow_kv(self, blocks: int) -> None:
+        raise AssertionError
+
+    def blocks_within(self, nbytes: int) -> int:
+        raise AssertionError
 
     def check(self, ranks: int) -> None:
         self._call("check")

@@ -20,8 +20,8 @@ from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.model.weight_fit import WeightFit
 from engine.parallel import single
-from engine.profiling import steps_fit
 from engine.sizing import weight_bytes
+from engine.step_memory import steps_fit
 from kernels import select_backend
 from tests.engine.tiny import TINY
 

@@ -153,10 +153,11 @@ DEFECTS = (
         "replica_memory",
         "all of the KV cache occupies memory from the start",
         "engine/kv_memory.py",
-        "    try:\n        return decoder.allocate_kv(blocks, rank_memory.zeroed_kv)\n    except OSError",
-        "    try:\n        pools = decoder.allocate_kv(blocks, rank_memory.zeroed_kv)\n"
-        "        [part.fill_(0) for pool in pools for part in pool[:2]]\n"
-        "        return pools\n    except OSError",
+        "            return self._decoder.allocate_kv(self.blocks, self._memory.zeroed_kv)\n"
+        "        except OSError",
+        "            pools = self._decoder.allocate_kv(self.blocks, self._memory.zeroed_kv)\n"
+        "            [part.fill_(0) for pool in pools for part in pool.tensors()]\n"
+        "            return pools\n        except OSError",
         "memory_rises",
     ),
     Defect(

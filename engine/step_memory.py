@@ -1,4 +1,4 @@
-"""Measures the memory that the largest steps use on a GPU, and computes the memory left for the KV cache."""
+"""Runs the largest steps on a GPU, and explains a lack of memory for them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,17 @@ import torch
 
 from engine.memory import StepsTooLarge
 from engine.messages import ReplicaSpec
-from engine.model.decoder import Decoder
-from engine.sizing import graph_bytes
 from engine.steps import StepExecutor
 from engine.warmup_steps import largest_steps
 
 
-def profile_cuda(steps: StepExecutor, spec: ReplicaSpec) -> int:
-    """Run the largest steps, and return the number of bytes left for the KV pool on this rank's device.
+def run_largest_steps(steps: StepExecutor, max_model_len: int, spec: ReplicaSpec) -> None:
+    """Run the steps that use the most memory. Torch's allocator keeps this memory for later steps.
 
     All ranks must call this function. `steps` needs only one KV block, and its tables are invalid afterwards.
-    Raises StepsTooLarge if the steps do not fit into GPU memory.
     """
-    decoder, device = steps.decoder, steps.decoder.device
-    torch.cuda.reset_peak_memory_stats(device)
-    with steps_fit(spec, device):
-        for plan in largest_steps(decoder.max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens):
-            steps.run(plan)
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    outside_torch = total - free - torch.cuda.memory_reserved(device)
-    peak = torch.cuda.max_memory_reserved(device)
-    torch.cuda.empty_cache()
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    graphs = graph_bytes(decoder.config, decoder.shard, dtype, spec.max_num_seqs, spec.max_num_batched_tokens)
-    graphs += logits_bytes(decoder, spec.max_num_seqs)
-    return int(total * spec.gpu_memory_utilization) - outside_torch - peak - graphs
+    for plan in largest_steps(max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens):
+        steps.run(plan)
 
 
 @contextlib.contextmanager
@@ -58,8 +43,3 @@ def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
             f"{torch.cuda.get_device_name(device)}, where {held / 2**30:.1f} of {total / 2**30:.1f} GiB are "
             f"in use: lower {lower}, or use more GPUs (tensor_parallel_size)"
         ) from error
-
-
-def logits_bytes(decoder: Decoder, rows: int) -> int:
-    """Return the size, in bytes, of the CUDA graphs' logits buffer."""
-    return rows * decoder.shard.vocab * decoder.dtype.itemsize
