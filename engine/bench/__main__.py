@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from engine.bench.limits import limit
 from engine.bench.routing import count_experts
@@ -116,11 +117,17 @@ def _arguments() -> argparse.Namespace:
 
 def _describe(info: ReplicaInfo, start_s: float) -> str:
     gib = 2**30
+    share = ""
+    if info.backend == "cuda":
+        _, total = torch.cuda.mem_get_info()
+        share = (
+            f" ({(info.weight_bytes + info.kv_bytes) / (total * info.tensor_parallel_size):.1%} of the GPUs)"
+        )
     return (
         f"{info.dtype} (weights {info.weights}, KV {info.kv_cache_dtype}) on {devices_text(info)}, ready in "
         f"{start_s:.1f} s; weights {info.weight_bytes / gib:.1f} GiB, KV {info.kv_bytes / gib:.1f} in "
-        f"{info.kv_blocks} blocks, total {info.used_bytes / gib:.1f}, predicted "
-        f"{info.predicted_bytes / gib:.1f}"
+        f"{info.kv_blocks} blocks{share}, total {info.used_bytes / gib:.1f}, predicted "
+        f"{info.predicted_bytes / gib:.1f} ({info.predicted_bytes / info.used_bytes - 1:+.1%})"
     )
 
 
