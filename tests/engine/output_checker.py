@@ -155,9 +155,10 @@ class OutputChecker:
             )
         if told.finish_reason == "cancelled":
             assert sample in entry.cancelled, f"{name} ended as cancelled, but no cancel was sent"
-        poisoned = self._poison in prompt_of(submit) or self._poison in known
         if told.finish_reason == "error":
-            assert error and (entry.wrong or poisoned), f"{name} failed: {error}: {submit}, {told.token_ids}"
+            # A wrong submission's prompt may consist of incomplete token ids.
+            expected = entry.wrong or self._poison in prompt_of(submit) or self._poison in known
+            assert error and expected, f"{name} failed: {error}: {submit}, {told.token_ids}"
         else:
             assert entry.wrong != "refused", f"{name} should have been refused: {told.finish_reason}"
             assert entry.wrong != "banned" or told.finish_reason == "cancelled", f"{name} has tokens: {told}"
