@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from engine import memory
-from engine.messages import BLOCK_TOKENS, Progress, ReplicaSpec
+from engine.messages import BLOCK_TOKENS, ReplicaSpec
 from engine.model.decoder import Decoder
 from engine.progress import ProgressCallback
 from engine.rank_memory import RankMemory
+from engine.rank_messages import Progress
 from engine.sizing import Sizing
 from kernels import KvPool
 

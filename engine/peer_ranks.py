@@ -100,11 +100,16 @@ class PeerRanks(Collectives):
         return Residual(values, deferred)
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        row_bytes = tensor.shape[-1] * tensor.element_size()
-        if tensor.dtype not in _FLOATS or row_bytes % 4 or not self._gathers(tensor):
+        width, odd = divmod(tensor.shape[-1] * tensor.element_size(), 4)
+        rows = self._arena.max_words // max(1, width)
+        if tensor.dtype not in _FLOATS or odd or not tensor.numel() or not rows:
             return self._group.all_gather_last_dim(tensor)
-        words = tensor.contiguous().view(torch.int32)
-        gathered = all_gather.all_gather(words.view(-1), row_bytes // 4, self._arena, pdl=self.pdl)
+        words = tensor.contiguous().view(torch.int32).view(-1, width)
+        gathered = words.new_empty((len(words), self.size, width))
+        # Rows that do not fit into the arena together are sent in pieces. The group would need twice the
+        # memory of the result.
+        for piece, result in zip(words.split(rows), gathered.split(rows), strict=True):
+            all_gather.all_gather(piece.view(-1), width, self._arena, out=result, pdl=self.pdl)
         return gathered.view(tensor.dtype).view(*tensor.shape[:-1], -1)
 
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -310,11 +310,13 @@ def _workspace_on_gpu(
 
     The buffers contain two sets of logits (one is used by the CUDA graphs) and processed logits in float32.
     They also contain penalty counts for every slot, and exclusion masks for every slot and for every
-    processed slot of a step. The result also includes the buffer for expanding an FP8 cache, the CUDA graphs,
-    and the memory of CUDA itself.
+    processed slot of a step. With several ranks, logits that are processed cover the whole vocabulary, so
+    both sets of logits are also gathered. The result also includes the buffer for expanding an FP8 cache, the
+    CUDA graphs, and the memory of CUDA itself.
     """
     width = DTYPE_BYTES[dtype]
-    logits = max_num_seqs * shard.vocab * (2 * width + 10)
+    gathered = 2 * width if shard.vocab < config.vocab_size else 0
+    logits = max_num_seqs * (shard.vocab * 2 * width + config.vocab_size * (gathered + 10))
     block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
     expansion = 2 * EXPANSION_BLOCKS * block if kv_cache_dtype == FP8 else 0
     graphs = graph_bytes(config, shard, dtype, max_num_seqs, max_num_batched_tokens)

@@ -42,13 +42,20 @@ def best_fits(rows: int) -> bool:
 
 
 def all_gather(
-    x: torch.Tensor, width: int, arena: Arena, *, pdl: bool = True, fence: bool = False
+    x: torch.Tensor,
+    width: int,
+    arena: Arena,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = True,
+    fence: bool = False,
 ) -> torch.Tensor:
     """Return the words of all ranks: [rows, world, width] int32, where rows is count / width.
 
-    x: [count] int32, contiguous, with the same count on every rank. width: number of words per row. fence:
-    whether this call also makes all earlier memory writes of each rank's stream visible to the other ranks.
-    The value EMPTY_WORD is received as 0. If words represent floats, this changes at most the sign of a zero.
+    x: [count] int32, contiguous, with the same count on every rank. width: number of words per row. out: a
+    contiguous tensor that receives the result; if None, it is allocated. fence: whether this call also makes
+    all earlier memory writes of each rank's stream visible to the other ranks. The value EMPTY_WORD is
+    received as 0. If words represent floats, this changes at most the sign of a zero.
     Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
@@ -58,7 +65,8 @@ def all_gather(
             "use another collective"
         )
     block = _WARP_WORDS if count <= _WARP_WORDS * _MAX_WARP_PROGRAMS else REGION_BLOCK
-    result = torch.empty((count // width, arena.world, width), dtype=torch.int32, device=x.device)
+    shape = (count // width, arena.world, width)
+    result = torch.empty(shape, dtype=torch.int32, device=x.device) if out is None else out
     _all_gather[(min(-(-count // block), PROGRAMS),)](
         x,
         result,

@@ -11,8 +11,9 @@ import torch
 from engine import parallel
 from engine.kv_memory import KvCache
 from engine.memory import PoolTooSmall
-from engine.messages import BLOCK_TOKENS, Progress, ReplicaSpec
+from engine.messages import BLOCK_TOKENS, ReplicaSpec
 from engine.rank_memory import GpuMemory
+from engine.rank_messages import Progress
 from engine.sizing import Sizing
 from kernels import KvPool
 from tests.engine.fake_driver import GRANULARITY, FakeDriver

@@ -65,9 +65,13 @@ class Kernels:
         self.calls.append(("add norm", {"gain": gain, "eps": eps, **options}))
         return x.to(torch.float8_e4m3fn), torch.empty((len(x), 1), device="meta")
 
-    def _gather(self, x: torch.Tensor, width: int, arena: Any, **options: Any) -> torch.Tensor:
-        self.calls.append(("gather", {"width": width, **options}))
-        return x.view(-1, 1, width).expand(-1, arena.world, -1).contiguous()
+    def _gather(
+        self, x: torch.Tensor, width: int, arena: Any, out: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        self.calls.append(("gather", {"width": width, "words": len(x), **options}))
+        assert all_gather.fits(len(x), arena)
+        result = x.view(-1, 1, width).expand(-1, arena.world, -1)
+        return result.contiguous() if out is None else out.copy_(result)
 
     def _best(self, values: torch.Tensor, ids: torch.Tensor, arena: Any, **options: Any) -> torch.Tensor:
         self.calls.append(("best", options))
@@ -187,6 +191,17 @@ def test_logits_and_scores_are_gathered_through_peer_memory_as_words(kernels: Ke
     assert [options["width"] for _, options in kernels.calls] == [5, 15]
     assert ranks.best(torch.randn(3), torch.arange(3)).tolist() == [0, 1, 2]
     assert kernels.calls[-1][0] == "best"
+    assert group.calls == []
+
+
+def test_logits_that_do_not_fit_into_the_arena_are_gathered_in_pieces(kernels: Kernels) -> None:
+    ranks, group = made(2)
+    logits = torch.randn(300, 64128).bfloat16()
+    assert torch.equal(ranks.all_gather_last_dim(logits), torch.cat([logits] * 2, dim=-1))
+    rows = _MetaMemory(2, 0).arena.max_words // 32064
+    assert [options["words"] for _, options in kernels.calls] == [
+        32064 * count for count in (rows, rows, 300 - 2 * rows)
+    ]
     assert group.calls == []
 
 
