@@ -19,7 +19,16 @@ from appliance.quantities import span_text
 from console.dialogs import Dialog, ScrollArea, hidden, lines_of, show_text, text
 from console.impact import Impact
 from console.lines import span
-from console.parameters import CommandError, Parameter, Values, build, entered, equivalent, parameters_of
+from console.parameters import (
+    CommandError,
+    Parameter,
+    Values,
+    build,
+    danger_of,
+    entered,
+    equivalent,
+    parameters_of,
+)
 from console.present import absent_text
 
 _MIN_FORM, _MAX_FORM = 4, 20
@@ -101,8 +110,8 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
                         yield from self._field(field)
             if action.danger == "typed":
                 with Horizontal(classes="field"):
-                    yield Label("type the name")
-                    yield Input(id="typed", placeholder=span(self._target()).text, compact=True)
+                    yield Label("type to confirm")
+                    yield Input(id="typed", placeholder=span(self._typed()).text, compact=True)
             yield Static("", id="command")
             if self._what_if is not None:
                 yield hidden("forecast")
@@ -166,6 +175,10 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
                 now = hidden(f"now-{field.name}")
                 now.add_class("now")
                 yield now
+
+    def _typed(self) -> str:
+        """Return what the operator must type to confirm an action that cannot be undone."""
+        return self._action.typed_text(self._named(self._collected()) or "")
 
     def _target(self) -> str:
         name = self._named(self._values)
@@ -244,14 +257,13 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
     def _confirm(self) -> None:
         problem = self._impact.changes(self._named(self._collected()))
         self.show_impact()
-        if not problem and self._action.danger == "typed":
-            typed = self.query_one("#typed", Input).value.strip()
-            if typed != self._values.get(self._action.named_by):
-                problem = f"type {self._values.get(self._action.named_by)} to confirm"
         try:
             parameters = build(self._action, self._collected())
         except CommandError as error:
             problem = problem or str(error)
+        if not problem and danger_of(self._action, self._collected()) == "typed":
+            typed = self.query_one("#typed", Input).value.strip()
+            problem = "" if typed == self._typed() else f"type {self._typed()} to confirm"
         if problem:
             self.show_error(problem)
             return

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from appliance.actions import Action, flag
+from appliance.actions import Action, Danger, flag
 from appliance.quantities import span_seconds, span_text
 from console import units
 
@@ -261,8 +261,12 @@ def equivalent(action: Action, values: Values) -> str:
             words.append(one.flag)
         elif value != "none" or one.declared is not None or not one.optional:
             words += [one.flag, one.cli_text(value)]
-    needs_confirmation = action.danger != "none" and not given.get("dry_run")
-    return shlex.join(words) + (" --yes" if needs_confirmation else "")
+    return shlex.join(words) + ("" if danger_of(action, values) == "none" else " --yes")
+
+
+def danger_of(action: Action, values: Values) -> Danger:
+    """Return how the action must be confirmed. A dry run changes nothing."""
+    return "none" if values.get("dry_run") else action.danger
 
 
 def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:

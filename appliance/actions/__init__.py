@@ -20,8 +20,9 @@ from store.fields import Declared
 from store.structs import Silence
 
 Danger = Literal["none", "confirm", "typed"]
-"""How an operator must confirm the action: without a confirmation, by answering yes or no, or by typing the
-name of the target."""
+"""How an operator must confirm the action: not at all, because it can be undone and refuses or ends no
+requests by itself; by answering yes or no, because it can refuse or end requests; or by typing the target's
+name, because it cannot be undone."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
 """Whether operators can choose the action. An internal action is performed only as a step of a command."""
@@ -63,6 +64,11 @@ class Action(NamedTuple):
         fields = msgspec.structs.fields(self.parameters)
         return any(field.required for field in fields if field.name == self.named_by)
 
+    def typed_text(self, target: str) -> str:
+        """Return what operators type to confirm an action that cannot be undone: the name of its target or,
+        if it has no target, the last word of the action's name."""
+        return target if self.named_by else self.name.rpartition(".")[2]
+
     def target_name(self, parameters: msgspec.Struct) -> str:
         """Return the name of the action's target for display."""
         name = getattr(parameters, self.named_by) if self.named_by else None
@@ -80,7 +86,7 @@ ACTIONS: tuple[Action, ...] = (
     Action("keys.create", "Create key", "none", "tenant", parameters.CreateKey, NewKey, "tenant"),
     Action("keys.rotate", "Rotate key", "confirm", "key", parameters.RotateKey, NewKey, "id"),
     Action("keys.set", "Change key", "none", "key", parameters.SetKey, Key, "id"),
-    Action("keys.revoke", "Revoke key", "confirm", "key", parameters.RevokeKey, Done, "id"),
+    Action("keys.revoke", "Revoke key", "typed", "key", parameters.RevokeKey, Done, "id"),
     Action("peers.map", "Map peer", "none", "peer", parameters.MapPeer, Done, "peer"),
     Action("peers.unmap", "Unmap peer", "confirm", "peer", parameters.UnmapPeer, Done, "peer"),
     Action("drain", "Drain", "confirm", "model", parameters.DrainService, DrainStatus, "model"),
@@ -166,7 +172,7 @@ ACTIONS: tuple[Action, ...] = (
         is_long=True,
     ),
     Action("models.remove", "Remove model", "typed", "model", parameters.RemoveModel, Done, "model"),
-    Action("models.prune", "Prune versions", "confirm", "service", parameters.PruneModels, PrunedVersions),
+    Action("models.prune", "Prune versions", "typed", "service", parameters.PruneModels, PrunedVersions),
     Action("config.reload", "Reload settings", "none", "service", parameters.ReloadConfig, Reloaded),
     Action(
         "requests.cancel",

@@ -62,14 +62,13 @@ def confirm(action: Action, target: str, *, yes: bool) -> None:
     check_terminal(action, target, yes=yes)
     if action.danger == "none" or yes:
         return
-    print(f"{action.title} {target}? ", end="", flush=True, file=sys.stderr)
-    print(
-        "Type the name to confirm: " if action.danger == "typed" else "[y/N] ",
-        end="",
-        flush=True,
-        file=sys.stderr,
-    )
+    typed, question = "", "[y/N]"
+    if action.danger == "typed":
+        typed = action.typed_text(target)
+        kind = "the id" if action.named_by == "id" else "the name"
+        question = f"Type {kind if action.named_by else typed} to confirm:"
+    print(f"{action.title} {target}? {question} ", end="", flush=True, file=sys.stderr)
     answer = sys.stdin.readline().strip()
-    agreed = answer == target if action.danger == "typed" else answer.lower() in ("y", "yes")
+    agreed = answer == typed if typed else answer.lower() in ("y", "yes")
     if not agreed:
         raise Failure("cancelled: nothing was changed")

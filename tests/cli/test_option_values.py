@@ -118,9 +118,14 @@ def test_no_value_causes_a_traceback(
 DANGEROUS = [action for action in ACTIONS if action.danger != "none"]
 
 
-def test_actions_that_end_requests_or_revoke_rights_are_dangerous() -> None:
-    names = {action.name for action in DANGEROUS}
-    assert {"drain", "keys.revoke", "tenants.delete", "tenants.suspend", "requests.cancel"} <= names
+def test_only_actions_that_cannot_be_undone_need_the_typed_name_of_their_target() -> None:
+    by_danger = {action.name: action.danger for action in DANGEROUS}
+    typed = {name for name, danger in by_danger.items() if danger == "typed"}
+    assert typed == {"tenants.delete", "keys.revoke", "models.remove", "models.prune"}
+    # These actions can refuse or end requests.
+    assert set(by_danger) - typed == {
+        *("tenants.suspend", "keys.rotate", "peers.unmap", "drain", "models.unload", "requests.cancel"),
+    }
 
 
 @pytest.mark.parametrize("action", DANGEROUS, ids=lambda action: action.name)

@@ -303,7 +303,7 @@ def test_names_chosen_by_others_cannot_control_the_terminal(
     [
         (("tenants", "suspend", "acme"), "Suspend tenant acme? [y/N]", "y"),
         (("tenants", "delete", "acme"), "Delete tenant acme? Type the name to confirm:", "acme"),
-        (("keys", "revoke", "key_1"), "Revoke key key_1? [y/N]", "y"),
+        (("keys", "revoke", "key_1"), "Revoke key key_1? Type the id to confirm:", "key_1"),
         (("keys", "rotate", "key_1"), "Rotate key key_1? [y/N]", "y"),
         (("peers", "unmap", "uid:7"), "Unmap peer uid:7? [y/N]", "y"),
         (("models", "remove", "demo"), "Remove model demo? Type the name to confirm:", "demo"),

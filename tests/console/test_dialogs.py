@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from textual import events
 from textual.pilot import Pilot
-from textual.widgets import Button, Input, Static
+from textual.widgets import Button, Checkbox, Input, Static
 
 from appliance.actions import action_named
-from appliance.actions.parameters import DeleteTenant
+from appliance.actions.parameters import DeleteTenant, PruneModels
 from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import Key
 from console.action_dialog import ActionDialog
@@ -341,5 +341,22 @@ def test_a_layout_that_was_scheduled_before_a_dialog_closed_does_nothing() -> No
         # The widgets of the dialog are removed before the dialog stops processing its callbacks.
         await until(pilot, lambda: not dialog.query("#form"))
         dialog._fit()
+
+    run(steps, console(write=True))
+
+
+def test_pruning_needs_a_typed_word_unless_it_is_a_dry_run() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.run_line, "models prune")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        assert "--yes" in str(dialog.query_one("#command", Static).render())
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: "type prune to confirm" in str(dialog.query_one("#error").render()))
+        dialog.query_one("#field-dry_run", Checkbox).value = True
+        command = "$ appliance models prune --dry-run"
+        await until(pilot, lambda: str(dialog.query_one("#command", Static).render()) == command)
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: getattr(app.source, "performed", []) == [PruneModels(dry_run=True)])
 
     run(steps, console(write=True))
