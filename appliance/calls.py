@@ -96,7 +96,7 @@ class Call(NamedTuple, Generic[Answer]):
             try:
                 raise AdminError(503, msgspec.json.decode(line, type=StreamEnd).error)
             except msgspec.DecodeError:
-                pass  # the line is a row whose first field is named error
+                pass  # no error: a row whose first field has this name
         return self.decode(200, line, place)
 
 

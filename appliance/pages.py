@@ -56,7 +56,7 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     limit: Rows = 100
     """Maximum number of rows in a page."""
     before: Text | None = None
-    """The field `next` of the previous page."""
+    """The value of `next` in the previous page."""
     follow: bool = False
     """Keep the response open, and send each matching request as a line of JSON when it ends or, with `state`
     = "open", when it is admitted."""
@@ -130,7 +130,7 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     limit: Rows = 100
     """Maximum number of actions in a page."""
     before: Number | None = None
-    """The field `next` of the previous page."""
+    """The value of `next` in the previous page."""
     follow: bool = False
     """Keep the response open, and send each matching action as a line of JSON: when it begins, and again when
     its result is recorded."""
@@ -289,7 +289,7 @@ class UsageRow(msgspec.Struct, kw_only=True):
     """Day on which the requests ended, in UTC."""
     tenant: str | None = None
     key_id: str | None = None
-    """Empty for requests without a key."""
+    """Id of the key that the requests used. Empty for requests without a key."""
     key_name: str | None = None
     model: str | None = None
     """Empty for requests that named an unknown model."""

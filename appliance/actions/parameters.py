@@ -250,7 +250,7 @@ class SilenceAlerts(_Parameters):
     ] = "*"
     for_s: Annotated[float, Meta(ge=1, le=MAX_SILENCE_S, description="Length of the silence.")] = 3600.0
     reason: Annotated[
-        str, Meta(max_length=400, description="Why the alerts are silenced.", extra={"metavar": "TEXT"})
+        str, Meta(max_length=400, description="Reason for silencing the alerts.", extra={"metavar": "TEXT"})
     ] = ""
 
 

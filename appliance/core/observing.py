@@ -41,7 +41,7 @@ class ObservingParts:
         alerts: AlertManager,
         held: contextlib.AsyncExitStack,
     ) -> None:
-        """`held` is an exit stack. It later closes everything that this constructor opens."""
+        """Everything that this constructor opens is closed later by the exit stack `held`."""
         control = state.control
         lines = LogLines()
         lines.attach()

@@ -22,7 +22,7 @@ class RequestRecords:
     """The components that record requests."""
 
     def __init__(self, settings: LiveSettings, state: State, held: contextlib.AsyncExitStack) -> None:
-        """`held` is an exit stack. It later closes everything that this constructor opens."""
+        """Everything that this constructor opens is closed later by the exit stack `held`."""
         control = state.control
         self.identities = IdentityRegistry(lambda: control.policies, settings.current.unix)
         self.quotas = Quotas(time.monotonic)

@@ -58,7 +58,7 @@ class Service:
         checks: ModelChecks,
         broken: Mapping[str, str],
     ) -> None:
-        """`held` is an exit stack. It later closes everything that this constructor opens. `broken` maps each
+        """Everything that this constructor opens is closed later by the exit stack `held`. `broken` maps each
         model whose files have a problem to that problem. Raises SettingsError, ListenError or StoreError."""
         self.settings = LiveSettings(loaded.settings)
         self._state, self._started_at, self._clock = state, time.time(), ClockGuard()

@@ -75,10 +75,10 @@ class PromptTokenDocument(_Document):
 
 PromptLogprobs = Annotated[
     list[dict[str, PromptTokenDocument] | None],
-    Meta(description="Present only if the request sets `prompt_logprobs`."),
+    Meta(description="Log probabilities of the prompt, if the request sets `prompt_logprobs`."),
 ]
 ReturnedTokenIds = Annotated[
-    list[int], Meta(description="Present only if the request sets `return_token_ids`.")
+    list[int], Meta(description="Token ids, if the request sets `return_token_ids`.")
 ]
 
 

@@ -35,7 +35,7 @@ class LoadedModel:
 
     @property
     def unit(self) -> str:
-        """The unit of loading that answers requests for the model: a model in the settings, or one version
+        """What answers requests for the model: a model in the settings, or one version of a model
         (`ServedModel.name`)."""
         return self.served.name
 
@@ -139,7 +139,7 @@ class Catalog:
         return self.unit_of(name) in self._models or self._is_on_demand(name)
 
     def unit_of(self, name: str) -> str:
-        """Return the unit of loading that answers requests for the name, or an empty string if there is
+        """Return the model or version that answers requests for the name, or an empty string if there is
         none."""
         if self._routes is None:
             return name
@@ -266,14 +266,14 @@ class Catalog:
         raise model_not_found(name)
 
     def _unit_for(self, name: str, caller: str) -> str:
-        """Return the unit of loading that answers the caller's requests for the name, or an empty string if
+        """Return the model or version that answers the caller's requests for the name, or an empty string if
         none does."""
         route = self.route_of(name)
         arms = () if route is None else [arm for arm in route.arms if arm.unit in self._models]
         return choose_arm(name, arms, caller).unit if arms else self.unit_of(name)
 
     def loaded(self, unit: str) -> LoadedModel | None:
-        """Return the loaded model of a unit of loading, or None if it is not loaded."""
+        """Return the loaded model with this unit name (`ServedModel.name`), or None if it is not loaded."""
         return self._models.get(unit)
 
     def route_of(self, name: str) -> Route | None:

@@ -87,7 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         self.writable = True
         """Whether the transport's buffer is below its high-water mark. Streams read this for each token."""
         self._may_write = asyncio.Event()
-        """Set while `writable` is true."""
+        """An event that is set while `writable` is true."""
         self._may_write.set()
         self._timer = Timer()
 

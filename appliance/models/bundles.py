@@ -215,8 +215,8 @@ class Bundles:
         return unit if self._manager.is_declared(unit) else split_target(unit)[0]
 
     def _unit(self, name: str) -> str:
-        """Return the unit of loading that answers requests for the model name, or an empty string if there is
-        no such model."""
+        """Return the model or version that answers requests for the model name, or an empty string if there
+        is no such model."""
         target = self._routing.target_of(name)
         if target is not None:
             return unit_name(*target)

@@ -19,7 +19,7 @@ from appliance.settings import RestartSettings
 
 _RETRY_FIRST_S = 5.0
 _RETRY_MAX_S = 300.0
-"""The first and the maximum delay before a replica is started again after its load failed for an expected
+"""The first and the maximum delay before a replica is started again after its load failed for an known
 reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
 replaced or the mount is available again."""
 WATCH_S = 5.0
@@ -67,7 +67,7 @@ class Restarts:
         self._backoff = Backoff(draw=draw)
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S, draw)
         self._expected_failures = 0
-        """Number of consecutive loads that failed for an expected reason."""
+        """Number of consecutive loads that failed for a known reason, such as a damaged file."""
         self._served_s = 0.0
         """Total time in seconds that all earlier incarnations of the replica served requests."""
         self._deaths: list[float] = []

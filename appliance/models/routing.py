@@ -18,7 +18,7 @@ from store.models import Registry, SplitRecord
 
 
 def unit_name(model: str, version: int) -> str:
-    """Return the name of a registered version as a unit of loading: NAME@VERSION."""
+    """Return the unit name of a registered version: NAME@VERSION."""
     return f"{model}@{version}"
 
 
@@ -31,8 +31,8 @@ def split_target(target: str) -> tuple[str, int | None]:
 
 
 def version_key(unit: str) -> tuple[str, int]:
-    """Return the key of a unit of loading in `Registry.versions`. For a model in the settings, the key has
-    the version 0, which never exists in the registry."""
+    """Return the key in `Registry.versions` for a unit name. For the name of a model in the settings, the key
+    has the version 0, which never exists in the registry."""
     model, version = split_target(unit)
     return model, version or 0
 
@@ -81,7 +81,7 @@ class Routing:
         return {*filter(self._models.is_declared, self._models.models), *registry.models, *registry.aliases}
 
     def unit_of(self, name: str) -> str:
-        """Return the unit of loading that answers requests for the name, or an empty string if there is
+        """Return the model or version that answers requests for the name, or an empty string if there is
         none."""
         return next((route.unit for route in self.routes() if route.name == name), "")
 
@@ -97,7 +97,7 @@ class Routing:
         return (model, version) if (model, version) in registry.versions else None
 
     def names_of(self, unit: str) -> list[str]:
-        """Return the names that resolve to this unit of loading."""
+        """Return the names that resolve to this model or version."""
         return [
             route.name
             for route in self.routes()
@@ -105,7 +105,7 @@ class Routing:
         ]
 
     def target_unit(self, target: str) -> str:
-        """Return the unit of loading to which a model's name or NAME@VERSION resolves, even if it is not
+        """Return the model or version to which a model's name or NAME@VERSION resolves, even if it is not
         loaded. Splits are ignored. Return an empty string if there is no such model or version."""
         if target in self._models.models and self._models.is_declared(target):
             return target

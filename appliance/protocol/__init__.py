@@ -188,7 +188,7 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     if there is none."""
     replicas: list[ReplicaStatus] = []
     scaling: ScalingStatus | None = None
-    """Null if the number of replicas is fixed."""
+    """How the number of replicas follows the load. Null if the number is fixed."""
 
 
 class Configuration(msgspec.Struct, kw_only=True):

@@ -189,7 +189,7 @@ class Tokenizer:
         return (self._tokens[token_id] or "").encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return a token as in OpenAI's logprobs: its text, or a notation such as `bytes:\xe2` if the token
+        """Return a token as in OpenAI's logprobs: its text, or a notation such as `bytes:\\xe2` if the token
         contains only a part of a character."""
         data = self.token_bytes(token_id)
         try:

@@ -102,18 +102,19 @@ class CreditAccount:
         return self._availability(share).free[level]
 
     def free_levels(self, share: float) -> int:
-        """Return the levels for which a slot is free if the fraction `share` of all slots is reserved. Bit
-        `l` is set for level `l`."""
+        """Return a bit mask of the levels for which a slot is free if the fraction `share` of all slots is
+        reserved. Bit `l` stands for level `l`."""
         return self._availability(share).free_levels
 
     def slot_levels(self, share: float) -> int:
-        """Return the levels for which a slot is free, or would be after preempting lower-priority sequences,
-        if the fraction `share` of all slots is reserved. Bit `l` is set for level `l`."""
+        """Return a bit mask of the levels for which a slot is free, or would be after preempting
+        lower-priority sequences, if the fraction `share` of all slots is reserved. Bit `l` stands for level
+        `l`."""
         return self._availability(share).slot_levels
 
     def open_levels(self, share: float) -> int:
-        """Return the levels at which the replica accepts a request if the fraction `share` of all slots is
-        reserved. Bit `l` is set for level `l`."""
+        """Return a bit mask of the levels at which the replica accepts a request if the fraction `share` of
+        all slots is reserved. Bit `l` stands for level `l`."""
         return self._availability(share).open_levels
 
     def _availability(self, share: float) -> _Availability:

@@ -171,7 +171,8 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def open_levels(self) -> int:
-        """Return the levels that at least one replica currently accepts. Bit `l` is set for level `l`."""
+        """Return a bit mask of the levels that at least one replica currently accepts. Bit `l` stands for
+        level `l`."""
         return self._levels(CreditAccount.open_levels)
 
     def _free_levels(self) -> int:
@@ -217,7 +218,8 @@ class ModelTraffic:
         return None
 
     def _next_resumed(self, levels: int) -> Turn | None:
-        """Return the next resumed request for whose level a replica has credit, or None if there is none."""
+        """Return the next resumed request that a replica can accept at its level, or None if there is
+        none."""
         for request in self.resumed.values():
             level = self._level_of(request, self._tenants.of(request.tenant))
             if levels >> level & 1 and (account := self._account_for(level, request)) is not None:

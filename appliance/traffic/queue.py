@@ -97,10 +97,11 @@ class RequestQueue(Generic[Item]):
         slot_levels: int = -1,
         free_levels: int = 0,
     ) -> Next[Item] | None:
-        """Return the next request for whose level a replica has credit, or None if there is none. Bit `l` of
-        `open_levels` is set if level `l` is open, bit `l` of `slot_levels` if it has a slot, and bit `l` of
-        `free_levels` if it has a slot without a preemption. `promises_from` is the earliest time at which
-        promised requests can be served."""
+        """Return the next request that a replica can accept at its level, or None if there is none. The
+        levels are given as bit masks, in which bit `l` stands for level `l`: `open_levels` are the levels for
+        which a replica has credit, `slot_levels` those with a slot, and `free_levels` those with a slot
+        without a preemption. `promises_from` is the earliest time at which promised requests can be
+        served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
