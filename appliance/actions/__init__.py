@@ -20,9 +20,9 @@ from store.fields import Declared
 from store.structs import Silence
 
 Danger = Literal["none", "confirm", "typed"]
-"""How an operator must confirm the action: not at all, because it can be undone and refuses or ends no
-requests by itself; by answering yes or no, because it can refuse or end requests; or by typing the target's
-name, because it cannot be undone."""
+"""How an operator must confirm the action. An action that can be undone, and that by itself neither refuses
+nor ends requests, needs no confirmation. An action that can refuse or end requests is confirmed with yes or
+no. An action that cannot be undone is confirmed by typing the name of its target."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
 """Whether operators can choose the action. An internal action is performed only as a step of a command."""

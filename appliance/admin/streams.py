@@ -64,8 +64,8 @@ class Streams:
     async def follow(
         self, version: Callable[[], object], read: Callable[[], Awaitable[tuple[list[bytes], bool]]]
     ) -> AsyncIterator[bytes]:
-        """Yield the lines that `read` returns. It is called whenever the result of `version` has changed. In
-        addition to the lines, `read` returns whether more lines can be read immediately."""
+        """Call `read` whenever the result of `version` has changed, and yield the lines that `read` returns.
+        `read` also returns whether more lines can be read immediately."""
         seen: object = None
         sent_at = time.monotonic()
         failing_since: float | None = None

@@ -195,8 +195,8 @@ class UnitChanges:
         return True
 
     async def _park(self, unit: str, parked: Parked, wanted: ModelSettings) -> None:
-        """Put the replicas of a parked model to sleep if this is wanted and possible. Otherwise, stop
-        them."""
+        """Put the replicas of a parked model to sleep if `parked.asleep` is set and they can sleep.
+        Otherwise, stop them."""
         if any(replica.spec != wanted.spec(replica.name) for replica in self._units.of(unit)):
             parked.asleep = False  # The replicas would go to sleep with outdated settings.
         if parked.asleep and not self._units.is_parked_asleep(unit):

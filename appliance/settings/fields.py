@@ -217,7 +217,7 @@ class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     removed."""
     usage_days: Days = 800.0
     """Number of days for which the usage per day, tenant, key and model is kept (`appliance usage`). With 0,
-    it is never removed."""
+    the usage is never removed."""
     contents_days: Days = 30.0
     """Number of days after which prompts, answers and their hashes are removed. A tenant's `log_days` takes
     precedence. With 0, they are never removed."""

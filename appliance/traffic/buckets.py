@@ -162,8 +162,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Settle a take, of whose amount the part `unused` was not used. Return the highest level since the
-        take, or -inf if no other take followed."""
+        """Settle a take. `unused` is the amount that was taken but not used. Return the highest level since
+        the take, or -inf if there was no later take."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf

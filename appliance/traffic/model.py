@@ -393,8 +393,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def demand(self) -> float:
-        """Return how many replicas the running and waiting requests would fill. Above 1, the requests need
-        more than one replica. Without a replica, the result is 0."""
+        """Return how many replicas the running and waiting requests would fill. A result above 1 means that
+        they need more than one replica. The result is 0 if there is no replica."""
         slots = sum(account.slots for account in self.accounts)
         if not slots:
             return 0.0
