@@ -65,8 +65,7 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Only the request manager calls this class. All times are on the request manager's
-    clock."""
+    """One served model. Only the request manager calls this class. All times are on that manager's clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name
@@ -393,8 +392,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def demand(self) -> float:
-        """Return how many replicas the running and waiting requests would fill. A result above 1 means that
-        they need more than one replica. The result is 0 if there is no replica."""
+        """Return how many replicas the running and waiting requests would fill, or 0 without a replica. If
+        the result is above 1, they need more than one replica."""
         slots = sum(account.slots for account in self.accounts)
         if not slots:
             return 0.0
