@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from console.explanations import EXPLANATIONS
+from console.explanations import EXPLANATIONS, FRAME
 from console.keys import KeyTable, key_of, shown_name
 from console.lines import BLANK, Line, beside, clip, heading, line, span, wrap
 from console.screens.base import View
@@ -25,14 +26,9 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
         BLANK,
     ]
     lines += [heading("Fields and metrics", width, "unit · window · source")]
-    for name in dict.fromkeys(view.explanations):
-        explanation = EXPLANATIONS[name]
-        title = wrap(explanation.title, _NAME_WIDTH - 1, "accent")
-        notes = " · ".join(
-            part for part in (explanation.unit, explanation.window, explanation.source) if part
-        )
-        body = [*wrap(explanation.text, width - _NAME_WIDTH), *wrap(notes, width - _NAME_WIDTH, "dim")]
-        lines += beside(title, body, _NAME_WIDTH, width - _NAME_WIDTH, 0)
+    lines += _explained(view.explanations, width)
+    lines += [BLANK, heading("Header, banners and timeline", width, "unit · window · source")]
+    lines += _explained(FRAME, width)
     if isinstance(view, TableView):
         names = ", ".join(column.names[0] for column in view.columns)
         lines += [BLANK, heading("Filter", width, key_of(keys, "filter"))]
@@ -53,4 +49,19 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
             lines += [BLANK, heading(f"Keys: {group.lower()}", width)]
         names = " ".join(shown_name(one) for one in key.keys)
         lines.append(line(*clip([span(names, "key")], _NAME_WIDTH), span(key.title)))
+    return lines
+
+
+def _explained(names: Iterable[str], width: int) -> list[Line]:
+    """Return the explanations with these names."""
+    lines: list[Line] = []
+    for name in dict.fromkeys(names):
+        explanation = EXPLANATIONS[name]
+        title = wrap(explanation.title, _NAME_WIDTH - 1, "accent")
+        notes = " · ".join(
+            part for part in (explanation.unit, explanation.window, explanation.source) if part
+        )
+        text_width = width - _NAME_WIDTH
+        body = [*wrap(explanation.text, text_width), *wrap(notes, text_width, "dim")]
+        lines += beside(title, body, _NAME_WIDTH, text_width, 0)
     return lines

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from console.explanations.engine import ENGINE
 from console.explanations.explanation import Explanation
+from console.explanations.frame import FRAME
 from console.explanations.lists import LISTS
 from console.explanations.overview import OVERVIEW
 from console.explanations.requests import REQUESTS
 
-__all__ = ["EXPLANATIONS", "Explanation"]
+__all__ = ["EXPLANATIONS", "FRAME", "Explanation"]
 
-EXPLANATIONS: dict[str, Explanation] = {**OVERVIEW, **ENGINE, **REQUESTS, **LISTS}
+EXPLANATIONS: dict[str, Explanation] = {**OVERVIEW, **ENGINE, **REQUESTS, **LISTS, **FRAME}
 """All explanations, by name. The explanation of a table's column has the name of the column."""

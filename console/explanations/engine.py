@@ -26,7 +26,7 @@ ENGINE: dict[str, Explanation] = {
         "status: models.max_model_len",
     ),
     "restarts": Explanation(
-        "RESTARTS", "", START, "Restarts of the model's replicas.", "appliance_replica_restarts_total"
+        "RESTARTS", "restarts", START, "Restarts of the model's replicas.", "appliance_replica_restarts_total"
     ),
     "version": Explanation("VERSION", "", NOW, "Fingerprint of the model's files.", "status: models.version"),
     "step_ms": Explanation(
@@ -66,7 +66,7 @@ ENGINE: dict[str, Explanation] = {
     ),
     "preemptions": Explanation(
         "preemptions",
-        "",
+        "preemptions",
         START,
         "Sequences that were preempted: they lost their blocks to other sequences and had to be recomputed.",
         "appliance_preemptions_total",
@@ -122,7 +122,7 @@ ENGINE: dict[str, Explanation] = {
         "Prompt tokens processed and output tokens generated.",
         "batches: computed_tokens",
     ),
-    "number": Explanation("GPU", "", "", "GPU index, as in NVML and nvidia-smi.", "gpus: number"),
+    "number": Explanation("GPU", "index", "", "GPU index, as in NVML and nvidia-smi.", "gpus: number"),
     "sm_clock_mhz": Explanation("MHz, SM clock", "MHz", NOW, "SM clock.", "NVML clocks.sm"),
     "throttle_reasons": Explanation(
         "THROTTLED, throttled by", "", NOW, "Reasons for reduced clocks.", "NVML clocks_event_reasons"
@@ -228,7 +228,7 @@ ENGINE: dict[str, Explanation] = {
     ),
     "version_number": Explanation(
         "version",
-        "",
+        "number",
         "",
         "Number of a version of the model. ● marks the default version.",
         "registry: versions.version",

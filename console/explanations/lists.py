@@ -94,7 +94,9 @@ LISTS: dict[str, Explanation] = {
     "silenced_alerts": Explanation(
         "silenced alerts", "", NOW, "The active alerts that the silence matches.", "alerts: rule, where"
     ),
-    "seq": Explanation("SEQ", "", "", "Sequence number of the row in the audit chain.", "audit: seq"),
+    "seq": Explanation(
+        "SEQ", "row number", "", "Sequence number of the row in the audit chain.", "audit: seq"
+    ),
     "audit_at": Explanation("TIME", "date and time", "", "Time at which the action began.", "audit: at"),
     "actor": Explanation(
         "OPERATOR", "", "", "The local user or key that performed the action.", "audit: actor"
@@ -137,7 +139,7 @@ LISTS: dict[str, Explanation] = {
         "wrong or missing row.",
         "audit/verify: ok, rows, heads, broken_seq, problems",
     ),
-    "at": Explanation("TIME", "", "", "Time at which the line was written.", "logs: at"),
+    "at": Explanation("TIME", "date and time", "", "Time at which the line was written.", "logs: at"),
     "level": Explanation("LEVEL", "", "", "Severity of the log line or finding.", "logs: level"),
     "process": Explanation(
         "PROCESS",

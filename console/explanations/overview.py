@@ -141,7 +141,11 @@ OVERVIEW: dict[str, Explanation] = {
         "NVML utilization.gpu",
     ),
     "used_bytes": Explanation(
-        "memory, MEM", "bytes", NOW, "GPU memory in use by all processes.", "NVML memory.used"
+        "memory, MEM",
+        "bytes, % of the GPU's memory",
+        NOW,
+        "GPU memory in use by all processes.",
+        "NVML memory.used",
     ),
     "power_w": Explanation("W, POWER", "watts", NOW, "Power draw of the board.", "NVML power.draw"),
     "temperature_c": Explanation(
@@ -153,7 +157,7 @@ OVERVIEW: dict[str, Explanation] = {
     ),
     "alerts": Explanation(
         "alerts",
-        "",
+        "alerts",
         NOW,
         "Alerts that are firing or acknowledged. ‼ critical, ! warning, i info.",
         "alerts",

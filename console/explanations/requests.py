@@ -30,9 +30,9 @@ REQUESTS: dict[str, Explanation] = {
     "model": Explanation("MODEL", "", "", "The model that the client requested.", "requests: model"),
     "age_s": Explanation("AGE", "s", LIFE, "Time since the request arrived.", "requests: age_s"),
     "queue_s": Explanation(
-        "QUEUE", "s", LIFE, "Time from arrival to the first dispatch to a replica.", "requests: queue_s"
+        "QUEUE", "ms, s", LIFE, "Time from arrival to the first dispatch to a replica.", "requests: queue_s"
     ),
-    "ttft_s": Explanation("TTFT", "s", LIFE, "Time from arrival to the first token.", "requests: ttft_s"),
+    "ttft_s": Explanation("TTFT", "ms, s", LIFE, "Time from arrival to the first token.", "requests: ttft_s"),
     "prompt_tokens": Explanation(
         "PROMPT, prompt tokens",
         "tokens",
@@ -78,7 +78,7 @@ REQUESTS: dict[str, Explanation] = {
     ),
     "attempt": Explanation(
         "attempt",
-        "",
+        "times",
         LIFE,
         "How often the request was sent to another replica because its replica had ended.",
         "requests: attempt",
@@ -93,7 +93,7 @@ REQUESTS: dict[str, Explanation] = {
     ),
     "request_preemptions": Explanation(
         "preemptions",
-        "",
+        "preemptions",
         LIFE,
         "How often the request lost its KV blocks to other requests and had to be recomputed.",
         "requests, request-log: preemptions",
@@ -131,7 +131,7 @@ REQUESTS: dict[str, Explanation] = {
         "request-log: finish_reason, status, error",
     ),
     "duration_s": Explanation(
-        "TIME", "s", "the request", "End-to-end time, from arrival to completion.", "request-log: e2e_ms"
+        "TIME", "ms, s", "the request", "End-to-end time, from arrival to completion.", "request-log: e2e_ms"
     ),
     "error": Explanation("error", "", "", "Why the request failed.", "request-log: error"),
     "arrived": Explanation(
@@ -155,7 +155,7 @@ REQUESTS: dict[str, Explanation] = {
     ),
     "resubmissions": Explanation(
         "resubmissions",
-        "",
+        "times",
         "the request",
         "How often the request was sent to another replica because its replica ended.",
         "request-log: resubmissions",
@@ -171,7 +171,9 @@ REQUESTS: dict[str, Explanation] = {
     "highest_class": Explanation(
         "CL", "", NOW, "Highest service class that the tenant's requests can have.", "tenants: highest_class"
     ),
-    "weight": Explanation("WEIGHT", "", NOW, "The tenant's weight in fair sharing.", "tenants: weight"),
+    "weight": Explanation(
+        "WEIGHT", "relative weight", NOW, "The tenant's weight in fair sharing.", "tenants: weight"
+    ),
     "share": Explanation(
         "SHARE, share of service",
         "% of service",

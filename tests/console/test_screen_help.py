@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import msgspec
 import pytest
 
+from appliance.history.pages import PastSnapshot
 from appliance.pages import AuditAction
-from appliance.protocol import ScalingStatus
+from appliance.protocol import DrainStatus, ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
-from console.explanations import EXPLANATIONS
+from appliance.snapshot import Snapshot
+from console.explanations import EXPLANATIONS, FRAME
 from console.fake import FIXED_TIME
 from console.help import help_lines
+from console.history import History
 from console.keys import KEYS
 from console.lines import plain
 from console.list_rows import audit_row
+from console.recordings import PastTimeline
 from console.screens.base import View
 from console.screens.requests import RequestsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import ListRow
+from console.timeline import PastState
 from tests.console.frames import SIZES, VIEW_NAMES, VIEWS, session
 
 
@@ -116,3 +122,116 @@ def test_every_explanation_has_a_text_and_a_source() -> None:
         for name, explanation in EXPLANATIONS.items()
         if not explanation.text.endswith(".") or not explanation.source
     ]
+
+
+_NUMBER = re.compile(r"[<+-]?[0-9][0-9,.]*(?P<suffix>%|ms|s|µs|W|°)?(?![\w-])")
+"""Matches a number with its unit at the beginning of a text. It matches no times of day, dates and ids."""
+_UNITS = {"W": "watts", "°": "°C"}
+"""For some units that are shown beside a number: the word for it in explanations."""
+_AVERAGED = re.compile(r"\b(mean|average|percentiles?|median|rates?|per second|share)\b", re.IGNORECASE)
+
+
+def shown_numbers(made: ConsoleSession, view: View) -> dict[str, set[str]]:
+    """Return the numbers that a screen shows, by the headings of their columns and the names beside them."""
+    found: dict[str, set[str]] = {}
+
+    def collect() -> None:
+        for size in ((200, 90), (120, 40), (80, 24)):
+            for row in view.render(made.context, *size):
+                for name, value in pairwise(row):
+                    if name.role == "label" and _NUMBER.match(value.text.strip()):
+                        found.setdefault(name.text.strip(" :").casefold(), set()).add(value.text.strip())
+        if isinstance(view, TableView):
+            for column in view.columns:
+                for row in view.rows(made.context):
+                    value, text = column.value(row), column.shown(row).strip()
+                    if isinstance(value, int | float) and _NUMBER.match(text):
+                        found.setdefault(column.title.casefold(), set()).add(text)
+
+    for _ in range(max(1, len(view.variants))):
+        collect()
+        view.open()
+        collect()
+        view.back()
+        view.next_variant()
+    return found
+
+
+def _states(explained: str, suffix: str | None) -> bool:
+    """Return whether the unit of an explanation contains the unit that is shown beside a number."""
+    words = re.findall(r"[^\s,]+", explained)
+    return bool(words) and (suffix is None or _UNITS.get(suffix, suffix) in words or explained == "as shown")
+
+
+@pytest.mark.parametrize("name", VIEW_NAMES)
+def test_the_help_states_the_unit_of_every_number_on_a_screen(name: str) -> None:
+    made = _with_every_value()
+    made.run(f"screen {name}")
+    explained: dict[str, list[str]] = {}
+    for one in made.view.explanations:
+        for title in EXPLANATIONS[one].title.split(", "):
+            explained.setdefault(title.casefold(), []).append(EXPLANATIONS[one].unit)
+    wrong = []
+    for title, numbers in shown_numbers(made, made.view).items():
+        for part in title.split(", "):
+            for number in numbers:
+                matched = _NUMBER.match(number)
+                assert matched is not None
+                if not any(_states(unit, matched["suffix"]) for unit in explained[part]):
+                    wrong.append((part, number, explained[part]))
+    assert sorted(wrong) == []
+
+
+def test_the_help_states_the_window_of_every_rate_percentile_and_average() -> None:
+    averaged = {
+        name: one
+        for name, one in EXPLANATIONS.items()
+        if "/s" in one.unit or "%" in one.unit or (one.unit and _AVERAGED.search(f"{one.title} {one.text}"))
+    }
+    assert len(averaged) > 25
+    assert not [name for name, one in averaged.items() if not one.window]
+
+
+def test_the_help_explains_the_values_around_the_screen() -> None:
+    made = session(132, interval_s=1.0)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    drain = DrainStatus(
+        model=None,
+        state="draining",
+        grace_s=60.0,
+        grace_left_s=30.0,
+        queue=True,
+        started_at=FIXED_TIME,
+        elapsed_s=30.0,
+        running=1,
+        queued=1,
+        held=1,
+        tokens_left=9,
+    )
+    drains = [drain, msgspec.structs.replace(drain, state="drained")]
+    made.accept(msgspec.structs.replace(snapshot, drains=drains))
+    made.show_past(
+        PastState(_instant(snapshot), PastTimeline(FIXED_TIME, FIXED_TIME + 60, [], [])), History()
+    )
+    past = [plain(row) for row in made.lines(200, 40)[:4]]
+    made.leave_past()
+    around = "\n".join([*past, *(plain(row) for row in made.lines(200, 40)[:4])])
+    titles = {part for one in FRAME.values() for part in one.title.split(", ")}
+    for name in ("up", "HISTORY", "output peak", "running", "queued", "held", "ETA", "grace left", "took"):
+        assert name in around and name in titles, name
+    text = "\n".join(plain(row) for row in help_lines(made.view, 120, KEYS))
+    assert all(one.text[:40] in text for one in FRAME.values())
+
+
+def _instant(snapshot: Snapshot) -> PastSnapshot:
+    return PastSnapshot(
+        at=snapshot.at,
+        resolution_s=1,
+        previous=None,
+        next=None,
+        first=snapshot.at,
+        last=snapshot.at,
+        details=True,
+        snapshot=snapshot,
+    )
