@@ -12,10 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from appliance.protocol import DrainStatus, InFlight, LimitUsage, ModelStatus
+from appliance.protocol import DrainStatus, InFlight, LimitUsage, ModelStatus, ReplicaState
 from appliance.protocol.status import (
     ClassStatus,
     CurrentProblem,
+    FrontState,
     FrontStatus,
     Problem,
     ServiceState,
@@ -339,6 +340,9 @@ AlertState = Literal["firing", "acknowledged", "silenced", "resolved"]
 Severity = Literal["info", "warning", "critical"]
 
 
+AlertEvent = Literal["raised", "ended"]
+
+
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """A condition that needs an operator's attention."""
 
@@ -366,14 +370,19 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     silenced_until: float | None = None
 
 
+ProcessRole = Literal["core", "front", "replica", "worker"]
+ProcessState = ServiceState | FrontState | ReplicaState | Literal[""]
+"""State of the service, a front process or a replica; empty for a worker."""
+
+
 class Process(msgspec.Struct, frozen=True, kw_only=True):
     """A process of the service."""
 
     name: str
     """Name of the process, such as "core", "front-1" or "demo-1"."""
-    role: Literal["core", "front", "replica", "worker"]
+    role: ProcessRole
     pid: int | None = None
-    state: str = ""
+    state: ProcessState = ""
     cpu_percent: float | None = None
     """CPU time of the process in the last slice, in percent of one CPU core."""
     memory_bytes: int | None = None

@@ -30,7 +30,7 @@ from console.keymap import DEFAULT_KEYMAP, Keymap
 from console.keys import NO_KEY, SCREENS
 from console.palette import ConsoleCommands, ConsolePalette
 from console.parameters import CommandError
-from console.prompt import Closed, PromptLine
+from console.prompt import Closed, PromptKind, PromptLine
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import ListName, ListRow, SnapshotSource, SourceError
@@ -237,7 +237,7 @@ class ConsoleApp(App[int]):
             self.refresh(repaint=True, layout=True)
             self.frame_widget.refresh()
         elif word in ("command", "filter"):
-            self._open_prompt(word)
+            self._open_prompt("/" if word == "filter" else ":")
         elif word == "copy":
             if text := self.session.copied():
                 self.copy_to_clipboard(text)
@@ -337,13 +337,13 @@ class ConsoleApp(App[int]):
 
     # ── the command line ─────────────────────────────────────────────────────────────────────
 
-    def _open_prompt(self, kind: str) -> None:
+    def _open_prompt(self, kind: PromptKind) -> None:
         view = self.session.view
-        if kind == "filter" and not isinstance(view, TableView):
+        if kind == "/" and not isinstance(view, TableView):
             self.session.say(f"{view.title} has no rows to filter", "warn")
             return
-        text = view.filter if kind == "filter" and isinstance(view, TableView) else ""
-        self.prompt.open("/" if kind == "filter" else ":", text, self._targets)
+        text = view.filter if kind == "/" and isinstance(view, TableView) else ""
+        self.prompt.open(kind, text, self._targets)
         self._read_lists()
 
     def _targets(self) -> Targets:

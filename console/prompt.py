@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from textual import events
 from textual.message import Message
@@ -17,10 +17,14 @@ _KEYS = ("escape", "enter", "tab", "up", "down")
 """Keys that the line handles itself. Textual's bindings handle the other keys that are not characters."""
 
 
+PromptKind = Literal[":", "/"]
+"""":" for commands or "/" for filters."""
+
+
 class Closed(NamedTuple):
     """A line that the operator has submitted or cancelled."""
 
-    kind: str
+    kind: PromptKind
     text: str | None
     """The text, or None if the operator cancelled."""
     before: str
@@ -45,16 +49,15 @@ class PromptLine(Input):
     def __init__(self) -> None:
         super().__init__(suggester=None, select_on_focus=False)
         self.cursor_blink = False
-        self.kind = ":"
+        self.kind: PromptKind = ":"
         self._before = ""
         self._result: Closed | None = None
         self._past: list[str] = []
         self._at = 0
         self._targets: Callable[[], Targets] = dict
 
-    def open(self, kind: str, text: str, targets: Callable[[], Targets]) -> None:
-        """Show the line. `kind` is ":" for commands or "/" for filters. `targets` returns the names that can
-        be completed."""
+    def open(self, kind: PromptKind, text: str, targets: Callable[[], Targets]) -> None:
+        """Show the line. `targets` returns the names that can be completed."""
         self.kind, self._before, self._targets = kind, text, targets
         self._at = len(self._past)
         self.placeholder = (

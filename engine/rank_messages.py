@@ -134,12 +134,15 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     info: ReplicaInfo
 
 
-class Fatal(msgspec.Struct, tag="fatal", frozen=True):
-    """Last message from a rank to the core, with the reason why the rank exits. The kind "checkpoint" means
-    that the files or the configuration are invalid; the core then waits longer before it restarts the
-    replica."""
+FatalKind = Literal["checkpoint", "memory", "device", "internal"]
+"""Cause of the exit of a rank. "checkpoint" means that the files or the configuration are invalid; the core
+then waits longer before it restarts the replica."""
 
-    kind: Literal["checkpoint", "memory", "device", "internal"]
+
+class Fatal(msgspec.Struct, tag="fatal", frozen=True):
+    """Last message from a rank to the core, with the reason why the rank exits."""
+
+    kind: FatalKind
     message: str
 
 

@@ -258,7 +258,7 @@ class ControlStore:
             lambda connection: tenants.map_peer(connection, peer),
         )
 
-    def unmap_peer(self, *, actor: Actor | str, kind: str, number: int) -> Future[Change]:
+    def unmap_peer(self, *, actor: Actor | str, kind: PeerKind, number: int) -> Future[Change]:
         """Remove the mapping of a user or group. The future raises `UnknownPeerError`."""
         return self._decide(
             actor,

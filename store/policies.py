@@ -32,6 +32,9 @@ LogPolicy = Literal["metadata", "hashes", "full"]
 Fallback = Literal["never", "allowed"]
 """Whether a model's fallback may answer requests."""
 
+QuotaScope = Literal["tenant", "key"]
+"""The owner of a quota."""
+
 PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from store.database import reading
+from store.policies import QuotaScope
 from store.schemas import HISTORY
 from store.writer import Writer
 
@@ -26,8 +27,7 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     The usage of requests whose rows are still open has not been subtracted. Those rows record that usage.
     """
 
-    scope: str
-    """The owner of the limits: "tenant" or "key"."""
+    scope: QuotaScope
     name: str
     """The name of the tenant, or the id of the key."""
     at: float

@@ -11,7 +11,7 @@ import msgspec
 from store import records
 from store.errors import ConflictError, UnknownPeerError, UnknownTenantError
 from store.fields import declared
-from store.policies import Change, KeyRecord, PeerRecord, Quota, TenantRecord
+from store.policies import Change, KeyRecord, PeerKind, PeerRecord, Quota, TenantRecord
 from store.rules import check_peer, check_tenant, check_tenant_name
 
 LOCAL = "local"
@@ -85,7 +85,7 @@ def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
     return Change(before, peer)
 
 
-def unmap_peer(connection: sqlite3.Connection, kind: str, number: int) -> Change:
+def unmap_peer(connection: sqlite3.Connection, kind: PeerKind, number: int) -> Change:
     """Remove the mapping of a user or group. Raises UnknownPeerError."""
     before = records.find(connection, PeerRecord, kind, number)
     if before is None:

@@ -16,13 +16,13 @@ from appliance.protocol import LimitUsage, PeerMapping, Tenant
 from store.audit import Actor
 from store.control import ControlStore
 from store.fields import declared
-from store.policies import Quota, TenantRecord
+from store.policies import Quota, QuotaScope, TenantRecord
 from store.tenants import BUILT_IN
 
 CancelRequests = Callable[[Callable[[Identity], bool], str], int]
 """Cancels the running and queued requests of all callers that match, sends the message to their clients, and
 returns the number of cancelled requests."""
-Usage = Callable[[str, str], list[LimitUsage]]
+Usage = Callable[[QuotaScope, str], list[LimitUsage]]
 """Returns how much of each limit a tenant or key has used. The arguments are ("tenant", name) or ("key",
 id)."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 import msgspec
 
+from appliance.snapshot import Severity
+
 Measure = Literal["value", "rate", "change", "deviation", "time_to"]
-Severity = Literal["info", "warning", "critical"]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
 Window = Annotated[float, msgspec.Meta(ge=5, le=86400.0)]
 Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
@@ -91,7 +92,7 @@ class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     second."""
 
 
-SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """All severities, from the least to the most urgent."""
 
 

@@ -13,6 +13,20 @@ from appliance.protocol import LogLevel
 
 SocketKind = Literal["unix", "tcp"]
 
+RefusalCode = Literal[
+    "deadline_unreachable",
+    "draining",
+    "duplicate_request",
+    "model_failed",
+    "model_not_found",
+    "overloaded",
+    "queue_full",
+    "queue_timeout",
+    "rate_limit_exceeded",
+    "shadow_dropped",
+    "tenant_queue_full",
+    "tenant_suspended",
+]
 ExceededLimit = Literal["", "requests", "tokens"]
 """The kind of limit that was exceeded. It is sent in the `type` field of OpenAI's error format. If it is "",
 the status determines the type."""
@@ -133,7 +147,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     request_id: str
     attempt: int
     status: int
-    code: str
+    code: RefusalCode
     message: str
     retry_after_s: float | None = None
     kind: ExceededLimit = ""

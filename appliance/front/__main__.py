@@ -45,15 +45,17 @@ def main() -> int:
     # not start additional threads, one per CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+    import msgspec
     import uvloop
 
     from appliance.front.process import run_front
     from appliance.host.logs import configure_logging
+    from appliance.protocol import LogLevel
     from engine.client import return_freed_memory, return_memory_periodically
 
     return_freed_memory()
     return_memory_periodically()
-    configure_logging(arguments.log_level, arguments.name)
+    configure_logging(msgspec.convert(arguments.log_level, LogLevel), arguments.name)
     # Run the garbage collector less often than the default of once per 700 new objects. Frequent runs are
     # useless, because processing a token creates no reference cycles.
     gc.set_threshold(50_000, 20, 100)

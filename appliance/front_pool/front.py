@@ -34,6 +34,7 @@ from appliance.channel.front_stats import FrontStats
 from appliance.front_pool.front_child import FrontChild
 from appliance.front_pool.front_events import FrontEvents
 from appliance.front_pool.refusals import RefusalWatch
+from appliance.protocol import LogLevel
 from appliance.protocol.status import FrontState, FrontStatus
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Front:
         *,
         hang_timeout_s: float,
         load_timeout_s: float,
-        log_level: str = "info",
+        log_level: LogLevel = "info",
         module: str = "appliance.front",
     ) -> None:
         self.number = number

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from appliance.channel.core_messages import CoreToFront
 from appliance.channel.front_messages import FrontToCore
+from appliance.protocol import LogLevel
 from engine.client import Channel, ChildLog, module_command, module_environment, socketpair
 from engine.memory_kills import count_memory_kills, memory_kill_note
 
@@ -25,7 +26,7 @@ class FrontChild:
         self,
         module: str,
         name: str,
-        log_level: str,
+        log_level: LogLevel,
         on_message: Callable[[FrontToCore], None],
         on_exit: Callable[[str], None],
     ) -> None:

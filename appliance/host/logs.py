@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+from appliance.protocol import LogLevel
 from engine import logs
 
 
@@ -24,8 +25,8 @@ class LineFormatter(logs.UtcFormatter):
         return super().format(record)
 
 
-def configure_logging(level: str, process: str = "") -> None:
-    """Set up logging to standard error for records of at least `level` ("debug", "info", …). If standard
+def configure_logging(level: LogLevel, process: str = "") -> None:
+    """Set up logging to standard error for records of at least `level`. If standard
     error is read slowly, logging does not block. `process` is the name of this process, or empty for the
     core."""
     logs.log_to_stderr(LineFormatter(process))

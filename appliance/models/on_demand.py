@@ -33,6 +33,7 @@ from appliance.models.residency import (
     REASONS,
     Bundle,
     Evict,
+    EvictionReason,
     LoadUnits,
     Refuse,
     Residency,
@@ -75,7 +76,7 @@ class OnDemand:
     ) -> None:
         self.loads: Counter[str] = Counter()
         """Number of on-demand loads since the service started, by model or version."""
-        self.evictions: Counter[tuple[str, str]] = Counter()
+        self.evictions: Counter[tuple[str, EvictionReason]] = Counter()
         """Number of times that a model was unloaded or put to sleep without a command, by model or version
         and reason (`REASONS`)."""
         self._settings = settings
@@ -294,7 +295,7 @@ class OnDemand:
         elif isinstance(step, Evict):
             explanation = f"requests are waiting for {', '.join(wanted.units)}"
             for bundle in [one for one in bundles if set(one.units) & set(step.units)]:
-                reason = "group" if self._bundles.excluded(wanted, bundle) else "memory"
+                reason: EvictionReason = "group" if self._bundles.excluded(wanted, bundle) else "memory"
                 await self._evict(bundle.units, reason, explanation, wanted.units)
         elif isinstance(step, Refuse):
             asleep = [unit for unit in wanted.units if self._manager.is_parked_asleep(unit)]
@@ -334,7 +335,7 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     async def _evict(
-        self, units: tuple[str, ...], reason: str, explanation: str, wanted: tuple[str, ...] = ()
+        self, units: tuple[str, ...], reason: EvictionReason, explanation: str, wanted: tuple[str, ...] = ()
     ) -> None:
         """Unload models or put them to sleep, and wait until their memory is free. The wait lasts at most
         `DRAIN_S` plus the time limit for replicas to go to sleep plus the time to stop them. `wanted`

@@ -372,7 +372,7 @@ class Replica:
             self.state = "stopped"
             return
         served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        kind = self._fatal.kind if self._fatal else ""
+        kind = self._fatal.kind if self._fatal else None
         again = self._restarts.exited(Exit(self.last_error, kind, served_s))
         if again.failure and kind in ("memory", "device") and self._may_fall_back:
             self.resources.release_gpus()

@@ -21,7 +21,7 @@ another `min_residence_s`: by then, each of the other models is evicted `MIN_SER
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 DRAIN_S = 5.0
 """Time that running requests have to finish before their model is unloaded. Requests that take longer
@@ -107,12 +107,13 @@ class Residency(NamedTuple):
     in_memory: bool
     loads: int
     """Number of times that the model was loaded or woken on demand."""
-    evictions: Mapping[str, int]
+    evictions: Mapping[EvictionReason, int]
     """Number of times that the model was unloaded or put to sleep automatically, by reason. Unloading a model
     that is already asleep is not counted again."""
 
 
-REASONS = ("memory", "group", "idle")
+EvictionReason = Literal["memory", "group", "idle"]
+REASONS: tuple[EvictionReason, ...] = get_args(EvictionReason)
 """Reasons for evicting a model: another model needs the memory, a group forbids loading the model together
 with another model, or the model has been idle for its time to live."""
 

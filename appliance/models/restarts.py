@@ -16,6 +16,7 @@ from typing import NamedTuple
 from appliance.background import Backoff
 from appliance.protocol import BreakerState
 from appliance.settings import RestartSettings
+from engine.rank_messages import FatalKind
 
 _RETRY_FIRST_S = 5.0
 _RETRY_MAX_S = 300.0
@@ -31,8 +32,8 @@ class Exit(NamedTuple):
     """The exit of a replica's processes."""
 
     reason: str
-    kind: str
-    """The `kind` of the replica's `Fatal` message, or an empty string if it sent none."""
+    kind: FatalKind | None
+    """The `kind` of the replica's `Fatal` message, or None if it sent none."""
     served_s: float | None
     """Time in seconds between the replica becoming ready and its exit, or None if the replica did not become
     ready."""
@@ -92,7 +93,7 @@ class Restarts:
         refused until then."""
         served_s = exit.served_s or 0.0
         self._served_s += served_s
-        if exit.kind not in ("", "internal") and exit.served_s is None:
+        if exit.kind not in (None, "internal") and exit.served_s is None:
             return self._after_expected(exit)
         self._expected_failures = 0
         rules = self._rules()

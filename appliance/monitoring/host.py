@@ -6,20 +6,18 @@ import os
 import shutil
 import socket
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from appliance.snapshot import Host, Process
-
-Role = Literal["core", "front", "replica", "worker"]
+from appliance.snapshot import Host, Process, ProcessRole, ProcessState
 
 
 class ServiceProcess(NamedTuple):
     """A process of the service, as far as the core knows it."""
 
     name: str
-    role: Role
+    role: ProcessRole
     pid: int
-    state: str
+    state: ProcessState
     restarts: int
 
 

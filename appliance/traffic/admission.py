@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from appliance.channel.core_messages import ExceededLimit, RateLimits, Refused
+from appliance.channel.core_messages import ExceededLimit, RateLimits, RefusalCode, Refused
 from appliance.traffic.admission_pauses import AdmissionPause
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens
@@ -40,7 +40,7 @@ _SEARCH_EVERY_S = 0.25
 """Maximum time between two searches for requests that can be dispatched."""
 
 
-FALLBACK_CODES = frozenset(
+FALLBACK_CODES: frozenset[RefusalCode] = frozenset(
     {"queue_full", "overloaded", "queue_timeout", "deadline_unreachable", "model_failed", "draining"}
 )
 """Codes of refusals that concern the model and not the caller. Another model may accept such a request."""
@@ -50,7 +50,7 @@ class Refusal(NamedTuple):
     """The reason why a request is refused, as sent to the client."""
 
     status: int
-    code: str
+    code: RefusalCode
     message: str
     retry_after_s: float | None = None
     useless: bool = False

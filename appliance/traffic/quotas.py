@@ -20,7 +20,7 @@ from appliance.channel.core_messages import ExceededLimit, RateLimits
 from appliance.protocol import LimitUsage
 from appliance.quantities import duration
 from appliance.traffic.buckets import LIMITS, Bucket, rate_of
-from store.policies import Policies, Quota
+from store.policies import Policies, Quota, QuotaScope
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
@@ -30,14 +30,14 @@ MAX_USEFUL_WAIT_S = 120.0
 """Maximum time that OpenAI's clients wait before they retry. If the quota needs longer to refill, a retry
 would fail."""
 
-Name = tuple[str, str]
-"""Scope ("tenant" or "key") of a quota, and the tenant's or key's name."""
+Name = tuple[QuotaScope, str]
+"""Scope of a quota, and the name of the tenant or the id of the key."""
 
 
 class Account:
     """The buckets of one tenant or key."""
 
-    def __init__(self, scope: str, name: str, quota: Quota, now: float) -> None:
+    def __init__(self, scope: QuotaScope, name: str, quota: Quota, now: float) -> None:
         self.scope = scope
         self.name = name
         self.quota = Quota()
@@ -167,7 +167,7 @@ class Quotas:
                 self._keys[latest.id] = self._keys[key.id]
         self._deleted = (self._deleted | before.keys()) - self._accounts.keys()
 
-    def _open(self, scope: str, name: str, quota: Quota, known: Account | None, now: float) -> Account:
+    def _open(self, scope: QuotaScope, name: str, quota: Quota, known: Account | None, now: float) -> Account:
         if known is None:
             known = Account(scope, name, quota, now)
             self._changed[known] = None
@@ -256,7 +256,7 @@ class Quotas:
         tokens = min((b for b in buckets if b.counts_tokens), key=_level, default=None)
         return RateLimits(*_remaining(requests), *_remaining(tokens))
 
-    def usage(self, scope: str, name: str) -> list[LimitUsage]:
+    def usage(self, scope: QuotaScope, name: str) -> list[LimitUsage]:
         """Return how much of each rate limit a tenant or key has used, for operators."""
         account = (self._tenants if scope == "tenant" else self._keys).get(name)
         if account is None:

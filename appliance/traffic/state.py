@@ -17,6 +17,7 @@ from appliance.traffic.remaining import Remaining
 from appliance.traffic.request import Request
 from appliance.traffic.stats import ModelStats, TenantStats
 from appliance.traffic.tenants import Tenants
+from store.policies import QuotaScope
 
 
 class TrafficState:
@@ -116,7 +117,7 @@ class TrafficState:
         now = self.clock()
         return [stats.model(model, now) for model in self.models.values()]
 
-    def usage(self, scope: str, name: str) -> list[LimitUsage]:
+    def usage(self, scope: QuotaScope, name: str) -> list[LimitUsage]:
         """Return a tenant's or key's usage of each of its limits, for operators."""
         kv_tokens = {model.name: model.kv_tokens for model in self.models.values()}
         return [*self.quotas.usage(scope, name), *stats.usage(self.tenants, scope, name, kv_tokens)]

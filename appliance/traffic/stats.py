@@ -10,7 +10,7 @@ from appliance.protocol import LimitUsage
 from appliance.protocol.status import ClassStatus
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.tenants import Tenants, TenantTraffic
-from store.policies import CLASSES
+from store.policies import CLASSES, QuotaScope
 
 
 class ModelStats(NamedTuple):
@@ -90,7 +90,7 @@ def tenant(one: TenantTraffic) -> TenantStats:
     return TenantStats(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)
 
 
-def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
+def usage(tenants: Tenants, scope: QuotaScope, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
     """Return how much of its limits on waiting and running requests a tenant or key uses. `kv_tokens` is the
     capacity of the KV caches by model."""
     quota, use = tenants.quota_of(scope, name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from appliance.traffic.outputs import OutputLengths
-from store.policies import KeyRecord, Policies, Quota, TenantRecord
+from store.policies import KeyRecord, Policies, Quota, QuotaScope, TenantRecord
 
 Record = TypeVar("Record", TenantRecord, KeyRecord)
 
@@ -163,7 +163,7 @@ class Tenants:
         key = self._policies.keys.get(key_id)
         return self._policies.latest(key).id if key is not None else key_id
 
-    def quota_of(self, scope: str, name: str) -> tuple[Quota, Use]:
+    def quota_of(self, scope: QuotaScope, name: str) -> tuple[Quota, Use]:
         """Return the limits and the usage of a tenant or key."""
         if scope == "tenant":
             record, seen = self._policies.tenants.get(name), self._tenants.get(name)

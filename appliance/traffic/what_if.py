@@ -32,7 +32,7 @@ from appliance.traffic.rules import QueueRules
 from appliance.traffic.simulated_replica import ReplicaSpeed, SimulatedReplica, SimulatedSubmission
 from engine.client import run_module
 from engine.levels import level_of
-from store.policies import KeyRecord, Policies, Quota, TenantRecord
+from store.policies import KeyRecord, Policies, Quota, QuotaScope, TenantRecord
 from store.quotas import QuotaLevels, QuotaState
 from store.requests import RequestRow
 
@@ -349,7 +349,7 @@ def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
     return found
 
 
-def _quota(policies: Policies, scope: str, name: str) -> Quota:
+def _quota(policies: Policies, scope: QuotaScope, name: str) -> Quota:
     known: Mapping[str, TenantRecord | KeyRecord] = policies.tenants if scope == "tenant" else policies.keys
     return known[name].quota if name in known else Quota()
 

@@ -198,7 +198,7 @@ def test_an_invalid_key_is_refused(front: Harness, keys: list[str]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_retry_of_a_failed_run_runs_again(front: Harness, stream: bool) -> None:
-    front.refusal = Refused("", 0, 429, "quota_exceeded", "the quota is used up", 1.5)
+    front.refusal = Refused("", 0, 429, "rate_limit_exceeded", "the quota is used up", 1.5)
     front.admit = "refuse"
     assert ask(front, "again", chat(stream=stream)).status == 429
     front.admit = "at once"

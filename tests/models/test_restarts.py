@@ -16,7 +16,7 @@ KILLED = "rank 0 (pid 7) was killed by SIGKILL"
 
 
 def killed(served_s: float | None) -> Exit:
-    return Exit(KILLED, "", served_s)
+    return Exit(KILLED, None, served_s)
 
 
 @pytest.fixture

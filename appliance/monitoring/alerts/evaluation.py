@@ -14,6 +14,7 @@ from appliance.monitoring.alerts.causes import CauseFinder
 from appliance.monitoring.alerts.conditions import Condition, threshold
 from appliance.monitoring.alerts.selection import Scope, Selected, related, select
 from appliance.monitoring.alerts.texts import filled
+from appliance.snapshot import AlertEvent
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
@@ -21,8 +22,6 @@ SETTLE_S = 60.0
 GROUP_S = 30.0
 """If a rule raises an alert and raises more alerts within this many seconds, these are grouped under the
 first alert."""
-
-Event = Literal["raised", "ended", "suppressed"]
 
 
 class Raised(msgspec.Struct, kw_only=True):
@@ -58,7 +57,7 @@ class Transition(msgspec.Struct, frozen=True):
     "raised". If it was raised before its cause, its state changes to "suppressed"."""
 
     at: float
-    event: Event
+    event: AlertEvent | Literal["suppressed"]
     alert: Raised
 
 

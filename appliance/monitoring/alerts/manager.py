@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.alert_rules import AlertRule, Severity
 from appliance.monitoring.alerts.evaluation import Evaluator, Raised, Transition
-from appliance.snapshot import Alert, AlertState
+from appliance.snapshot import Alert, AlertEvent, AlertState
 from store.alerts import AlertLog, AlertRow
 from store.samples import TelemetrySample
 from store.structs import Silence
@@ -31,7 +31,7 @@ MAX_SILENCES = 500
 class Receivers(Protocol):
     """Sends alerts to the configured receivers."""
 
-    def send(self, event: str, alert: Alert) -> None:
+    def send(self, event: AlertEvent, alert: Alert) -> None:
         """Pass an alert to the receivers. Must not block."""
 
 
@@ -163,7 +163,7 @@ class AlertManager:
             )
         elif self._silence_of(raised) is not None:
             log.info("alert %s %s, silenced: %s", alert.id, event, alert.description)
-        else:
+        elif event != "suppressed":
             level = logging.WARNING if event == "raised" else logging.INFO
             log.log(
                 level,

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from appliance.alert_rules import SEVERITIES, AlertSink
-from appliance.snapshot import Alert
+from appliance.snapshot import Alert, AlertEvent
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ _FIRST_DELAY_S = 1.0
 class Notification(msgspec.Struct, kw_only=True):
     """The data about an alert that a receiver gets as JSON."""
 
-    event: str
-    """"raised" or "ended"."""
+    event: AlertEvent
     host: str
     alert: Alert
 
@@ -69,7 +68,7 @@ class AlertReceivers:
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
-    def send(self, event: str, alert: Alert) -> None:
+    def send(self, event: AlertEvent, alert: Alert) -> None:
         """Pass an alert to all receivers that accept its severity. Never blocks."""
         urgency = SEVERITIES.index(alert.severity)
         wanted = [sink for sink in self.sinks if urgency >= SEVERITIES.index(sink.severity)]
