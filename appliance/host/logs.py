@@ -26,9 +26,8 @@ class LineFormatter(logs.UtcFormatter):
 
 
 def configure_logging(level: LogLevel, process: str = "") -> None:
-    """Set up logging to standard error for records of at least `level`. If standard
-    error is read slowly, logging does not block. `process` is the name of this process, or empty for the
-    core."""
+    """Set up logging to standard error for records of at least `level`. If standard error is read slowly,
+    logging does not block. `process` is the name of this process, or empty for the core."""
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())
