@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from tests.kernels.defect import ROOT, Defect
 from tests.kernels.defects_experts import EXPERTS
+from tests.kernels.defects_linear import LINEAR
 
 __all__ = ["DEFECTS", "ROOT", "Defect"]
 
@@ -264,171 +265,6 @@ _FUSED = [
         "silu",
     ),
 ]
-_LINEAR = [
-    Defect(
-        "gemv: the last column is masked",
-        "linear_rows.py",
-        "inside = at + k < K\n",
-        "inside = at + k < K - 1\n",
-        "gemm",
-    ),
-    Defect(
-        "gemv: the mean of a norm includes padding",
-        "linear_rows.py",
-        "inverse = tl.rsqrt(tl.sum(row * row, axis=0) / K + eps)",
-        "inverse = tl.rsqrt(tl.sum(row * row, axis=0) / WHOLE + eps)",
-        "gemm",
-    ),
-    Defect(
-        "dot: every split reads the first part of K",
-        "linear_rows.py",
-        "k = split * depth + tl.arange(0, BLOCK_K)",
-        "k = tl.arange(0, BLOCK_K)",
-        "gemm",
-    ),
-    Defect(
-        "dot: the counters of splits are not reset",
-        "linear_rows.py",
-        "tl.store(arrived + tile, 0)",
-        "tl.store(arrived + tile, 1)",
-        "counters or bit",
-    ),
-    Defect(
-        "dot: the weight scale is not applied",
-        "linear_rows.py",
-        "acc = acc * of_token[None, :] * tl.load(weight_scale + weight_row)[:, None]",
-        "acc = acc * of_token[None, :]",
-        "gemm",
-    ),
-    Defect(
-        "gate and up are exchanged in the epilogue",
-        "linear_rows.py",
-        "return (column + (row % 2) * columns).to(tl.int64)",
-        "return (column + (1 - row % 2) * columns).to(tl.int64)",
-        "gemm",
-    ),
-    Defect(
-        "the residual is missing",
-        "linear_rows.py",
-        "acc += tl.load(before, mask=inside, other=0.0).to(tl.float32)",
-        "acc += tl.load(before, mask=inside, other=0.0).to(tl.float32) * 0.0",
-        "gemm",
-    ),
-    Defect(
-        "dot: the mean of a shared norm divides by the number of parts",
-        "linear_rows.py",
-        "tl.rsqrt(tl.sum(squared, axis=0) / K + eps)",
-        "tl.rsqrt(tl.sum(squared, axis=0) / PARTS + eps)",
-        "applied_after or accuracy",
-    ),
-    Defect(
-        "dot: a shared norm sums one part too many",
-        "linear_rows.py",
-        "there = (which < parts)[:, None] & live[None, :]",
-        "there = (which <= parts)[:, None] & live[None, :]",
-        "applied_after or accuracy",
-    ),
-    Defect(
-        "dot: every token uses the squares of the first",
-        "linear_rows.py",
-        "tl.load(x_squares + which[:, None] * rows + row[None, :],",
-        "tl.load(x_squares + which[:, None] * rows + row[None, :] * 0,",
-        "applied_after or accuracy",
-    ),
-    Defect(
-        "dot: squares include elements past the last column",
-        "linear_rows.py",
-        "tl.sum(tl.where(inside, x * x, 0.0), axis=0)",
-        "tl.sum(x * x, axis=0)",
-        "deferred_norm_is_written",
-    ),
-    Defect(
-        "dot: a deferred norm uses the unrounded result",
-        "linear_rows.py",
-        "    return result\n",
-        "    return acc\n",
-        "deferred_norm_is_written",
-    ),
-    Defect(
-        "quantised rows use the range of another format",
-        "linear.py",
-        "tl.store(scales + row, tl.div_rn(largest, 448.0))",
-        "tl.store(scales + row, tl.div_rn(largest, 240.0))",
-        "gemm or quantised",
-    ),
-    Defect(
-        "stream: every step reads the first part of the row",
-        "linear_stream.py",
-        "one = prepared.slice(step * WARPS, WARPS, 0)",
-        "one = prepared.slice(0, WARPS, 0)",
-        "fp8_gemm",
-        interpreted=False,
-    ),
-    Defect(
-        "stream: the residual is missing",
-        "linear_stream.py",
-        "total += gl.load(residual + column + copy * 0, mask=inside, other=0.0).to(gl.float32)",
-        "total += gl.load(residual + column + copy * 0, mask=inside, other=0.0).to(gl.float32) * 0.0",
-        "fp8_gemm",
-        interpreted=False,
-    ),
-    Defect(
-        "tiles: a stage is refilled with x of the first steps",
-        "linear_tiles.py",
-        "(x_tiles, [0, k], ready.index(stage), xs.index(stage), more)",
-        "(x_tiles, [0, first_k], ready.index(stage), xs.index(stage), more)",
-        "gemm",
-        interpreted=False,
-    ),
-    Defect(
-        "tiles: one split is not added",
-        "linear_tiles.py",
-        "for other in gl.static_range(1, SPLIT):",
-        "for other in gl.static_range(2, SPLIT):",
-        "gemm",
-        interpreted=False,
-    ),
-    Defect(
-        "tiles: up uses the scales and biases of the gate",
-        "linear_tiles.py",
-        "weight_row = column + index // (BLOCK_N // 2) * columns",
-        "weight_row = column",
-        "gemm",
-        interpreted=False,
-    ),
-    Defect(
-        "tiles: the mean of a shared norm divides by the number of parts",
-        "linear_tiles.py",
-        "gl.rsqrt(gl.sum(squared, axis=0) / K + eps)",
-        "gl.rsqrt(gl.sum(squared, axis=0) / PARTS + eps)",
-        "shared",
-        interpreted=False,
-    ),
-    Defect(
-        "tiles: squares include elements past the last column",
-        "linear_tiles.py",
-        "gl.sum(gl.where(inside, x * x, 0.0), axis=0)",
-        "gl.sum(x * x, axis=0)",
-        "shared",
-        interpreted=False,
-    ),
-    Defect(
-        "tiles: every tile uses the gain of the first",
-        "linear_tiles.py",
-        "gain = gl.load(next_gain + gl.minimum(column, columns - 1))",
-        "gain = gl.load(next_gain + gl.minimum(column % width, columns - 1))",
-        "shared",
-        interpreted=False,
-    ),
-    Defect(
-        "tiles: the residual is missing",
-        "linear_tiles.py",
-        "result += before.to(gl.float32)",
-        "result += before.to(gl.float32) * 0.0",
-        "gemm",
-        interpreted=False,
-    ),
-]
 _SAMPLING = [
     Defect(
         "scan: the highest id wins a tie",
@@ -649,7 +485,7 @@ DEFECTS = [
     *_PREFILL,
     *_PREFILL_HOPPER,
     *_FUSED,
-    *_LINEAR,
+    *LINEAR,
     *_SAMPLING,
     *_DECODE_STEP,
     *_ALL_REDUCE,

@@ -14,7 +14,7 @@ import torch
 from kernels import DeferredNorm
 from kernels.triton import linear, linear_table
 from kernels.triton.linear_plans import GemmPlan
-from tests.kernels.test_triton_linear import DEVICE, Case, Fp8Case
+from tests.kernels.linear_cases import DEVICE, Case, Fp8Case
 
 FP8 = torch.float8_e4m3fn
 PARTS = 7

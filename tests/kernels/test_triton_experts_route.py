@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import ChoiceCount, reference
-from tests.kernels.test_triton_experts import routed
+from tests.kernels.experts_cases import routed
 from tests.kernels.test_triton_linear import check_bits
 
 routes = pytest.importorskip("kernels.triton.experts_route", exc_type=ImportError)

@@ -27,158 +27,30 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from kernels import DeferredNorm, Fp8Activation, Fp8Weight, reference
 from kernels.triton.linear_plans import MAX_ROWS, MAX_SPLIT_PROGRAMS, GemmPlan, choose
 from tests.kernels.closeness import error, worst_error
-
-linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
-CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
-
-EPS = 1e-5
-POISON = 77.0
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
+from tests.kernels.linear_cases import (
+    ALL,
+    DEVICE,
+    EPS,
+    POISON,
+    Case,
+    CudaOps,
+    Fp8Case,
+    check,
+    check_fp8,
+    linear,
+    on_gpu,
+    random_tensor,
+)
 
 GEMV = GemmPlan("gemv", 1, 2, 256, warps=4)
 RAGGED_GEMV = GemmPlan("gemv", 1, 4, 512, warps=4)
 DOT = GemmPlan("dot", 16, 64, 64, warps=4, stages=3)
 SPLIT_DOT = GemmPlan("dot", 16, 64, 64, warps=4, stages=3, split=3)
-ALL = ("norm", "bias", "residual")
 HIGH_DOT = GemmPlan("dot", 16, 128, 64, warps=4, stages=3)
-
-
-def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
-
-
-class Case:
-    """A GEMM of random matrices, its reference result and its exact result."""
-
-    def __init__(self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype) -> None:
-        self.x = _random(rows, k, seed=1, dtype=dtype)
-        self.weight = _random(n, k, seed=2, dtype=torch.float32).mul_(k**-0.5).to(dtype)
-        self.silu = "silu" in extras
-        columns = n // 2 if self.silu else n
-        self.norm = _random(k, seed=3, dtype=dtype) if "norm" in extras else None
-        self.bias = _random(n, seed=4, dtype=dtype) if "bias" in extras else None
-        self.residual = _random(rows, columns, seed=5, dtype=dtype) if "residual" in extras else None
-        self.out = torch.full((rows, columns), POISON, dtype=dtype, device=DEVICE)
-
-    def options(self) -> dict[str, object]:
-        return {
-            "bias": self.bias,
-            "residual": self.residual,
-            "norm_weight": self.norm,
-            "eps": EPS,
-            "silu_mul": self.silu,
-            "out": self.out,
-        }
-
-    def normed(self) -> torch.Tensor:
-        return self.x if self.norm is None else reference.rms_norm(self.x, self.norm, EPS)
-
-    def by_torch(self, product: torch.Tensor) -> torch.Tensor:
-        if self.silu:
-            product = reference.silu_mul(product)
-        return product if self.residual is None else product + self.residual
-
-    def exact(self, product: torch.Tensor) -> torch.Tensor:
-        if self.bias is not None:
-            product = product + self.bias.double()
-        if self.silu:
-            gate, up = product.chunk(2, dim=-1)
-            product = F.silu(gate) * up
-        return product if self.residual is None else product + self.residual.double()
-
-    def exact_normed(self) -> torch.Tensor:
-        x = self.x.double()
-        if self.norm is None:
-            return x
-        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
-
-    def half_normed(self, parts: int) -> DeferredNorm:
-        """Return the deferred norm of x as the preceding GEMM would write it, with `parts` partial sums of
-        squares, followed by poison values."""
-        assert self.norm is not None
-        squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
-        for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
-            squares[index] = part.pow(2).sum(1)
-        return DeferredNorm((self.x.float() * self.norm.float()).to(self.x.dtype), squares)
-
-    def options_after(self, deferred_norm: DeferredNorm) -> dict[str, object]:
-        """Return the options of a GEMM that reads `deferred_norm.values`."""
-        return {**self.options(), "norm_weight": None, "squares": deferred_norm.squares}
-
-
-def _check(case: Case, found: torch.Tensor) -> None:
-    assert found is case.out
-    by_torch = case.by_torch(reference.linear(case.normed(), case.weight, case.bias))
-    x, weight = case.exact_normed(), case.weight.double()
-    exact = case.exact(x @ weight.T)
-    assert found.shape == by_torch.shape and found.dtype == by_torch.dtype
-    unit = torch.finfo(found.dtype).eps * exact.abs().max()
-    sums = x.shape[1] ** 0.5 * 2**-24 * (x.abs() @ weight.abs().T).max()
-    torch_error = (by_torch.double() - exact).abs().max()
-    assert (found.double() - exact).abs().max() <= 2 * torch_error + unit / 2 + sums
-
-
-class Fp8Case(Case):
-    """A case with FP8 weights of dtype `values`. In the interpreter the dtype is not e4m3, so values are
-    scaled but not rounded."""
-
-    def __init__(
-        self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype, values: torch.dtype
-    ) -> None:
-        super().__init__(rows, n, k, extras, dtype)
-        quantised, scales = reference.quantise_fp8(self.weight)
-        self.weight_scale = scales.squeeze(1)
-        self.quantised = (
-            quantised if values == torch.float8_e4m3fn else (self.weight.float() / scales).to(values)
-        )
-
-
-def _check_fp8(
-    case: Fp8Case,
-    found: torch.Tensor,
-    quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
-    rounded: torch.dtype = torch.float64,
-) -> None:
-    """Check an FP8 result. `quantised` is the GEMM's input if that was already quantised. `rounded` is the
-    dtype to which the GEMM may round before its epilogue."""
-    x = case.normed()
-    dequantised = x.double()
-    if case.quantised.dtype == torch.float8_e4m3fn:
-        values, scales = quantised or _quantised(case)
-        dequantised = values.double() * scales.double()
-    weight = case.quantised.double() * case.weight_scale.double().unsqueeze(1)
-    product = dequantised @ weight.T
-    exact = case.exact(product)
-    biased = product.to(rounded).double().add(0 if case.bias is None else case.bias)
-    by_torch = case.by_torch(biased.to(x.dtype))
-    assert error(found, exact) <= 2 * error(by_torch, exact) + 4e-3
-    assert worst_error(found, exact) <= 2 * worst_error(by_torch, exact) + 4e-3
-    off, torch_off = ((each.double() - exact).abs().max() for each in (found, by_torch))
-    unit = torch.finfo(found.dtype).eps * exact.abs().max()
-    assert off <= 2 * torch_off + unit / 2 + 1e-2 * max(exact.abs().max(), product.abs().max())
-
-
-def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x after the norm and quantisation.
-
-    For several rows, use the quantisation kernel that the GEMM launches first, and compare it with the
-    reference here. The reference's values are not used, because the last bit of a row's largest value affects
-    how many other values are rounded.
-    """
-    expected, expected_scales = reference.quantise_fp8(case.normed())
-    if case.norm is None or len(case.x) == 1:
-        return expected, expected_scales
-    values, scales = linear.fused.rms_norm_fp8(case.x, case.norm, EPS)
-    torch.testing.assert_close(scales, expected_scales, rtol=torch.finfo(case.x.dtype).eps, atol=0)
-    torch.testing.assert_close(values.float(), expected.float(), rtol=0.126, atol=0.002)
-    return values, scales
 
 
 # ── on any machine ───────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +74,7 @@ def test_every_output_of_a_gemm_is_correct(case: tuple, dtype: torch.dtype) -> N
     if DEVICE.type == "cuda" and dtype == torch.float32 and plan.form == "dot":
         plan = replace(plan, stages=2)
     made = Case(*shape, dtype)
-    _check(made, linear.linear(made.x, made.weight, **made.options(), plan=plan, pdl=False))
+    check(made, linear.linear(made.x, made.weight, **made.options(), plan=plan, pdl=False))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -212,7 +84,7 @@ def test_every_output_of_a_scaled_gemm_is_correct(case: tuple) -> None:
     product = linear.linear_fp8(
         made.x, made.quantised, made.weight_scale, **made.options(), plan=plan, pdl=False
     )
-    _check_fp8(made, product)
+    check_fp8(made, product)
 
 
 GAINING = [
@@ -247,7 +119,7 @@ def check_deferred_norm(
 
 def check_gemm_with_deferred_norm(case: Case, plan: GemmPlan) -> None:
     """Run a GEMM with a deferred norm. Check both results and the memory around them."""
-    gain = _random(case.out.shape[1], seed=6, dtype=case.x.dtype)
+    gain = random_tensor(case.out.shape[1], seed=6, dtype=case.x.dtype)
     deferred_norm, behind = poisoned_deferred_norm(case.out, plan)
     alone = linear.linear(case.x, case.weight, **{**case.options(), "out": None}, plan=plan, pdl=False)
     options = {"next_gain": gain, "deferred_norm": deferred_norm, "plan": plan, "pdl": False}
@@ -287,7 +159,7 @@ def test_a_deferred_norm_is_applied_after_the_gemm(case: tuple, dtype: torch.dty
     made = Case(*shape, dtype)
     made.x *= torch.arange(1, len(made.x) + 1, device=DEVICE).unsqueeze(1) / 4  # different norm factors
     deferred_norm = made.half_normed(parts)
-    _check(
+    check(
         made,
         linear.linear(
             deferred_norm.values, made.weight, **made.options_after(deferred_norm), plan=plan, pdl=False
@@ -320,7 +192,7 @@ def test_rows_may_be_strided_and_the_residual_may_be_the_output() -> None:
 
 
 def test_a_row_of_zeros_is_quantised_to_zeros() -> None:
-    x = _random(2, 64, seed=0, dtype=torch.float32)
+    x = random_tensor(2, 64, seed=0, dtype=torch.float32)
     x[1] = 0
     values, scales = linear.quantise(x, values=torch.float32, pdl=False)
     assert torch.allclose(values * scales, x) and scales[1] == 0
@@ -397,7 +269,7 @@ def test_the_librarys_gemm_has_the_models_dtype(extras: tuple[str, ...], library
     for out in (case.out, None):
         found = linear.linear_fp8(values, *weight, **{**options, "out": out})
         assert found.dtype == torch.float16
-        _check_fp8(case, found, rounded=torch.bfloat16)
+        check_fp8(case, found, rounded=torch.bfloat16)
     assert len(library) == 2
 
 
@@ -409,7 +281,7 @@ def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> 
     for ops in (CudaOps(pdl=False), reference):
         found = ops.linear(quantised, weight, case.bias)
         assert found.dtype == torch.float16
-        _check_fp8(case, found, rounded=torch.bfloat16)
+        check_fp8(case, found, rounded=torch.bfloat16)
     assert library == [torch.bfloat16]
 
 
@@ -453,7 +325,7 @@ ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65)
 def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
     for rows in ROWS:
         case = Case(rows, *shape, dtype)
-        _check(case, linear.linear(case.x, case.weight, **case.options()))
+        check(case, linear.linear(case.x, case.weight, **case.options()))
 
 
 @on_gpu
@@ -467,13 +339,13 @@ def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.
     for rows in (*ROWS, 200):
         case = Fp8Case(rows, *shape, dtype, torch.float8_e4m3fn)
         weight = (case.quantised, case.weight_scale)
-        _check_fp8(case, linear.linear_fp8(case.x, *weight, **case.options()), rounded=rounded)
+        check_fp8(case, linear.linear_fp8(case.x, *weight, **case.options()), rounded=rounded)
         values, scales = linear.quantise(case.normed().contiguous())
         expected, expected_scales = reference.quantise_fp8(case.normed())
         assert torch.equal(scales, expected_scales)
         assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
         options = {**case.options(), "norm_weight": None, "x_scale": scales, "dtype": dtype}
-        _check_fp8(case, linear.linear_fp8(values, *weight, **options), (values, scales), rounded)
+        check_fp8(case, linear.linear_fp8(values, *weight, **options), (values, scales), rounded)
         assert linear.linear_fp8(values, *weight, **{**options, "out": None}).dtype == dtype
 
 
