@@ -42,7 +42,7 @@ _MEASURED = re.compile(rb"waiting \xc2\xb7 [1-9][0-9,]* running")
 console draws before it has received a snapshot contain no such value."""
 
 
-_MAX_TEXT_CHARS = 100
+_MAX_TEXT_BYTES = 100
 """Maximum length of the text that is waited for, in bytes."""
 
 
@@ -85,7 +85,7 @@ class Terminal:
         while text.search(read) is None:
             if not select.select([self._descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
                 raise TimeoutError(f"the console did not show {text.pattern!r} within {_START_S:.0f} s")
-            read = read[-_MAX_TEXT_CHARS:] + os.read(self._descriptor, 1 << 16)
+            read = read[-_MAX_TEXT_BYTES:] + os.read(self._descriptor, 1 << 16)
 
     def cpu_s(self) -> float:
         """Return the CPU time of the process."""
