@@ -30,6 +30,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 if not torch.cuda.is_available():
     # Set this before any test module is imported, because Triton reads it only when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests import quick_interpreter
+
+    quick_interpreter.install()
 
 
 @pytest.fixture
