@@ -10,7 +10,7 @@ from engine.messages import BLOCK_TOKENS
 from kernels import PAGE_TOKENS
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LINES = 700
+MAX_LINES = 500
 MAX_LOOSE_MODULES = 12
 
 
