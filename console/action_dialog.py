@@ -106,7 +106,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
             yield hidden("impact")
             with ScrollArea(self.show_wanted, id="form"):
                 for field in entered(action):
-                    if field.name != action.named_by or field.name not in self._values:
+                    if self._asks_for(field):
                         yield from self._field(field)
             if action.danger == "typed":
                 with Horizontal(classes="field"):
@@ -134,7 +134,8 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
     def on_mount(self) -> None:
         """Focus the button that changes nothing, or the first field that must be filled in."""
         super().on_mount()
-        empty = (one for one in entered(self._action) if one.required and one.name not in self._values)
+        fields = [one for one in entered(self._action) if one.required and self._asks_for(one)]
+        empty = (one for one in fields if self._values.get(one.name, "@").endswith("@"))
         first = next(empty, None)
         if first is not None:
             self.query_one(f"#field-{first.name}").focus()
@@ -171,7 +172,9 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
                 yield Static(text(field.description), classes="help")
             else:
                 shown = _default_text(field) if value is None else str(value)
-                yield Input(value=shown, id=f"field-{field.name}", compact=True)
+                # The operator appends the number of the version to a value such as "llama@".
+                is_begun = shown.endswith("@")
+                yield Input(shown, id=f"field-{field.name}", compact=True, select_on_focus=not is_begun)
                 now = hidden(f"now-{field.name}")
                 now.add_class("now")
                 yield now
@@ -181,10 +184,11 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         return self._action.typed_text(self._named(self._collected()) or "")
 
     def _target(self) -> str:
-        name = self._named(self._values)
-        if self._action.target == "model" and not self._action.is_target_required:
-            return "the service" if not name else f"model {name}"
-        return "" if name is None else str(name)
+        return self._action.shown_target(self._named(self._values)).removesuffix("@")
+
+    def _asks_for(self, field: Parameter) -> bool:
+        """Return whether the dialog has a field for a parameter: unless it is the target, and complete."""
+        return field.name != self._action.named_by or self._values.get(field.name, "@").endswith("@")
 
     def _collected(self) -> Values:
         """Return the given values that have no field, and the values of the fields that differ from their

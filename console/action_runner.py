@@ -23,13 +23,13 @@ from console.source import ListName, SourceError
 if TYPE_CHECKING:
     from console.app import ConsoleApp
 
-_CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias", "models.split")
-"""Actions that create a new object, so they do not apply to an existing row."""
+_CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias")
+"""Actions that create a new object. Their dialogs ask for its name."""
 _WITH_FORECAST = ("tenants.set", "keys.set")
 """Actions that change limits. Their dialogs can forecast the effect by replaying the last few minutes."""
-_ROW_TARGETS = ("request", "tenant", "key", "peer")
-"""Target kinds for which a target must be chosen before an action starts. Other actions apply to the whole
-service if no target is chosen."""
+_LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key": "keys", "peer": "keys"}
+"""Target kinds for which a target must be chosen before an action starts, with the screens that list them.
+Other actions apply to the whole service if no target is chosen."""
 _WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
 """Actions whose results are visible on the screens."""
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
@@ -85,7 +85,7 @@ class ActionRunner:
             for one in offered()
             if view.accepts(one) or one.target == "service" or one.name in ("drain", "resume")
         ]
-        choices.sort(key=lambda one: not view.accepts(one))
+        choices.sort(key=lambda one: (not view.accepts(one), one.target != view.target))
 
         def chosen(name: str | None) -> None:
             if name is not None:
@@ -139,10 +139,8 @@ class ActionRunner:
             return
         named = given and (action.named_by in values or not action.is_target_required)
         names = [] if named else self._targets_on_screen(action)
-        if not given and not names and action.target in _ROW_TARGETS and action.name not in _CREATING:
-            self._app.session.say(
-                f"{action.title}: select a {action.target} first, or name one on the command line (:)", "warn"
-            )
+        if not given and not names and action.target in _LISTED_ON and action.name not in _CREATING:
+            self._app.session.say(f"{action.title}: {_missing(action)}", "warn")
             return
         self._app.run_worker(self._confirm(action, values, names), group="actions", exit_on_error=True)
 
@@ -150,9 +148,8 @@ class ActionRunner:
         """Return the names of the marked objects, or of the object under the cursor, if the action applies to
         objects of their kind."""
         view = self._app.session.view
-        if not action.named_by or not view.accepts(action) or action.name in _CREATING:
-            return []
-        return view.targets(action, self._app.session.context)
+        is_named = action.named_by and (action.name not in _CREATING or action.target == "tenant")
+        return view.targets(action, self._app.session.context) if is_named and view.accepts(action) else []
 
     async def _confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
         """Show the dialog for each target, and perform the confirmed actions. If the operator cancels, the
@@ -168,6 +165,8 @@ class ActionRunner:
                 continue
             place = f"{len(outcomes) + 1} of {len(targets)}" if len(targets) > 1 else ""
             chosen = dict(values) if name is None else {**values, action.named_by: name}
+            if action.name == "models.default" and "@" not in chosen.get("model", "@"):
+                chosen["model"] += "@"  # The operator must enter the version.
             parameters = await self._ask(action, chosen, place, outcomes)
             if parameters is None:
                 outcomes.append(Outcome(name, "cancelled"))
@@ -257,3 +256,9 @@ class ActionRunner:
         name = f"{action.title} {target}".rstrip() + (f" ({place})" if place else "")
         self._app.session.say(f"{name}: {text}", role)
         self._app.redraw()
+
+
+def _missing(action: Action) -> str:
+    """Return what an operator must do before an action that needs a target."""
+    command = f":{action.name.replace('.', ' ')} {action.named_by.upper()}"
+    return f"select a {action.target} first (:{_LISTED_ON[action.target]} lists them), or type {command}"

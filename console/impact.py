@@ -28,6 +28,8 @@ _SHOWN_TENANTS = 3
 """Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
 _UNLOADING = ("models.unload", "models.sleep", "models.default", "models.rollback")
 """Actions after which a loaded version finishes its requests and then releases its memory."""
+_UNNOTICED = ("keys.create", "tenants.resume")
+"""Actions that do not affect a tenant's current requests."""
 _REPLACING = ("models.default", "models.rollback")
 """Actions that replace the default version of a model."""
 _ROUTING = ("models.split", "models.alias", "models.shadow")
@@ -72,7 +74,7 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
     if snapshot is None:
         return ["current load unknown: no data received from the service yet"]
     if action.target == "request":
-        return _request(target, snapshot)
+        return _request(action, target, snapshot)
     if action.target == "model":
         return _model(action, target or "", context, snapshot)
     tenant = next((one for one in snapshot.tenants if one.name == target), None)
@@ -109,7 +111,7 @@ def _caller(action: Action, target: str, context: Context, snapshot: Snapshot) -
             one.id == target for one in context.rows_of("callers", Key)
         )
     if is_listed:
-        return _load(requests)
+        return [] if action.name in _UNNOTICED else _load(requests)
     return [f"no {action.target} {target} is listed: check the name", *(_load(requests) if requests else [])]
 
 
@@ -125,12 +127,14 @@ def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:
     ]
 
 
-def _request(target: str | None, snapshot: Snapshot) -> list[str]:
+def _request(action: Action, target: str | None, snapshot: Snapshot) -> list[str]:
     one = next((one for one in snapshot.requests if one.request_id == target), None)
     if one is None:
         return [f"request {target} has ended"]
     done = f"{units.count(one.generated_tokens)} output tokens"
     lines = [f"tenant {one.tenant}, model {one.model}, age {units.seconds(one.age_s)}, {done}"]
+    if action.name != "requests.cancel":
+        return lines
     if one.phase == "queued":
         return [*lines, "waiting in the queue: uses no KV blocks"]
     cache = next((cache for cache in snapshot.kv if cache.replica == one.replica), None)
@@ -153,14 +157,24 @@ def _model(action: Action, target: str, context: Context, snapshot: Snapshot) ->
         requests = _requests_of(models, target, context, snapshot) if target else snapshot.requests
         return _load(requests, _end(models if target else snapshot.models, snapshot))
     if action.name in _UNLOADING:
-        freed = _freed(action, models)
-        return [*_load(_requests_of(models, target, context, snapshot), _end(models, snapshot)), freed]
+        load = _load(_requests_of(models, target, context, snapshot), _end(models, snapshot))
+        return [*_versions(action, target, context), *load, _freed(action, models)]
     if action.name == "models.remove":
         loaded = [one.name for one in models]
         if loaded:
             return [f"loaded: {', '.join(loaded)}", "the service will refuse: unload the model first"]
         return ["not loaded: no requests are affected and no memory is freed"]
     return []
+
+
+def _versions(action: Action, target: str, context: Context) -> list[str]:
+    """Return how the default version of a model changes."""
+    name, _, version = target.partition("@")
+    entry = registered(name, context)
+    if entry is None or action.name not in _REPLACING:
+        return []
+    after = version if action.name == "models.default" else entry.previous
+    return [f"default version: {entry.default} → {after or units.UNKNOWN}"]
 
 
 def _loaded(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[ModelStatus]:

@@ -28,6 +28,9 @@ def present_values(action: Action, target: str | None, context: Context) -> Mapp
             peers = context.rows_of("callers", PeerMapping)
             peer = next((one for one in peers if peer_name(one) == target), None)
             return {} if peer is None else {"tenant": peer.tenant}
+        case "models.default":
+            model = registered((target or "").partition("@")[0], context)
+            return {} if model is None else {"model": f"{model.name}@{model.default}"}
         case "models.alias" | "models.split" | "models.shadow":
             return _routing(action, target or "", context)
     return {}

@@ -71,10 +71,15 @@ class Action(NamedTuple):
 
     def target_name(self, parameters: msgspec.Struct) -> str:
         """Return the name of the action's target for display."""
-        name = getattr(parameters, self.named_by) if self.named_by else None
+        return self.shown_target(getattr(parameters, self.named_by) if self.named_by else None)
+
+    def shown_target(self, name: str | None) -> str:
+        """Return the name of a target as displayed after the title. None stands for the whole service."""
         if self.target == "model" and not self.is_target_required:
-            return "the service" if name is None else f"model {name}"
-        return "" if name is None else str(name)
+            return f"model {name}" if name else "the service"
+        if self.named_by == "tenant":
+            return f"for tenant {name}" if name else ""
+        return name or ""
 
 
 ACTIONS: tuple[Action, ...] = (

@@ -124,14 +124,20 @@ class KeysView(TableView[CallerRow]):
         return row.id
 
     def accepts(self, action: Action) -> bool:
-        return action.target in ("key", "peer")
+        return action.target in ("key", "peer", "tenant")
 
     def targets(self, action: Action, context: Context) -> list[str]:
-        """Return the selected keys for actions on keys, and the selected mappings for other actions."""
-        kind = Key if action.target == "key" else PeerMapping
+        """Return the selected keys for actions on keys, the selected mappings for actions on mappings, and
+        the tenants of the selected rows for actions on tenants."""
         selected = set(self.selected(context))
-        rows = [row for row in self.ordered(context) if isinstance(row.caller, kind)]
-        return [row.id for row in rows if row.id in selected]
+        rows = [row for row in self.ordered(context) if row.id in selected]
+        if action.target == "tenant":
+            return list(dict.fromkeys(row.caller.tenant for row in rows))
+        kind = Key if action.target == "key" else PeerMapping
+        return [row.id for row in rows if isinstance(row.caller, kind)]
+
+    def has_target(self, name: str, context: Context) -> bool:
+        return any(name in (row.id, row.caller.tenant) for row in self.rows(context))
 
     def title_of(self, row: CallerRow) -> str:
         return f"{row.name} ({row.id})"

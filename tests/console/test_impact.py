@@ -99,7 +99,9 @@ def lines_of(name: str, target: str, context: Context) -> list[str]:
 def test_the_impact_of_ending_a_version_names_its_requests_and_the_freed_memory(
     action: str, target: str
 ) -> None:
-    requests, tokens, end, freed = lines_of(action, target, two_versions())
+    *versions, requests, tokens, end, freed = lines_of(action, target, two_versions(previous=1))
+    is_replaced = action in ("models.default", "models.rollback")
+    assert versions == (["default version: 2 → 1"] if is_replaced else [])
     assert requests == "2 running and 1 queued requests of 3 tenants: acme, beta, gamma"
     assert tokens == "50 output tokens generated so far"
     assert end.startswith("expected end: in 9.0s")
@@ -475,3 +477,13 @@ def test_the_impact_of_a_drain_names_its_expected_end() -> None:
     assert impact(drain, None, context)[-1].startswith("expected end: --")
     assert impact(drain, others[0].name, context)[-1].startswith("expected end: in 5.0s, at ")
     assert not any("expected end" in row for row in impact(action_named("tenants.set"), "search", context))
+
+
+def test_showing_a_request_frees_nothing_and_a_new_key_affects_no_request() -> None:
+    context = two_versions()
+    [line] = lines_of("requests.show", "r2", context)
+    assert line.startswith("tenant acme, model chat")
+    live = session(steps=3).context
+    assert live.snapshot is not None
+    assert lines_of("keys.create", live.snapshot.tenants[0].name, live) == []
+    assert lines_of("keys.create", "nobody", live) == ["no tenant nobody is listed: check the name"]
