@@ -46,6 +46,9 @@ _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
 
+_UNLOADED = "not in memory: its next request loads it"
+_UNLOADING = "being unloaded; its next request loads it again"
+
 _SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
 """If all replicas and fronts are in these states, the service does not count as "starting". The states
 "stopping" and "stopped" are included because a replica is also stopped when a model is unloaded. If a
@@ -223,6 +226,8 @@ class StatusReader:
         # The state of a model is the best state of any of its replicas, because one good replica is enough to
         # serve clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
+        if self.models.is_parked(model) and (best is None or best.state != "sleeping"):
+            return "available", _UNLOADED if best is None else _UNLOADING
         if best is None:
             return "loading", "the model's replica is being replaced"
         coming = [replica.name for replica in replicas if replica.state in ("starting", "loading")]

@@ -89,8 +89,8 @@ class Readiness:
         """Return the reason why the model does not answer requests, or an empty string if it answers them."""
         if drain := self.drains.of(model):
             return drain.reason
-        if self.models.is_parked(model):
-            return self.routing.problems.get(model, "")  # its next request loads it
+        if self.models.accepts_early(model):
+            return self.routing.problems.get(model, "")  # requests wait until the model is loaded
         replicas = self.models.of(model)
         if not any(replica.answers for replica in replicas):
             states = ", ".join(map(_state, replicas))

@@ -97,6 +97,8 @@ class ModelManager:
         """Time in seconds that the requests of a model have to finish while the model is being unloaded.
         Contains only models for which this time differs from the settings."""
         self._parked: dict[str, Parked] = {}
+        self._returning: set[str] = set()
+        """Models that were parked and are being loaded or woken."""
         self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
         checks = StartChecks(preflight, files_check)
         self._factory = ReplicaFactory(settings, self.connections, self._placement, checks, launch)
@@ -282,9 +284,14 @@ class ModelManager:
 
     def unpark(self, unit: str) -> None:
         """Load or wake a model that accepts requests without being loaded. `loaded` and `load_failure` report
-        the result."""
+        the result, after which the caller must call `returned`."""
         self._parked.pop(unit, None)
+        self._returning.add(unit)
         self._changes.begin(unit)
+
+    def returned(self, unit: str) -> None:
+        """Record that the model has been loaded or woken, or that this has failed."""
+        self._returning.discard(unit)
 
     async def end_sleep(self, unit: str) -> None:
         """If the model is asleep because it is parked, stop its replicas, and return when they have stopped.
@@ -329,6 +336,11 @@ class ModelManager:
         """Return whether the model accepts requests although it has no awake replicas, or soon will have
         none."""
         return unit in self._parked
+
+    def accepts_early(self, unit: str) -> bool:
+        """Return whether the model accepts requests although it is not in memory: it is parked, or it was
+        parked and is being loaded or woken."""
+        return unit in self._parked or unit in self._returning
 
     def settings_of(self, unit: str) -> ModelSettings | None:
         """Return the settings of a model that is loaded, parked or being loaded, or None for other models."""

@@ -319,6 +319,8 @@ class ModelOperations:
                 if unit in self._manager.models and not repairs_itself:
                     self._manager.park(unit)
                 raise
+            finally:
+                self._manager.returned(unit)
 
     # ── unload ──
 

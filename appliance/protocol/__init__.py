@@ -130,10 +130,19 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
 
 
 ModelState = Literal[
-    "ready", "sleeping", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"
+    "ready",
+    "available",
+    "sleeping",
+    "loading",
+    "silent",
+    "restarting",
+    "failed",
+    "draining",
+    "drained",
+    "stopped",
 ]
-"""A "ready" model answers requests. Requests for a "failed", "draining" or "drained" model are refused
-immediately."""
+"""A "ready" model answers requests. An "available" model is not in memory; its next request loads it.
+Requests for a "failed", "draining" or "drained" model are refused immediately."""
 
 
 class ScalingChange(msgspec.Struct, kw_only=True):

@@ -165,7 +165,9 @@ REQUESTS: dict[str, Explanation] = {
         "STATE",
         "",
         NOW,
-        "State of the model or tenant. A suspended tenant's requests are refused.",
+        "State of the model or tenant. on demand: the model is not in memory, and its next request loads it. "
+        "sleeping: the model has released its memory until it is woken. A suspended tenant's requests are "
+        "refused.",
         "status: models.state; tenants: suspended_at",
     ),
     "highest_class": Explanation(

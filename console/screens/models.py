@@ -12,7 +12,7 @@ from console import units
 from console.context import Context
 from console.glyphs import meter
 from console.lines import Line, clip, fact_lines, heading, span, titles, wrap
-from console.screens.panels import STATE_ROLES
+from console.screens.panels import STATE_ROLES, state_text
 from console.screens.table import TableColumn, TableView
 from console.source import ListName
 
@@ -39,7 +39,8 @@ class ModelRow(NamedTuple):
 
 
 def _progress(row: ModelRow) -> str:
-    return row.model.state if row.fraction is None else f"{row.model.state} {units.percent(row.fraction)}"
+    state = state_text(row.model.state)
+    return state if row.fraction is None else f"{state} {units.percent(row.fraction)}"
 
 
 def _kv(row: ModelRow) -> float | None:
@@ -136,11 +137,13 @@ class ModelsView(TableView[ModelRow]):
         return ()
 
     def title_of(self, row: ModelRow) -> str:
-        return f"{row.model.name}: {row.model.state}"
+        state = "loads on demand" if row.model.state == "available" else row.model.state
+        return f"{row.model.name}: {state}"
 
     def describe(self, row: ModelRow, context: Context, width: int) -> list[Line]:
         model = row.model
-        lines: list[Line] = wrap(model.detail, width, "dim" if model.state == "ready" else "warn")
+        role = "dim" if model.state in ("ready", "available") else "warn"
+        lines: list[Line] = wrap(model.detail, width, role)
         for one in model.replicas:
             lines += _replica(context, one, width)
         if model.scaling is not None:

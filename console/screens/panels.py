@@ -38,9 +38,9 @@ SEVERITY_ROLES = {"critical": "bad", "warning": "warn", "info": "info"}
 CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
 
 
-def state(name: str) -> Span:
-    """Return a state's name, styled with the role of that state."""
-    return span(name or units.UNKNOWN, STATE_ROLES.get(name, "dim"))
+def state_text(name: str) -> str:
+    """Return a model's state for people: the next request loads a model that is only available."""
+    return "on demand" if name == "available" else name
 
 
 def history_chart(
@@ -311,7 +311,7 @@ def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:
             clip(
                 [
                     span(f"{fit(one.name, name_width)} "),
-                    span(f"{one.state:<11}", STATE_ROLES.get(one.state, "dim")),
+                    span(f"{state_text(one.state):<11}", STATE_ROLES.get(one.state, "dim")),
                     span(f"{units.count(running):>7}"),
                     span(f"{units.count(one.queued):>8}", "dim"),
                     span(f"{units.short(output):>9}", "output"),

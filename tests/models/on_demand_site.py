@@ -52,6 +52,8 @@ class Manager(SimulatedManager):
         self.parked = set(declared)
         self.asleep: set[str] = set()
         """Parked units that sleep."""
+        self.returning: set[str] = set()
+        """Units that are being loaded or woken after they were parked."""
         self.on_gpus = True
         self.held = False
         """Whether sleeping units hold so much memory that they must be unloaded before another load."""
@@ -92,6 +94,10 @@ class Manager(SimulatedManager):
         self.parked.discard(unit)
         self.history.append(f"{'wake' if unit in self.asleep else 'load'} {unit}")
         self.asleep.discard(unit)
+        self.returning.add(unit)
+
+    def returned(self, unit: str) -> None:
+        self.returning.discard(unit)
 
     def of(self, unit: str) -> list[Any]:
         in_memory = unit in self.models and (unit not in self.parked - self.leaving or unit in self.asleep)

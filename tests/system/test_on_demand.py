@@ -165,6 +165,15 @@ def test_groups_and_a_time_to_live_and_optional_models_in_the_settings_work(tmp_
         + '[groups.rivals]\nmodels = ["a", "b"]\nload = "one"\n[on_demand]\nmin_residence_s = 1.0\n'
     )
     with service("--config", str(config)) as running:
+
+        def is_loaded() -> bool:
+            # Requests for the model are accepted before, during and after the load.
+            with running.http() as http:
+                answer = http.get("/health/ready", params={"model": "a"})
+            assert answer.status_code == 200, answer.text
+            return states(running)["a"] == "ready"
+
+        running.wait_until(is_loaded, WITHIN_S, "a to be loaded")
         # While model `a` is loading, `c` is also shown as available.
         running.wait_until(
             lambda: "c is unloaded: its time to live has expired" in running.log_path.read_text(),
