@@ -1,4 +1,4 @@
-"""The steps that warm-up runs: the largest steps, to measure their memory use, and one step of every kind, to
+"""The steps that warm-up runs: the largest steps, to reserve their memory, and one step of every kind, to
 load the kernels."""
 
 from __future__ import annotations
