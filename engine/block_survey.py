@@ -1,8 +1,8 @@
-"""Surveys the KV blocks: the state, the owner and the age of each block, for operators.
+"""Surveys the KV blocks: reports the state, owner and age of each block to operators.
 
-A survey reads the tables of all open submissions, which takes milliseconds for a large pool. It is therefore
-divided into short slices, which the step loop runs while it would otherwise wait for the device. Blocks may
-change their owners between two slices.
+A survey reads the tables of all open submissions, which takes milliseconds for a large pool. The survey is
+therefore divided into short slices. The step loop runs a slice while it would otherwise wait for the device.
+A block may change its owner between two slices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from engine.scheduling.sequence import Sequence, Submission
 _SLICE = 2048
 """Maximum number of blocks that one slice of a survey reads."""
 _TABLE_COST = 8
-"""Fixed cost of reading a block table, as the number of blocks that can be read in the same time."""
+"""Fixed cost of reading one block table, expressed as the number of blocks that take equally long to read."""
 
 
 class BlockSurvey:
-    """Surveys the KV blocks of one scheduler, one survey at a time."""
+    """Surveys the KV blocks of one scheduler. Only one survey runs at a time."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -35,13 +35,13 @@ class BlockSurvey:
         return self._running is not None
 
     def request(self) -> None:
-        """Start a survey, unless one is in progress."""
+        """Start a survey if none is in progress."""
         if self._running is None:
             self._running = _survey(self._scheduler)
 
     def advance(self) -> BlockUse | None:
-        """Run one slice of the survey in progress. Returns the result after the last slice, and otherwise
-        None."""
+        """Run the next slice of the survey in progress. Returns the survey's result after the last slice, and
+        None before."""
         if self._running is None:
             return None
         try:
@@ -64,8 +64,8 @@ def _survey(scheduler: Scheduler) -> Generator[None, None, BlockUse]:
     names = list(dict.fromkeys(one.submit.request_id for one in submissions))[:NO_OWNER]
     index = {name: number for number, name in enumerate(names)}
     budget = _SLICE
-    # Submissions are read in reverse order, so that the first owner of a shared block is written last and
-    # kept.
+    # Read the submissions in reverse order. If several submissions share a block, the oldest is then written
+    # last and becomes the owner.
     for submission in reversed(submissions):
         name = submission.submit.request_id
         owner, count = index.get(name, NO_OWNER), 0
@@ -101,7 +101,8 @@ def _survey(scheduler: Scheduler) -> Generator[None, None, BlockUse]:
 
 
 def _tables(submission: Submission) -> Iterator[list[int]]:
-    """Yield the block tables of a submission. Blocks that its samples share are yielded once."""
+    """Yield the block tables of a submission. Blocks that several of its samples share are yielded only
+    once."""
     seen: set[int] = set()
     sequences: list[Sequence] = submission.sequences
     for sequence in sequences:

@@ -77,12 +77,12 @@ def read_served(
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
 ) -> ReplicaModel:
-    """Read the configuration of the model in `folder`, and return the replica that will serve it with our GPU
-    kernels.
+    """Read the configuration of the model in `folder`. Return the model with its serving options, which
+    determine the kernels to compile.
 
-    `dtype` is the model's dtype, or None for the checkpoint's dtype. `fp8` quantises matrices that are not
-    quantised yet. Raises CheckpointError if the files cannot be used, and UnsupportedError if our kernels do
-    not support the model with these options.
+    `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices that the
+    checkpoint does not quantise are quantised. Raises CheckpointError if the files cannot be used, and
+    UnsupportedError if the GPU kernels do not support the model with these options.
     """
     config = read_config(folder)
     if expert_parallel:

@@ -29,9 +29,9 @@ _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, 
 
 CEILINGS: dict[str, Ceilings] = {
     "NVIDIA H200": _H200,
-    # These rates are estimates. An H200 reaches a certain fraction of its data sheet's bandwidth (4.8 TB/s).
-    # The same fraction of an H100's data sheet value (3.35 TB/s) is assumed. The compute rates are those of
-    # the H200, because both data sheets list the same number of multiprocessors and the same compute rates.
+    # These rates are estimates. The bandwidth assumes that an H100 reaches the same fraction of its data
+    # sheet's value (3.35 TB/s) as an H200 (4.8 TB/s). The compute rates are those of the H200, because the
+    # data sheets list the same number of multiprocessors and the same compute rates for both.
     "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
 }
 """Peak rates by device name. docs/performance.md describes how they were measured."""
@@ -68,8 +68,8 @@ def read_parameters(config: ModelConfig, tokens: int) -> float:
 
 
 def expected_experts(experts: ExpertsConfig, tokens: int) -> float:
-    """Return the mean number of distinct experts per layer that `tokens` tokens choose, if each token is
-    equally likely to choose any expert."""
+    """Return the expected number of distinct experts per layer that `tokens` tokens choose, if every expert
+    is equally likely to be chosen."""
     return experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
 
 
@@ -85,13 +85,13 @@ class MinTimes:
     """Lower bounds on a replica's step times. They are 0 for an unknown device."""
 
     step_s: float = 0.0
-    """Lower bound on the duration of a decode step, in which every rank reads each of its matrices once."""
+    """Lower bound on the duration of a decode step, during which each rank reads all of its matrices once."""
     prompt_token_s: float = 0.0
     """Lower bound on the time per prompt token, derived from the layers' GEMMs."""
 
 
 def min_times(config: ModelConfig, device: str, weights: str, ranks: int) -> MinTimes:
-    """Return the time bounds for a model on `ranks` devices.
+    """Return lower bounds on the step times of a model on `ranks` devices.
 
     `device` is an entry of `ReplicaInfo.devices`. `weights` is the dtype of the layers' matrices: a key of
     DTYPE_BYTES, or "fp8".
@@ -99,7 +99,7 @@ def min_times(config: ModelConfig, device: str, weights: str, ranks: int) -> Min
     rates = ceilings(device)
     if rates is None:
         return MinTimes()
-    matrices = layer_parameters(config)  # a decode step of one token reads exactly these parameters
+    matrices = layer_parameters(config)  # a decode step with one token reads all of these
     weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
     head_bytes = 2 * config.vocab_size * config.hidden_size
     return MinTimes(

@@ -1,9 +1,9 @@
 """Collects the log of a child process in the process that started it.
 
 A child writes its log to standard error, which both processes share, and writes a copy to a pipe
-(`engine.logs`). The pipe exists because standard error may be a journal, which cannot be read back. The
-copied records are passed to the handlers of the logger `child_records`, with the name of the child's process
-in the attribute `process_name`.
+(`engine.logs`). The pipe is needed because standard error may be a journal, from which records cannot be read
+back. The parent passes the copied records to the handlers of the logger `child_records`. Their attribute
+`process_name` contains the name of the child's process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from engine.logs import COPY_DESCRIPTOR, CopiedRecord
 READ_BYTES = 1 << 16
 """Maximum number of bytes that are read at once."""
 _PAUSE_S = 0.1
-"""Pause after a read of `READ_BYTES`, so that a child that floods its log does not occupy the event loop."""
+"""Pause after a read of `READ_BYTES` bytes. It prevents a child that logs too much from occupying the event
+loop."""
 
 child_records = logging.getLogger("engine.child_records")
 child_records.propagate = False  # the child has already written the records to standard error
@@ -29,7 +30,7 @@ child_records.addHandler(logging.NullHandler())
 
 
 class ChildLog:
-    """The copied log of one child process. Must be used on the event loop's thread."""
+    """The copy of one child process's log. Must be used on the event loop's thread."""
 
     def __init__(self, process: str) -> None:
         """Create the pipe. `process` is the name of the child's process. Raises OSError if too many files are
@@ -87,7 +88,7 @@ class ChildLog:
         except BlockingIOError:
             return -1
         *lines, rest = (self._unread + chunk).split(b"\n")
-        # Records are much shorter, but an untrusted child could send an endless line.
+        # Records are much shorter than this limit, but an untrusted child could send an endless line.
         self._unread = rest[:READ_BYTES]
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):

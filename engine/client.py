@@ -36,9 +36,9 @@ class ReplicaClient:
     """A front process's asyncio client for one replica. It sends submissions and passes each output to the
     submission's sink.
 
-    A sink is called on the event loop once per `Output`, in order, until the last output of every sample.
-    When the channel closes, `on_closed` is called once with the handles of all unfinished submissions. After
-    that, each unfinished submission's `on_disconnect` callback is called.
+    The client calls a sink on the event loop, once per `Output` and in order, until every sample has sent its
+    last output. When the channel closes, `on_closed` is called once with the handles of all unfinished
+    submissions. After that, each unfinished submission's `on_disconnect` callback is called.
     """
 
     def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:

@@ -29,8 +29,9 @@ DENSE, EXPERTS = "dense", "experts"
 
 
 def fp8_block(part: int) -> int:
-    """Return the block size, in rows or columns, of an FP8 matrix on a rank. The matrix consists of tensors
-    or slices that begin at multiples of `part`. If `part` is 0, the matrix is one complete tensor."""
+    """Return the block size, in rows or columns, of an FP8 matrix on a rank. The matrix is composed of
+    tensors or slices that begin at multiples of `part` rows or columns. If `part` is 0, the matrix is one
+    complete tensor."""
     return gcd(FP8_BLOCK, part)
 
 
@@ -75,13 +76,13 @@ class RopeConfig:
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    """Maximum sequence length in training, before scaling. Used by llama3 and yarn."""
+    """Maximum sequence length of the training before scaling. llama3 and yarn use it."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Factor that yarn applies to cos and sin. If it is None, it is computed from `factor`, `mscale` and
+    """Factor by which yarn multiplies cos and sin. If it is None, it is computed from `factor`, `mscale` and
     `mscale_all_dim`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -141,7 +142,8 @@ ROUTED = "experts"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The dimensions of one rank's shard of the model. Ranges are [first, first + count)."""
+    """The dimensions of one rank's shard of the model. A range consists of the indices [first, first +
+    count)."""
 
     size: int
     rank: int
@@ -153,20 +155,20 @@ class Shard:
     first_kv_head: int
     intermediate: int
     vocab: int
-    """Number of rows of the embedding and of the output matrix on this rank, including padding. It is the
-    same on every rank."""
+    """Number of rows of the embedding and of the output matrix on this rank, including padding rows. All
+    ranks have the same number."""
     vocab_real: int
     """Number of rows that belong to tokens of the vocabulary. It is less than `vocab` only on the last ranks,
     which have padding."""
     first_vocab: int
 
     def part(self, width: int) -> int:
-        """Return this rank's share of a total `width`, which is divided equally among the ranks."""
+        """Return this rank's share of `width`, which is divided equally among the ranks."""
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return `part`, a rank's share of a width. If there is only one rank, return 0, because this rank
-        has the full width."""
+        """Return the width `part` of this rank's slice, or 0 if there is only one rank and the tensor is not
+        sliced."""
         return part if self.size > 1 else 0
 
     def experts(self, config: ExpertsConfig) -> ExpertsShard:
@@ -207,8 +209,8 @@ class ModelConfig:
     experts: ExpertsConfig | None
     """The experts of the layers of kind "experts", or None if the model has no such layers."""
     sliding_windows: tuple[int | None, ...]
-    """Attention window of each layer. A token attends to itself and to the window - 1 preceding tokens. None
-    means that it attends to all preceding tokens."""
+    """Attention window of each layer, in tokens. With a window, a token attends to itself and to the window -
+    1 tokens before it. None means that it attends to all earlier tokens."""
     dtype: str
     """Dtype of the checkpoint, a key of DTYPE_BYTES."""
     fp8: bool
@@ -247,12 +249,12 @@ class ModelConfig:
         return widths
 
     def representative_layers(self) -> list[int]:
-        """Return the indices of a few layers that launch every kernel of the model when they run one after
-        another.
+        """Return the indices of a few layers that together launch every kernel of the model when they run in
+        this order.
 
         Which kernels a layer launches depends on its kind and its sliding window. It also depends on the
-        previous layer, because neighbouring layers may share a norm, and on whether the layer is the last
-        one, which may compute fewer rows. The result therefore contains each pair of neighbouring kinds once,
+        previous layer, because adjacent layers may share a norm. The last layer may launch different kernels,
+        because it may compute fewer rows. The result therefore contains every pair of adjacent kinds once,
         and the pair that ends with the last layer.
         """
         kinds = list(zip(self.layer_kinds, self.sliding_windows, strict=True))
@@ -296,8 +298,8 @@ class ModelConfig:
 
     def check_parallel(self, size: int) -> None:
         """Raise UnsupportedError if the model cannot be split across `size` ranks. Attention heads, the MLP
-        and experts must divide evenly among the ranks. KV heads must either divide evenly or be replicated
-        evenly. The vocabulary is padded if necessary."""
+        and experts must divide evenly among the ranks. KV heads must either divide evenly among the ranks or
+        be replicated on the same number of ranks each. The vocabulary is padded if necessary."""
         problems = []
         if size < 1:
             raise UnsupportedError(f"tensor_parallel_size is {size}", "it must be at least 1")

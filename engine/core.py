@@ -25,7 +25,8 @@ class LaunchedStep(Protocol):
     """A launched step, which may still be running on the device."""
 
     host_gap_us: float
-    """Time, in microseconds, that the device was idle before this step for any reason. Set by `wait`."""
+    """Time, in microseconds, for which the device was idle before this step, whatever the cause. `wait` sets
+    this value."""
 
     def wait(self) -> StepTokens:
         """Block until the step has finished, and return its tokens. Raises the step's exception if it
@@ -60,12 +61,12 @@ class StepTiming:
 
     plan: StepPlan
     ms: float
-    """Duration in milliseconds, measured from the start of the step's launch or the end of the previous step,
-    whichever is later."""
+    """Duration in milliseconds. It is measured from the later of two times: the start of the step's launch,
+    and the end of the previous step."""
     idle_us: float
-    """Time, in microseconds, that the device was idle before the step although sequences were waiting. It is
-    0 if every sequence of the step arrived after the previous step was planned, because the device may have
-    been idle for lack of work."""
+    """Time, in microseconds, for which the device was idle before the step although sequences were waiting.
+    The time is 0 if all sequences of the step arrived after the previous step was planned, because the device
+    may have been idle for lack of work."""
     plan_us: float = 0.0
     """Time, in microseconds, that the step loop spent sending the plan to the other ranks, including
     waits."""
@@ -83,11 +84,11 @@ class StepResult:
     step: int
     """Number of the last step whose tokens were read."""
     outputs: dict[Hashable, list[Output]]
-    """New outputs, keyed by the origin of their submissions. The outputs of one origin form one frame."""
+    """New outputs by the origin of their submissions. The outputs of one origin are sent in one frame."""
     finished: list[Finished]
     """Final token counts of the submissions that ended."""
     credits_changed: bool
-    """Whether credit was granted since the previous iteration."""
+    """Whether submission credit was granted to the core since the previous iteration."""
     timing: StepTiming | None
     """Timing of the collected step, or None if this iteration collected no step."""
 
@@ -103,7 +104,7 @@ class _InFlight:
 class EngineCore:
     """Generates the tokens of the scheduler's submissions, one `step` at a time. It is single-threaded.
 
-    Callers add and cancel submissions directly on `scheduler`. With `overlap`, each step is launched before
+    Callers add submissions to `scheduler` and cancel them there. With `overlap`, each step is launched before
     the previous step's tokens are read, so the device stays busy while the host reads tokens, plans the next
     step and sends outputs. With several ranks, `plans` sends each plan to the other ranks.
     """
@@ -119,10 +120,10 @@ class EngineCore:
         self.scheduler = scheduler
         self.plans = plans
         self.before_wait: Callable[[StepPlan], None] | None = None
-        """Called with a step's plan before the loop waits for that step to end."""
+        """Called with the plan of a step before the loop waits for this step to end."""
         self.paused = False
-        """Whether planning is suspended because the model's memory is released. Cancelled sequences are still
-        reported."""
+        """Whether planning is suspended because the model's memory is released. Sequences cancelled in this
+        state are still reported."""
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
@@ -134,7 +135,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has work to do: unfinished sequences, steps in flight, or outputs to return."""
+        """Return whether `step` has work to do: unfinished sequences, steps in flight, or outputs that it has
+        not returned."""
         plannable = self.scheduler.has_work and not self.paused
         return bool(self._in_flight) or plannable or self.scheduler.accounting.has_news
 
@@ -155,8 +157,9 @@ class EngineCore:
         """
         scheduled = None if self.paused else self.scheduler.schedule()
         if scheduled is not None:
-            # Measure the duration from the start of the launch. The device starts as soon as the first kernel
-            # is launched, but the host needs 15 to 20 ms to launch all kernels of a step with prompts.
+            # Measure the duration from the start of the launch, because the device starts as soon as the
+            # first kernel is launched. For a step with prompts, the host needs 15 to 20 ms to launch all
+            # kernels.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)
@@ -206,7 +209,7 @@ class EngineCore:
         return StepTiming(oldest.scheduled.plan, step_ms, idle_us, plan_us)
 
     def take_longest_step(self) -> LongestStep | None:
-        """Return the longest step with decodes since this method was last called, or None if there was
+        """Return the longest step with decodes since the previous call of this method, or None if there was
         none."""
         longest, self._longest = self._longest, None
         return longest

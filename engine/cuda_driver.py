@@ -1,5 +1,6 @@
-"""CUDA's virtual memory management, which torch does not offer. It reserves address ranges whose physical
-memory can be released and allocated again. The driver is called through ctypes, so nothing is compiled.
+"""Access to CUDA's virtual memory management, which torch does not offer. It reserves address ranges whose
+physical memory can be released and allocated again. The driver is called through ctypes, so nothing is
+compiled.
 
 Reference: "Virtual Memory Management" in the documentation of the CUDA driver API.
 """
@@ -153,12 +154,12 @@ class CudaDriver:
         self._call("cuCtxSynchronize")
 
     def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
-        """Return mapped memory as a tensor: [nbytes] uint8. The tensor keeps `owner` alive."""
+        """Return mapped memory as a [nbytes] uint8 tensor, which keeps `owner` alive."""
         return torch.as_tensor(_Bytes(address, nbytes, owner), device=self.device)
 
     def _call(self, name: str, *arguments: object) -> None:
         if name not in ("cuCtxGetCurrent", "cuCtxSetCurrent"):
-            # A new thread has no current context.
+            # CUDA has no current context on a new thread.
             self._call("cuCtxSetCurrent", self._context)
         code = self._functions[name](*arguments)
         if code == 0:

@@ -17,8 +17,8 @@ import torch
 ALIGNMENT = 512
 """Alignment of every tensor in bytes, as in torch's allocator. The kernels need at most 128 bytes."""
 PIECE_BYTES = 1 << 30
-"""Maximum size of the pieces, in bytes, in which memory is copied and restored. Large pieces are fast, and
-using several pieces lets copies overlap with the mapping of more memory."""
+"""Maximum size, in bytes, of the pieces in which memory is copied and restored. Large pieces are transferred
+fast. With several pieces, copying one overlaps with mapping the next."""
 
 
 class VirtualMemory(Protocol):
@@ -49,7 +49,8 @@ class DeviceArena:
         self._base = driver.reserve(self._limit)
         self._allocated = 0
         self._size = 0
-        """Number of bytes at the start of the range that have physical memory, except while released."""
+        """Size, in bytes, of the part at the start of the range that has physical memory whenever the arena
+        is not released."""
         self._mapped: list[tuple[int, int, int]] = []
         """Address, size and handle of each mapped piece."""
         # The finaliser must not contain a reference to the arena.
@@ -91,8 +92,9 @@ class DeviceArena:
         )
 
     def grow(self, nbytes: int) -> torch.Tensor | None:
-        """Give physical memory to the first `nbytes` bytes of the range. Returns the new memory, with
-        undefined content ([bytes] uint8), or None if there was enough. Raises torch.OutOfMemoryError."""
+        """Give physical memory to the first `nbytes` bytes of the range. Returns the new memory ([bytes]
+        uint8, with undefined content), or None if all of these bytes already had memory. Raises
+        torch.OutOfMemoryError."""
         missing = self.missing_bytes(nbytes)
         if not missing:
             return None

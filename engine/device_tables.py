@@ -30,7 +30,7 @@ class PromptSlice:
     first: int
     """Index of the slice's first row of logits."""
     targets: torch.Tensor
-    """Next prompt token after each token of the slice: [count] int64."""
+    """The prompt token that follows each token of the slice: [count] int64."""
     top: int
 
 
@@ -64,8 +64,8 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Sizes to which forward passes with prompts are padded. Kernels for these sizes are loaded at start
-    (`engine.warmup`)."""
+    """Sizes to which forward passes with prompts are padded. The kernels for these sizes are loaded at
+    startup (`engine.warmup`)."""
 
     tokens: list[int]
     """Padded token counts, in ascending order. The last entry is the token budget of a step."""
@@ -94,13 +94,13 @@ class SlotTables:
         self.device = device
         self._padding = padding
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
-        # `np.full` writes to every page, which avoids page faults in later steps.
+        # `np.full` writes to every page now, so later steps cause no page faults.
         self._blocks_host = np.full((max_num_seqs, max_blocks_per_slot), 0, dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
         self.block_table = on_host if self._shared else on_host.to(device)
         """Block table of each slot: [slots, blocks] int64. Entries past the end of a sequence are stale or 0.
-        They are valid block ids, but are never read."""
+        Such entries are valid block ids, but are never read."""
         self.lengths = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """Number of cached tokens of each slot, which is the next position to compute: [slots] int64. Updated
         by `advance`."""
@@ -118,8 +118,8 @@ class SlotTables:
             self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)
         if plan.blocks:
-            # If an entry occurs twice, its last value counts. The device writes duplicate indices in an
-            # undefined order, so all duplicates are sent with the last value.
+            # If an entry occurs several times in the plan, the last value must win. The device writes
+            # duplicate indices in an undefined order, so every duplicate is sent with the last value.
             changes = np.array(plan.blocks, dtype=np.int64).T.copy()
             slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
@@ -192,7 +192,7 @@ class SlotTables:
         return np.stack((np.array(chunk.token_ids, dtype=np.int64), positions, kv_slots))
 
     def _metadata(self, slots: list[int]) -> SamplingMetadata:
-        # The length of a slot after the step is the position of the token that the step samples.
+        # The length of a slot after the step equals the position of the token that the step samples.
         return self.sampling.metadata(slots, self._lengths_host)
 
     def _add_chunks(self, forward: ForwardInput, plan: StepPlan) -> torch.Tensor:
@@ -239,8 +239,8 @@ class SlotTables:
         )
 
     def _with_results(self, forward: ForwardInput, plan: StepPlan, following: torch.Tensor) -> StepBatch:
-        """Return the batch of a step with prompts, with the result rows that sampling and prompt logprobs
-        require."""
+        """Return the step's batch for a step with prompts. Add the result rows that sampling and prompt
+        logprobs require."""
         decodes, spans = len(plan.decodes), forward.attention.chunks
         slots, results = list(plan.decodes), list(range(decodes))
         positions: list[int] = []
@@ -263,8 +263,8 @@ class SlotTables:
                 wanted.extend(range(span.first, span.first + count))
             indices = self._upload(np.array(wanted, dtype=np.int64))
         else:
-            # Logits are also computed for the padding rows, because only kernels for padded sizes are loaded.
-            # If no slot samples, no logits are computed.
+            # The padding rows also get logits, because kernels are loaded only for padded sizes. If no slot
+            # samples, no logits are computed.
             sampled = len(forward.logits_attention.slots) if slots else 0
         on_device = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
         one_each = logit_rows == list(range(len(logit_rows)))
@@ -274,9 +274,8 @@ class SlotTables:
 
     def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
         """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots. BAD_TOKEN
-        is not a valid input, but the next step is launched before the host detects the failure, so it is
-        stored as token 0.
-        """
+        is stored as token 0, because it is not a valid input and the next step is launched before the host
+        detects the failure."""
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.slots] = batch.positions
         self.last_tokens[batch.slots] = token_ids
@@ -288,8 +287,8 @@ class SlotTables:
         return upload(array, self.device)
 
     def _slots(self, slots: list[int]) -> torch.Tensor:
-        """Return `slots` as a device tensor. Nothing is transferred if they are the same as in the previous
-        call."""
+        """Return `slots` as a device tensor. If the slots are the same as in the previous call, nothing is
+        transferred."""
         if self._slots_cache[0] != slots:
             self._slots_cache = (list(slots), self._upload(np.array(slots, dtype=np.int64)))
         return self._slots_cache[1]

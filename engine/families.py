@@ -1,7 +1,7 @@
 """Reads a checkpoint's `config.json`, written by transformers 4 or 5, into a `ModelConfig`.
 
-Each model family is defined by a mapping of fields. This module does not load torch, because `engine.sizing`
-also reads configurations.
+Each model family is defined by a mapping from the fields of `config.json` to the fields of `ModelConfig`.
+This module does not load torch, because `engine.sizing` also reads configurations.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class _Family:
     qk_norm: bool
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None
-    """Default head_dim if the file does not contain it. None selects hidden_size / num_attention_heads."""
+    """Default head_dim, used if the file does not contain the field. None selects hidden_size /
+    num_attention_heads."""
     kv_heads: int | None = None
-    """Default number of KV heads if the file does not contain num_key_value_heads. None selects
+    """Default number of KV heads, used if the file does not contain num_key_value_heads. None selects
     num_attention_heads."""
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
@@ -160,8 +161,8 @@ def _experts(
     normalised: bool,
     shared: int | None = None,
 ) -> ExpertsConfig:
-    """Return the configuration of a model's experts. `count` and `width` are pairs of a field's name and its
-    default value."""
+    """Return the configuration of a model's experts. `count` and `width` each contain the name of a field and
+    its default value."""
     experts = fields.integer(*count)
     chosen = fields.integer("num_experts_per_tok", top_k)
     if chosen > experts:
@@ -384,14 +385,14 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without groups, only the checkpoint's KV cache is quantised. The replica's settings determine the dtype
-    # of our KV cache, so the checkpoint's scheme is ignored.
+    # Without groups, only the checkpoint's KV cache is quantised. The checkpoint's scheme is ignored, because
+    # the replica's settings determine the dtype of the KV cache.
     return bool(groups), False
 
 
 def _expect_blocks(config: Fields) -> None:
-    """Raise CheckpointError unless the blocks are square blocks of FP8_BLOCK rows, and activations are
-    quantised while the model runs."""
+    """Raise CheckpointError unless the blocks have FP8_BLOCK rows and columns, and activations are quantised
+    dynamically, while the model runs."""
     if config.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK]:
         raise config.error(
             "weight_block_size",

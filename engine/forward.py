@@ -1,6 +1,5 @@
-"""Defines the input of a forward pass, a struct that the device tables (`engine.device_tables`) pass to the
-decoder. The struct contains no model-specific fields and no request data.
-"""
+"""Defines the input of a forward pass. The device tables (`engine.device_tables`) create the input, and the
+decoder reads it. It contains no model-specific fields and no request data."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class ForwardInput:
     [tokens] int64. -1 marks padding, for which no keys and values are written."""
     attention: AttentionInput
     logits_attention: AttentionInput | None = None
-    """Attention input of the last layer if it computes only the tokens that need logits: the decodes' tokens
-    and the last token of each prefill chunk. `queries` contains the indices of these tokens. For all other
-    tokens, the last layer computes only keys and values, and the pass's result contains no rows. None means
-    that the result contains a row for every token."""
+    """Attention input for a last layer that computes only the tokens whose logits are needed: the decodes'
+    tokens and the last token of each prefill chunk. `queries` contains the indices of these tokens. For all
+    other tokens, the last layer computes only keys and values, so the result of the pass has no rows for
+    them. None means that the result contains a row for every token."""

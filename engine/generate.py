@@ -75,9 +75,9 @@ class LocalEngine:
         self._sleeping = SleepControl(self.core, self.runner)
         self.scheduler = self.core.scheduler
         self.finished: list[Finished] = []
-        """Final token counts of all submissions, over all calls."""
+        """Final token counts of all submissions, accumulated over all calls of `generate`."""
         self.timings: list[StepTiming] = []
-        """Timing of each step, over all calls."""
+        """Timing of each step, accumulated over all calls of `generate`."""
         self._handles = 0
 
     def generate(
@@ -88,7 +88,7 @@ class LocalEngine:
         n: int = 1,
         cache_salt: str = "",
     ) -> list[list[GeneratedSample]]:
-        """Generate n samples for each prompt, with all prompts submitted together. `sampling` is either one
+        """Generate n samples for each prompt. All prompts are submitted together. `sampling` is either one
         set of parameters for all prompts, or a list with one entry per prompt."""
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         answers: dict[int, list[GeneratedSample]] = {}
@@ -118,7 +118,8 @@ class LocalEngine:
         return changed
 
     def explain(self, error: Exception) -> str:
-        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised as a result."""
+        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised because of the
+        loss."""
         return str(error) if self.others is None else self.others.explain(error)
 
     def close(self) -> None:

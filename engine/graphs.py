@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs, captured for several batch sizes.
+"""Captures decode steps as CUDA graphs for several batch sizes, and replays them.
 
 Each batch size has one graph for the forward pass up to the logits, and one graph per sampling variant. The
-sampling graphs also write the next input in place. A replay reads all of its input from device memory. The
-host sends only the slots that decode, and only when they change. If a batch is smaller than the captured
-size, it is padded with slot -1, for which nothing is read or written.
+sampling graphs also store the sampled tokens in place as the next input. A replay reads all of its input from
+device memory. The host sends only the slots that decode, and only when they change. A batch that is smaller
+than the captured size is padded with slot -1, for which nothing is read or written.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Sample:
 class DecodeGraphs:
     """The captured decode steps of one rank.
 
-    Call `capture` once, and then `set_slots`, `forward` and `sample` in each step. In a step with logits
-    processors, call the sampler instead of `sample`.
+    Call `capture` once, and then `set_slots`, `forward` and `sample` in each step. A step with logits
+    processors must call the sampler instead of `sample`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DecodeGraphs:
         return decodes <= self.sizes[-1]
 
     def set_slots(self, slots: list[int]) -> None:
-        """Set the slots that decode in the following steps. Nothing is sent if they are unchanged."""
+        """Set the slots that decode in the following steps. If the slots are unchanged, nothing is sent."""
         if slots == self._current:
             return
         padded = slots + [-1] * (self._size(len(slots)) - len(slots))

@@ -1,9 +1,9 @@
-"""Long passes in two halves, replayed from CUDA graphs. On several GPUs, the host needs longer to launch the
-kernels of a pass of several thousand tokens one by one than the devices need to compute the pass.
+"""Replays long passes, divided into two halves, from CUDA graphs. On several GPUs, the host needs longer to
+launch the kernels of a pass of several thousand tokens one by one than the devices need to compute the pass.
 
-Everything except attention and the sums over the ranks is captured, separately for each layer and half. The
-passes may therefore contain any prompts and decodes, and the sums of one half overlap with the other half as
-in `engine.model.halves`. The graphs read and write buffers that are allocated once.
+Everything except attention and the sums over the ranks is captured, separately for each layer and half. A
+captured pass may therefore contain any prompts and decodes. As in `engine.model.halves`, the sums of one half
+overlap with the computation of the other half. The graphs read and write buffers that are allocated once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HalvesGraphs:
         self._qkv = torch.empty((HALVES, rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
         # Filled with zeros, because padding rows are read before anything is written to them.
         self._attended = torch.zeros((HALVES, rows, shard.heads * width), **made)
-        # While all rows are padding, no expert choices are counted.
+        # Expert choices are not counted for padding rows, and all rows are padding until `run`.
         self._live = torch.full((HALVES, rows), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:
@@ -96,8 +96,8 @@ class HalvesGraphs:
         return Residual(torch.cat([overlap.finish(half).values for half in range(HALVES)]))
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size. Before that, the parts of one layer of each kind run once, to load
-        their kernels."""
+        """Capture the graphs of one size. First, the parts of one layer of each kind run once, to load their
+        kernels."""
         made = []
         for half, rows in enumerate(_halves(size)):
             for index in first_of_each_kind(self._layers):

@@ -1,4 +1,5 @@
-"""Host memory for large transfers to and from a GPU: huge pages, which can be page-locked."""
+"""Allocates host memory for large transfers to and from a GPU. The memory consists of huge pages, which can
+be page-locked."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import torch
 def map_pages(nbytes: int) -> torch.Tensor:
     """Return `nbytes` bytes of new host memory, in huge pages if the kernel supports them: [nbytes] uint8.
 
-    Page-locking these pages takes a fifth of the time of torch's `pin_memory`, and they can be unlocked
-    again. Creating the tensor takes almost no time, because each page is allocated when it is first written.
-    Raises OSError if the process may not map that much memory.
+    Page-locking these pages takes a fifth of the time that torch's `pin_memory` takes, and the pages can be
+    unlocked again. Creating the tensor takes almost no time, because each page is allocated when it is first
+    written. Raises OSError if the process may not map that much memory.
     """
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # the kernel may not support huge pages

@@ -1,8 +1,7 @@
 """Compiles a replica's kernels before their first launch, either in `python -m engine.build` or while the
-replica's weights load. Worker processes compile the kernels on all cores. Otherwise, the kernels would be
-compiled one after another, each at its first launch, and requests would have to wait. If the kernels are
-already compiled, a starting replica only hashes a few files.
-"""
+replica's weights load. Worker processes compile the kernels on all cores. Without this step, each kernel
+would be compiled at its first launch, one after another, while requests wait. If all kernels are already
+compiled, a starting replica only hashes a few files to detect this."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ class BuildResult:
 
 
 def check_kernels(served: ReplicaModel, device: torch.device) -> None:
-    """Raise UnsupportedError if the model cannot be split across the ranks, or if our GPU kernels or this GPU
-    do not support the model. The CPU backend and float32 models on a GPU do not use our kernels."""
+    """Raise UnsupportedError if the model cannot be split across the ranks, or or if the GPU kernels or this
+    GPU do not support the model. The CPU backend and float32 models on a GPU do not use these kernels."""
     served.config.check_parallel(served.tensor_parallel_size)
     if _has_kernels(served, device):
         # Imported here because a replica on a CPU does not need Triton.
@@ -84,8 +83,8 @@ def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
 
 
 def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> BuildResult:
-    """Compile the kernels missing from Triton's cache. This function forks, so the process must not have used
-    CUDA. Raises TableError if the GPU's table of kernel plans is invalid."""
+    """Compile the kernels missing from Triton's cache. The calling process must not have used CUDA before,
+    because this function forks. Raises TableError if the GPU's table of kernel plans is invalid."""
     # Imported here because a process that only calls `is_built` does not need these modules.
     from engine.launch_enumeration import launch_all
     from kernels import compiling
@@ -104,8 +103,8 @@ def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> Buil
 
 
 def is_built(served: ReplicaModel, gpu: compiling.GpuModel) -> bool:
-    """Return whether `build` has succeeded with this cache folder for the same model, GPU, kernel plans, code
-    and versions."""
+    """Return whether `build` has already succeeded with this cache folder for the same model, GPU, kernel
+    plans, source code and library versions."""
     return _mark(served, gpu).exists()
 
 
@@ -114,8 +113,8 @@ def _has_kernels(served: ReplicaModel, device: torch.device) -> bool:
 
 
 def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.Popen[bytes]:
-    """Run `build` in another process, because this process uses CUDA. Errors are printed on standard
-    error."""
+    """Start a process that runs `build`, which cannot run in this process because this process uses CUDA. The
+    new process prints errors on standard error."""
     command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
     command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]
     path = os.pathsep.join(entry for entry in sys.path if entry)

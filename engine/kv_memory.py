@@ -1,4 +1,4 @@
-"""The KV cache of one rank: determines how many blocks fit into memory, and allocates them."""
+"""Manages the memory of one rank's KV cache: determines how many blocks fit, and allocates them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from kernels import KvPool
 
 
 class KvCache:
-    """The KV cache of one rank. All ranks have the same number of blocks, so they must make the same calls.
+    """The KV cache of one rank. All ranks agree on the number of blocks, so all ranks must make the same
+    calls in the same order.
 
-    If the number of blocks is not configured, a GPU's KV cache gets the memory that nothing else needs. This
-    memory is known only after every kind of step has run, but CUDA graphs contain the addresses of the cache.
-    Therefore `allocate` reserves addresses, and `grow` provides the memory later.
+    If the number of blocks is not configured, a GPU's KV cache gets the memory that nothing else needs. The
+    size of this memory is known only after every kind of step has run. CUDA graphs, which contain the
+    addresses of the cache, are captured earlier. Therefore, `allocate` only reserves addresses, and `grow`
+    provides the memory later.
 
     If no maximum sequence length is configured and the checkpoint's maximum does not fit, `max_model_len` is
     lowered to the length that fits.
@@ -57,9 +59,9 @@ class KvCache:
             self.pools = self._allocated()
 
     def grow(self, progress: ProgressCallback) -> None:
-        """Give the remaining memory of a GPU to the cache, unless the number of blocks is configured. Every
-        kind of step must have run before, so that torch's allocator and the CUDA graphs already hold all
-        other memory. Raises PoolTooSmall."""
+        """Unless the number of blocks is configured, give the GPU's remaining memory to the cache. Every kind
+        of step must have run before, so that torch's allocator and the CUDA graphs already hold all other
+        memory. Raises PoolTooSmall."""
         if not self._grows:
             return
         fitting = min(self._memory.blocks_within(self._spare_bytes()), self.blocks)
@@ -106,8 +108,8 @@ class KvCache:
                 return self._decoder.allocate_kv(self.blocks, self._memory.zeroed_kv)
             except torch.OutOfMemoryError as error:
                 raise memory.too_large(self.blocks, per_block, 1, free + cached) from error
-        # Check the available memory first: Linux overcommits memory, and kills a process if memory runs out
-        # later.
+        # Check the available memory first. Linux overcommits memory: the allocation would succeed, but Linux
+        # would kill a process when memory runs out.
         available = memory.available_host_bytes()
         if needed * ranks > available:
             raise memory.too_large(self.blocks, per_block, ranks, available)
@@ -120,8 +122,8 @@ class KvCache:
             ) from error
 
     def _spare_bytes(self) -> int:
-        """Return the number of bytes of this rank's GPU that can still be allocated without exceeding
-        `gpu_memory_utilization`. The result is negative if more is in use."""
+        """Return how many bytes can still be allocated on this rank's GPU without exceeding
+        `gpu_memory_utilization`. The result is negative if the GPU already exceeds this share."""
         free, total = torch.cuda.mem_get_info(self._decoder.device)
         return int(free - (1 - self._spec.gpu_memory_utilization) * total)
 

@@ -1,8 +1,8 @@
 """Starts and stops the processes of one replica. The core imports this module, so it does not load torch.
 
 Every rank is a new Python interpreter (`python -m engine.replica`), not a fork. The launcher monitors each
-rank through a pidfd. If one rank exits, the other ranks exit or are killed by the launcher, because they
-could otherwise wait forever in a collective operation.
+rank through a pidfd. If one rank exits, the other ranks must not wait for it forever in a collective
+operation. They exit by themselves, or the launcher kills them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ exited. A rank that exceeds the limit is killed. The limit covers the time to ab
 the lost rank."""
 _STOP_CHECK_S = 1.0
 """Interval, in seconds, at which the launcher checks for ranks that are stopped (SIGSTOP). A rank that is
-stopped at two consecutive checks is killed, because its peers wait for it."""
+stopped at two consecutive checks is killed, because the other ranks wait for it."""
 
 RANK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -104,8 +104,8 @@ def spawn_rank(
 
 
 def new_rendezvous() -> str:
-    """Return the path of the rendezvous file, in a new folder. The ranks create the file and use it to find
-    each other."""
+    """Create a folder for a rendezvous file, and return the path of the file. The ranks create the file and
+    find each other through it."""
     return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
 
 
@@ -258,8 +258,9 @@ class ReplicaGroup:
         return rank
 
     def _closed(self, rank: _Rank) -> None:
-        """Kill a rank that has closed its channel but does not exit within the grace period. The rank is not
-        killed sooner, because its exit status explains the failure better than the closed channel does."""
+        """Kill a rank that has closed its channel but does not exit within the grace period. The grace period
+        is useful because the exit status of a rank explains the failure better than its closed channel
+        does."""
 
         def give_up() -> None:
             if rank.returncode is None:
@@ -269,7 +270,7 @@ class ReplicaGroup:
 
     def _exited(self, rank: _Rank) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
-        # The channel may still contain the rank's last message, Fatal.
+        # The channel may still contain the last message of the rank: a Fatal message.
         for message in rank.channel.read():
             self._on_message(rank.rank, message)
         rank.returncode = rank.process.wait()
@@ -280,8 +281,8 @@ class ReplicaGroup:
         if not self._reason:
             reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
-        # A rank that loses a peer also exits, and on a busy machine its exit may be detected before the
-        # peer's exit. Only a rank that was killed by a signal is certain to be the cause.
+        # A rank that loses a peer also exits. On a busy machine, the exit of the second rank may be detected
+        # first. Only a rank that was killed by a signal is certainly the cause.
         if rank.returncode < 0:
             self._reason = self._reason or reason
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
@@ -313,8 +314,8 @@ def _is_stopped(rank: _Rank) -> bool:
 
 
 def describe_exit(returncode: int) -> str:
-    """Describe how a process ended, in words that follow its name in a message, e.g. "was killed by
-    SIGKILL"."""
+    """Describe how a process ended, as a phrase that follows the name of the process in a message, e.g. "was
+    killed by SIGKILL"."""
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

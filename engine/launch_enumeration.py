@@ -1,5 +1,5 @@
-"""Enumerates the kernels that a replica launches, by running the replica's warm-up on meta tensors. Meta
-tensors hold no data and compute nothing.
+"""Enumerates the kernels that a replica launches by running the replica's warm-up on meta tensors, which hold
+no data and compute nothing.
 
 `kernels.compiling.record` records each launch. This module uses the same decoder, tables, graph code and
 sampler as serving. Warm-up launches every kernel that serving launches, so no separate list of operations has
@@ -46,11 +46,11 @@ _DIFFERENT_ROWS = 256
 """Largest number of rows for which a table in `kernels/tuned` contains a plan. Above this number, only powers
 of two and the largest size are enumerated."""
 _ALIGNMENT = 16
-"""Triton compiles a separate kernel if an integer argument is a multiple of this value."""
+"""Triton compiles a separate variant of a kernel for integer arguments that are multiples of this value."""
 
 _HOST_ADDRESS = 1 << 40
-"""A placeholder for a host memory address. Like a real address, it needs 64 bits, because Triton compiles a
-separate kernel for each integer width."""
+"""Placeholder for the address of host memory. Like a real address, it needs 64 bits, because Triton compiles
+a separate variant of a kernel for each integer width."""
 
 
 class UnconnectedRanks(Collectives):
@@ -86,9 +86,9 @@ class _MetaMemory:
 
 
 class _EveryRank(Collectives):
-    """A simulation of all ranks of a group on meta tensors, from the perspective of `rank`. When a collective
-    has arguments of new shapes, it is launched for every rank, because the peer-memory kernels differ between
-    ranks."""
+    """A simulation of all ranks of a group on meta tensors, from the perspective of `rank`. Whenever a
+    collective gets arguments of new shapes, its kernels are launched for every rank, because the kernels that
+    use peer memory differ between ranks."""
 
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
         self.size, self.rank = size, rank
@@ -139,7 +139,8 @@ class _EveryRank(Collectives):
 
 
 def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...]:
-    """Return the properties of a collective's argument that affect its kernel launch."""
+    """Return the properties of a collective's argument that determine which kernels the collective
+    launches."""
     if isinstance(argument, NextNorm):
         return (argument.quantised, *_kind(argument.gain))
     tensor = argument.values if isinstance(argument, Residual) else argument
@@ -147,7 +148,7 @@ def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...
 
 
 class MetaReplica:
-    """One rank of a replica on meta tensors.
+    """One simulated rank of a replica, whose tensors are meta tensors.
 
     `table` contains the kernel plans of the linears. `max_model_len` is the maximum sequence length. None
     selects a length that launches every kernel.
@@ -188,7 +189,7 @@ class MetaReplica:
         )
 
     def steps(self) -> StepExecutor:
-        """Return a step executor with separate tables and a separate KV cache."""
+        """Return a new step executor with its own tables and KV cache."""
         decoder, served = self._decoder, self.served
         blocks = -(-decoder.max_model_len // BLOCK_TOKENS)
         vocab_size = decoder.config.vocab_size
@@ -216,8 +217,9 @@ def _ranks(size: int, rank: int, gpu: GpuModel) -> Ranks:
 
 
 def _sizes(most: int) -> list[int]:
-    """Return the padded sizes, up to `most` rows, at which our own kernels differ. Above _DIFFERENT_ROWS,
-    only cuBLAS kernels depend on the size. They are not compiled here, so powers of two suffice."""
+    """Return the padded sizes, up to `most` rows, for which our own kernels differ. Above _DIFFERENT_ROWS
+    rows, only the cuBLAS kernels depend on the size. Because cuBLAS kernels need no compilation, powers of
+    two suffice in this range."""
     return [
         size for size in gemm_sizes(most) if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
     ]
@@ -225,8 +227,8 @@ def _sizes(most: int) -> list[int]:
 
 def _different_ranks(served: ReplicaModel) -> list[int]:
     """Return a subset of the ranks that together launch all kernels of the replica. Ranks differ only in
-    their vocabulary shards and in their biases: if a linear's results are summed over the ranks, only rank 0
-    adds the bias."""
+    their vocabulary shards and in their biases. If the results of a linear layer are summed over the ranks,
+    only rank 0 adds the bias."""
     size, found = served.tensor_parallel_size, dict[tuple[object, ...], int]()
     for rank in range(size):
         shard = served.config.shard(size, rank)

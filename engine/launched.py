@@ -1,5 +1,5 @@
-"""Defines launched steps, their results as tensors, and the functions that wait for these results and read
-them."""
+"""Defines launched steps and the tensors that contain their results. Also contains the functions that wait
+for these results and read them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class StepResults:
 
     sampled: SampledStep
     logprob_rows: list[tuple[int, int]]
-    """For each row of `sampled.logprobs`: its index in the list of sampling slots, and the number k of
-    requested alternatives."""
+    """The requested log probabilities: for each row of `sampled.logprobs`, the slot's index in the list of
+    sampling slots, and the number k of alternatives."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
-    """Prompt slices with log probabilities: results of `Sampler.token_logprobs`, in one or more parts per
-    slice."""
+    """Results of `Sampler.token_logprobs` for each slice of prompt tokens whose log probabilities were
+    requested. A slice may have several results."""
     finite: list[tuple[int, torch.Tensor]]
-    """For each chunk that does not sample: its slot, and whether the hidden state of its last token is
-    finite. Checking the last token is sufficient, because it depends on all earlier tokens."""
+    """For each chunk that does not sample: the chunk's slot, and whether the hidden state of its last token
+    is finite. It suffices to check the last token, because its hidden state depends on all earlier tokens."""
     experts: ExpertChoices | None = None
     """The expert choices counted so far, or None if the step does not return them."""
 
@@ -42,8 +42,8 @@ LOSS_CHECK_S = 0.1
 class ThreadStep:
     """A step that runs on the CPU, on a worker thread. Implements `engine.core.LaunchedStep`.
 
-    `check` raises an exception if a peer was lost. The worker thread may then remain blocked in a collective,
-    because gloo detects a lost peer only if its connections are closed.
+    `check` raises an exception if a peer was lost. In this case, the worker thread may remain blocked in a
+    collective, because gloo notices a lost peer only if the peer's connections are closed.
     """
 
     def __init__(self, future: Future[tuple[StepTokens, float]], check: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ def to_host(results: StepResults) -> StepResults:
 
 
 def read_results(plan: StepPlan, results: StepResults) -> StepTokens:
-    """Convert results on the host into the scheduler's message."""
+    """Convert results that are on the host into a `StepTokens` message for the scheduler."""
     token_ids: list[int] = results.sampled.token_ids.tolist()
     logprobs: list[TokenLogprob | None] | None = None
     if results.sampled.logprobs is not None:

@@ -1,5 +1,5 @@
-"""Passes with prompts, replayed from one CUDA graph per layer. If a layer is split across several GPUs, or
-has experts, computing it takes less time than launching its kernels one by one.
+"""Replays passes with prompts from one CUDA graph per layer. If a layer is split across several GPUs or has
+experts, the host needs longer to launch its kernels one by one than the device needs to run them.
 
 Everything except attention is captured, so the passes may contain any prompts and decodes. The graph of a
 layer begins after its attention, and ends before the attention of the next layer. The graphs read and write
@@ -43,7 +43,7 @@ class LayerGraphs:
         self._qkv = torch.empty((rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
         # Filled with zeros, because padding rows are read before anything is written to them.
         self._attended = torch.zeros((rows, shard.heads * width), **made)
-        # While all rows are padding, no expert choices are counted.
+        # Expert choices are not counted for padding rows, and all rows are padding until `run`.
         self._live = torch.full((rows,), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:
@@ -74,8 +74,8 @@ class LayerGraphs:
         return Residual(values)
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size. Before that, the graph before the first layer's attention and one
-        graph of each kind of layer run once, to load their kernels."""
+        """Capture the graphs of one size. First, the graph before the first layer's attention and one graph
+        of each kind of layer run once, to load their kernels."""
         for index in (-1, *first_of_each_kind(self._layers)):
             self._part(index, size)()
         parts = [self._part(index, size) for index in range(-1, len(self._layers))]

@@ -60,7 +60,7 @@ class LeaderLoop:
         self._disconnected_fronts: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._register(control, self._read_control)
-        # `run` polls `sleeping` after every wait, so its descriptor only needs to end the wait.
+        # `run` polls `sleeping` after every wait, so this descriptor's only purpose is to end the wait.
         self._selector.register(sleeping, selectors.EVENT_READ)
         self._stopping = False
         self._reported_at = 0.0
@@ -168,8 +168,8 @@ class LeaderLoop:
             self._report(result)
 
     def _before_wait(self, plan: StepPlan) -> None:
-        """Use the time that the loop would otherwise spend waiting for the device: announce a long step, and
-        continue a survey of the blocks if the core has asked for one."""
+        """Use the time during which the loop would otherwise wait for the device. Announce a step that will
+        take long, and continue a survey of the blocks if the core has requested one."""
         self._announce(plan)
         self._survey_blocks()
 
@@ -218,8 +218,8 @@ class StepMeans:
         self._idle_us += timing.idle_us
 
     def take(self) -> tuple[int, float, float]:
-        """Return the number of steps, their mean duration in ms and the mean idle time before a step in µs,
-        and reset all three."""
+        """Return the number of steps, their mean duration in ms, and the mean idle time before a step in µs.
+        Then reset all three values."""
         count = max(1, self._count)
         means = self._count, self._ms / count, self._idle_us / count
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0

@@ -1,5 +1,6 @@
-"""Scheduling levels, and the rule that protects higher levels from lower ones when slots are scarce. The
-core's credits and the scheduler both use this module, so they agree on the slots that each level may take.
+"""Defines the scheduling levels, and the rule that protects higher levels from lower levels when slots are
+scarce. The core (for its credits) and the scheduler both use this module, so they agree on the slots that
+each level may take.
 
 A level combines a priority class, from 0 (real-time) to 3 (background), with an urgency, which exists only in
 classes 0 and 1. Urgent submissions with short prompts have higher urgencies than those with long prompts.
@@ -16,7 +17,7 @@ URGENCIES = 9
 LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
 """Number of scheduling levels: `Submit.level` is 0 to 19."""
 FITS_STEP = 2
-"""Lowest urgency of an urgent submission if all prompts of its request together fit into one step."""
+"""Lowest urgency of an urgent submission whose request fits into one step with all of its prompts."""
 
 
 def urgency_of(prompt_tokens: int, max_num_batched_tokens: int) -> int:
@@ -59,12 +60,14 @@ def _first_victim(level: int) -> int:
 
 
 FIRST_VICTIMS = [_first_victim(level) for level in range(LEVELS)]
-"""For each level, the highest-priority level that may be preempted when a sequence of this level lacks a
-slot, or LEVELS if there is none. An urgent sequence preempts all lower classes, and sequences of its own
-class that are not urgent. Other sequences preempt only sequences of lower classes that are not urgent."""
+"""For each level, the highest-priority level whose sequences may be preempted when a sequence of this level
+needs a slot, or LEVELS if there is none. An urgent sequence preempts all sequences of lower classes, and the
+sequences of its own class that are not urgent. Other sequences preempt only sequences of lower classes that
+are not urgent."""
 
 
 def kept_free(tier: int, reserved: int) -> int:
-    """Return the number of slots that a sequence of this tier must leave free. `reserved` slots are reserved
-    for urgent sequences. Sequences of classes 2 and 3 leave one more slot free, for class 1."""
+    """Return the number of slots that a sequence of this tier must leave free. `reserved` is the number of
+    slots reserved for urgent sequences. Sequences of classes 2 and 3 must leave one additional slot free, for
+    class 1."""
     return (0, reserved, reserved + min(1, reserved))[tier]

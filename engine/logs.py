@@ -6,7 +6,7 @@ into a bounded queue, and a daemon thread writes them. If the queue is full, new
 counted. Once standard error is writable again, the number of dropped lines is logged.
 
 A process that the core started also sends a copy of its records to the core over a pipe (`engine.child_log`).
-A separate queue and thread do this, so that nothing else is delayed if the core stops reading.
+The copy has its own queue and thread, so that nothing else is delayed if the core stops reading.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 MAX_QUEUED_LINES = 10_000
-"""Maximum number of queued lines. At the usual line length, a full queue takes about 2 MB."""
+"""Maximum number of queued lines. Lines of the usual length occupy about 2 MB when the queue is full."""
 MAX_LINE_CHARS = 16_384
 """Maximum length of one record, in characters, including its traceback. Longer records are truncated."""
 FLUSH_S = 1.0
@@ -80,7 +80,7 @@ class CopyFormatter(logging.Formatter):
 
 
 def area_of(record: logging.LogRecord) -> str:
-    """Return the last component of the logger's name."""
+    """Return the last component of the logger's name, e.g. "core" for "engine.core"."""
     return record.name.rpartition(".")[2][:100]
 
 
@@ -100,7 +100,8 @@ class LineQueue(QueueHandler):
     def __init__(
         self, formatter: logging.Formatter, descriptor: int = STDERR, reader: str = "standard error"
     ) -> None:
-        """`reader` identifies the descriptor's reader in reports about dropped lines."""
+        """`reader` names the process or device that reads the descriptor. Reports about dropped lines contain
+        this name."""
         self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
         super().__init__(self._lines)
         self.setFormatter(formatter)

@@ -31,8 +31,8 @@ class PoolTooLarge(MemoryError):
 
 
 def available_host_bytes() -> int:
-    """Return the host memory that is available for new allocations, limited by the machine and by the
-    process's cgroups (v2)."""
+    """Return how much host memory new allocations can use, in bytes. It is limited by the machine and by the
+    cgroups (v2) of this process."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -91,8 +91,8 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
 
 
 def _cached_bytes(group: Path) -> int:
-    """Return the size of a cgroup's cached files, which the kernel frees when a new allocation needs
-    memory."""
+    """Return the size of the cached files in a cgroup. The kernel frees these caches when a new allocation
+    needs memory."""
     lines = (group / "memory.stat").read_text().splitlines()
     counts = dict(line.split() for line in lines if line.startswith(("active_file ", "inactive_file ")))
     return sum(map(int, counts.values()))

@@ -40,8 +40,8 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
-    """Return a note to append to the message about a process's exit, saying that the OOM killer may have
-    killed the process. The note is empty if the process was not killed by SIGKILL, or if the counter has not
+    """Return a note for the message about the exit of a process. The note says that the OOM killer may have
+    killed the process. It is empty if the process was not killed by SIGKILL, or if the counter has not
     increased since the process started. `count_at_start` is the counter's value when the process started."""
     if returncode != -signal.SIGKILL:
         return ""

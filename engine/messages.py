@@ -16,22 +16,23 @@ import msgspec
 from engine.levels import level_of
 
 BLOCK_TOKENS = 64
-"""Number of tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
+"""Number of tokens per KV block. The layout of the pool, the prefix hashes and the kernels depend on this
+number."""
 
 MAX_BAD_WORD_TOKENS = 32
 """Maximum length, in tokens, of an entry of `SamplingParams.bad_words`. The device stores the last
 `MAX_BAD_WORD_TOKENS` - 1 tokens of every output."""
 MAX_BAD_WORDS = 512
-"""Maximum number of entries of `SamplingParams.bad_words`. It is limited because every entry is compared in
-each step."""
+"""Maximum number of entries of `SamplingParams.bad_words`. The number is limited because every step compares
+every entry with the output."""
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "fp8"]
 LoadFormat = Literal["safetensors", "dummy"]
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
-"""The reason why a sample ended: "stop" (the last token is a stop token), "length" (`max_tokens` or the
-model's maximum length was reached), "cancelled" or "error". It is empty if the sample has not ended."""
+"""Reason why a sample ended: "stop" (the last token is a stop token), "length" (`max_tokens` or the model's
+maximum length was reached), "cancelled" or "error". An empty string means that the sample has not ended."""
 
 
 # ── replicas ────────────────────────────────────────────────────────────────────────────
@@ -77,7 +78,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     uses at most 2 GiB."""
     prefix_cache: bool = True
     overlap: bool = True
-    """Whether step N+1 is launched before the tokens of step N are read."""
+    """Whether each step is launched before the tokens of the previous step are read."""
     rendezvous: str = ""
     """Path of the file through which the ranks find each other. The file must not exist yet. The path is
     empty for a single rank."""
@@ -89,8 +90,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the CPUs that the ranks may use. If empty, the ranks use the CPUs of the process that starts
     them."""
     share_reads: bool = False
-    """Whether other replicas may read the same weights at the same time. The files are then read through the
-    page cache, so that they are read from disk only once."""
+    """Whether other replicas may read the same weights at the same time. If so, the files are read through
+    the page cache, so that they are read from disk only once."""
 
     def process_name(self, rank: int) -> str:
         """Return the name of a rank's process in the log: the replica's name, with the rank if there are
@@ -147,37 +148,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 0.0
     """Sampling temperature. 0 selects greedy decoding."""
     top_k: int = 0
-    """How many of the most likely tokens to sample from. 0 disables the limit."""
+    """Number of most likely tokens from which to sample. 0 disables the limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    """Values that are added to the logits of the given token ids."""
+    """Values to add to the logits, by token id."""
     allowed_tokens: bytes = b""
     """Bitmap of the tokens that may be sampled. Token i is represented by bit i % 8 of byte i // 8. An empty
     bitmap allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that must not occur in the output. The last token of an entry is banned if the
-    output ends with the entry's preceding tokens. Prompt tokens are not considered."""
+    """Sequences of token ids that must not occur in the output. The last token of an entry is banned whenever
+    the output ends with all other tokens of the entry. Prompt tokens are not considered."""
     seed: int = 0
-    """Seed of the sampling noise (64 bits). The noise depends on seed, sample index, position and token
-    id."""
+    """Seed of the sampling noise (64 bits). The noise depends on the seed, the sample index, the position and
+    the token id."""
     min_tokens: int = 0
-    """Minimum number of output tokens. Stop tokens are suppressed until it is reached."""
+    """Minimum number of output tokens. Until it is reached, stop tokens cannot be sampled."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence: the stop tokens of the request, and the checkpoint's end-of-sequence
     tokens, which the front adds."""
     ignore_eos: bool = False
-    """Whether to ignore `stop_token_ids`. If ignored, stop tokens do not end the sequence, and they are not
-    suppressed."""
+    """Whether to ignore `stop_token_ids`. If so, stop tokens neither end the sequence nor are they suppressed
+    until `min_tokens`."""
     logprobs: int | None = None
-    """How many of the most likely tokens to return log probabilities for, in addition to the sampled token.
-    None disables log probabilities."""
+    """Number of most likely tokens whose log probabilities are returned in addition to that of the sampled
+    token. None disables log probabilities."""
     prompt_logprobs: int | None = None
-    """For every prompt token except the first: how many of the most likely tokens to return log probabilities
-    for, in addition to the prompt token. None disables prompt log probabilities."""
+    """Number of most likely tokens whose log probabilities are returned for every prompt token except the
+    first, in addition to that of the prompt token. None disables prompt log probabilities."""
 
     @property
     def penalised(self) -> bool:
@@ -192,8 +193,8 @@ TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Return token ids as packed 32-bit integers. A long prompt is sent in this form, because decoding one
-    bytes object is much faster than decoding a list of 131,072 integers.
+    """Return token ids as packed 32-bit integers. Prompts are sent in this form, because decoding one bytes
+    object is much faster than decoding a list of up to 131,072 integers.
 
     Raises OverflowError if an id does not fit into 32 bits. Such an id is outside every vocabulary.
     """
@@ -217,12 +218,11 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     prompt: bytes
     """Token ids of the prompt, packed by `pack_tokens`."""
     output_token_ids: list[int] = []
-    """Tokens that another replica generated before it failed. They count as output. If any are given, n must
-    be 1."""
+    """Output tokens that another replica generated before it failed. If there are any, n must be 1."""
     n: int = 1
     first_sample: int = 0
-    """Index of the submission's first sample within its request. Sample i of the submission has index
-    first_sample + i."""
+    """Index of the submission's first sample within its request. Sample i of the submission has the index
+    first_sample + i within the request."""
     sampling: SamplingParams
     cache_salt: str = ""
     """An arbitrary string. The prefix cache shares blocks only between requests with equal salts."""
@@ -233,8 +233,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Urgency within priority classes 0 and 1: 0 if the submission is not urgent, otherwise the result of
     `urgency_of`, which is higher for shorter prompts."""
     reserved_slots: int = 0
-    """Number of slots reserved for urgent submissions. It applies to all submissions, including earlier ones,
-    until a submission with a different number arrives."""
+    """Number of slots reserved for urgent submissions. The number applies to all submissions, including
+    earlier ones, until a submission with another number arrives."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -249,8 +249,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
 
     @property
     def credit_tokens(self) -> int:
-        """Token credit that the submission uses. The credit is granted back when the tokens have been
-        computed or dropped."""
+        """Token credit that the submission uses. The credit is returned as the tokens are computed or
+        dropped."""
         return self.prompt_tokens + len(self.output_token_ids)
 
 
@@ -291,7 +291,7 @@ class Output(msgspec.Struct, array_like=True):
     error: str | None = None
     """Error message if `finish_reason` is "error"."""
     refused: bool = False
-    """Whether the submission was rejected as invalid. Any other error is a failure of the engine."""
+    """Whether the submission was rejected as invalid. If not, `error` describes a failure of the engine."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):

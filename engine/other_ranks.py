@@ -1,7 +1,7 @@
 """Runs ranks 1 to N-1 of a replica with N ranks when rank 0 runs in the calling process.
 
-In a benchmark, no core supervises the ranks. `OtherRanks` therefore starts the rank processes as the core
-would, and detects when one of them exits.
+In a benchmark, there is no core that supervises the ranks. `OtherRanks` therefore starts the processes of the
+ranks as the core does, and detects when a process exits.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from engine.wire import Channel, socketpair
 STOP_GRACE_S = 10.0
 """Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds the limit is killed."""
 LOSS_GRACE_S = 2.0
-"""Time limit, in seconds, for rank 0 to handle the loss of another rank. After this time, the process exits,
-because rank 0 may be blocked in a collective that never returns, for example while it loads the model."""
+"""Time limit, in seconds, for rank 0 to handle the loss of another rank. After this time, the process of rank
+0 exits. Rank 0 may be blocked in a collective that never returns, for example while it loads the model."""
 
 
 class OtherRanks:
@@ -34,7 +34,7 @@ class OtherRanks:
 
     If a rank exits before `stop`, the `on_exit` callback is called and the other ranks are killed. Rank 0
     then raises RankLost, and its caller must call `explain` and `stop`. If `stop` is not called within
-    LOSS_GRACE_S, the reason is printed and this process exits with code 1.
+    LOSS_GRACE_S seconds, this process prints the reason and exits with code 1.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -43,7 +43,7 @@ class OtherRanks:
         self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
         """Configuration of all ranks, including the path of the file through which they find each other."""
         self.plans: list[socket.socket] = []
-        """Rank 0's ends of the plan channels, in rank order."""
+        """Rank 0's ends of the plan channels to the other ranks, in rank order."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._channels: dict[int, Channel[RankOutbound]] = {}
         self._stopping, self._exited = threading.Event(), threading.Event()
@@ -67,15 +67,16 @@ class OtherRanks:
     def on_exit(self, callback: Callable[[str], None]) -> None:
         """Register a callback for the loss of a rank.
 
-        When a rank exits before `stop`, `callback(reason)` is called at least once, on any thread. It is
-        called immediately if a rank has already exited.
+        When a rank exits before `stop`, `callback(reason)` is called at least once, on any thread. If a rank
+        has already exited, the callback is called immediately.
         """
         self._on_exit = callback
         if self._exited.is_set():
             callback(self._reason)
 
     def explain(self, error: Exception) -> str:
-        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised as a result."""
+        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised because of the
+        loss."""
         self._exited.wait(LOSS_GRACE_S)
         return f"{self._reason} ({error})" if self._reason else str(error)
 

@@ -1,8 +1,7 @@
 """Defines the ranks of a replica and their collective operations. A single rank needs no process group and
 does not load torch.distributed. Collectives do not carry step plans: rank 0 sends plans on channels
-(`engine.plan_channel`). If the ranks' GPUs can map each other's memory, small messages are exchanged through
-this memory (`engine.peer_ranks`).
-"""
+(`engine.plan_channel`). If the ranks' GPUs can map each other's memory, the ranks exchange small messages
+through GPU memory (`engine.peer_ranks`)."""
 
 from __future__ import annotations
 
@@ -26,24 +25,24 @@ class RankFailureError(RuntimeError):
 
 
 class Overlap(Protocol):
-    """Sums results over the ranks while a forward pass runs. The tokens of the pass are split into two
-    halves."""
+    """Sums results over the ranks while the forward pass continues. The tokens of the pass are split into two
+    halves: the ranks sum the results of one half while they compute the other half."""
 
     split: int
     """Number of tokens in the first half."""
 
     def part(self, half: int, rows: int) -> torch.Tensor | None:
-        """Return the buffer into which the caller should write the `part` that it passes to the next `start`
-        for one half: [rows, hidden]. If the result is None, the caller allocates a buffer."""
+        """Return the buffer for the summand `part` of the next `start` for one half: [rows, hidden]. None
+        means that the caller allocates the summand."""
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
         """Start computing `residual` plus the sum of `part` over the ranks for one half. May overwrite both
-        tensors. If the summand `part` is not in the buffer returned by the method `part`, the summand is
-        copied there first."""
+        tensors. A summand that is not in the buffer returned by the method `part` is copied to this buffer
+        first."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of `start` for one half, and return it. The result stays valid until `start`
-        has been called twice more for this half."""
+        """Wait for the result of `start` for one half, and return it. The result is valid until the second
+        following call of `start` for this half."""
 
 
 class Ranks(Protocol):
@@ -75,13 +74,13 @@ class Ranks(Protocol):
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the id of the largest value over all ranks for each row: `[rows]` int64.
 
-        `values` is [rows] float32, and `ids` is [rows] int64 with ids below 2³¹. If values are equal, the
-        lowest rank's id is returned. The result is BAD_TOKEN if a row contains a NaN, or if its largest value
-        is infinite.
+        `values` is [rows] float32, and `ids` is [rows] int64 with ids below 2³¹. If several ranks have the
+        largest value, the id of the lowest rank is returned. The result is BAD_TOKEN if a row contains a NaN,
+        or if its largest value is infinite.
         """
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve memory for overlapping sums in passes of up to `tokens` tokens, if the overlap improves
+        """Reserve memory for overlapping the sums of passes of up to `tokens` tokens, if the overlap improves
         performance."""
 
     def overlap(self, tokens: int) -> Overlap | None:
@@ -89,10 +88,10 @@ class Ranks(Protocol):
         not improve performance."""
 
     def abandon(self, reason: str) -> None:
-        """Abort all current and future waits for peers, because a peer was lost. May be called from any
-        thread.
+        """Abort all current and future waits for peers. The caller has detected that a peer was lost. May be
+        called from any thread.
 
-        The results of collectives are undefined from now on, and `check` raises RankLost.
+        After this call, the results of collectives are undefined, and `check` raises RankLost.
         """
 
     def check(self) -> None:
@@ -205,7 +204,7 @@ class _Group(Collectives):
         if self._dist.get_backend() != "nccl":
             return  # gloo itself detects that a peer has exited
 
-        # Abort on a separate thread, because the call can block: it waits for running NCCL kernels, which
+        # Abort on a separate thread, because the call can block. It waits for running NCCL kernels, and these
         # wait for the lost peer until they are aborted.
         threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
 
@@ -285,8 +284,8 @@ def join(
     import torch.distributed as dist
 
     if backend == "gloo":
-        # By default, gloo uses the address to which the host name resolves. Without a network, this fails;
-        # with a network, the ranks would communicate over it.
+        # By default, gloo uses the address to which the host name resolves. This fails on a machine without a
+        # network. On a machine with a network, the ranks would communicate over the network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
@@ -325,8 +324,8 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # This exchange also makes every rank wait until all ranks have set up their memory. After it, peers
-        # may write messages to this rank's memory.
+        # This exchange also makes every rank wait until all ranks have set up their memory. After the
+        # exchange, peers may write messages to this rank's memory.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 UNLIMITED = 1 << 62
-"""A size in bytes that no message reaches."""
+"""A size in bytes that is larger than every message."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceLimits:
-    """The choice of all-reduce by message size: one-shot through peer memory for the smallest messages,
-    two-shot for larger ones, and the group's (NCCL) for the largest."""
+    """The all-reduce implementation for each message size. The smallest messages use a one-shot all-reduce
+    through peer memory, larger messages a two-shot all-reduce, and the largest messages the all-reduce of the
+    group (NCCL)."""
 
     two_shot_bytes: int
     """Message size from which the two-shot all-reduce is used."""
@@ -42,6 +43,6 @@ to launch NCCL.
 
 
 def limits_of(size: int) -> AllReduceLimits:
-    """Return the limits for `size` ranks. If they are unknown, return those of the next smaller known number
-    of ranks."""
+    """Return the limits for `size` ranks. If there are none, return the limits for the next smaller number of
+    ranks that has limits."""
     return _LIMITS[max((known for known in _LIMITS if known <= size), default=2)]

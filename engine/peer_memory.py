@@ -9,16 +9,16 @@ import torch
 from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words, stop_words
 
 ITEMS = 16
-"""Number of arena items per GPU program (`Arena.items`). With this value, a message can be up to 16 MiB long,
-e.g. 1,024 rows of 8,192 16-bit numbers."""
+"""Number of arena items per GPU program (`Arena.items`). It allows messages of up to 16 MiB, e.g. 1,024 rows
+of 8,192 16-bit numbers."""
 
 
 class PeerMemory:
     """The arena of one rank in GPU memory, and the addresses of its peers' arenas.
 
-    All ranks of torch.distributed's default group must construct their instances at the same time, each with
-    its own GPU as the current device. The group's backend must be NCCL. A rank may use its instance only
-    after every rank has constructed its own. NVLink multicast is not used. Raises RuntimeError if the GPUs
+    All ranks of torch.distributed's default group must construct their instances at the same time. Each
+    rank's GPU must be its current device. The group's backend must be NCCL. A rank may use its instance only
+    after all ranks have constructed theirs. NVLink multicast is not used. Raises RuntimeError if the GPUs
     cannot map each other's memory.
     """
 
@@ -59,6 +59,6 @@ class PeerMemory:
         return [handle.get_buffer(peer, shape, dtype) for peer in range(self.arena.world)]
 
     def stop(self) -> None:
-        """Abort all current and future waits for peers on this rank's GPU, because a peer was lost. The
-        affected calls return undefined results. May be called from any thread."""
+        """Abort all current and future waits for peers on this rank's GPU. The caller has detected that a
+        peer was lost. The aborted calls return undefined results. May be called from any thread."""
         self._stop[0] = 1

@@ -1,9 +1,9 @@
 """Sums long messages over the ranks while a forward pass runs, using the GPUs' copy engines.
 
-Each rank computes the sums for a share of the rows. The other ranks first copy their summands for these rows
-into this rank's memory. The rank then copies the sums into the memory of the other ranks. The copies do not
-occupy the multiprocessors, which run the pass. Sums are computed in rank order in float32, so they are
-bitwise equal on all ranks.
+Each rank computes the sums of a share of the rows. First, every rank copies its summands to the ranks that
+compute the sums. Each rank then adds the summands of its rows, and copies the sums to all other ranks. The
+copies do not occupy the multiprocessors, which run the pass. Sums are computed in rank order in float32, so
+they are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class OverlapMemory:
     """Buffers for the parts and the results of sums. All ranks' buffers are mapped on this rank's device."""
 
     stages: Sequence[torch.Tensor]
-    """For each rank, the buffer that receives the parts that this rank must sum, indexed by source rank:
-    [HALVES, ranks, rows / ranks, hidden]."""
+    """For each rank, the buffer that receives the parts that the rank must sum: [HALVES, ranks, rows / ranks,
+    hidden]. The second index is the rank that sent the part."""
     gathered: Sequence[torch.Tensor]
-    """For each rank, two alternating buffers for the results, so that one can be read while the other is
-    written: [HALVES, 2, rows, hidden]."""
+    """For each rank, two result buffers per half, which are used alternately so that one can be read while
+    the other is written: [HALVES, 2, rows, hidden]."""
 
     @staticmethod
     def shapes(ranks: int, rows: int, hidden: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -58,8 +58,8 @@ class PeerOverlap:
         self._parts = torch.empty_like(self._results[:, 0])
         """This rank's summands: [HALVES, rows, hidden]."""
         self._turns, self._rows = [0] * HALVES, [0] * HALVES
-        """For each half: which of its two result buffers contains the latest sum, and how many rows that sum
-        has."""
+        """For each half, the index of the result buffer that contains the latest sum, and the number of rows
+        of this sum."""
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         # On meta tensors, kernels are only enumerated, so no streams are needed.
         cuda = device.type == "cuda"
@@ -81,12 +81,12 @@ class PeerOverlap:
         return self._parts[half, :rows]
 
     def result(self, half: int, turn: int, rows: int) -> torch.Tensor:
-        """Return one of the two buffers that alternately contain the sums of a half: [rows, hidden]."""
+        """Return one of a half's two result buffers, which contain the sums alternately: [rows, hidden]."""
         return self._results[half, turn, :rows]
 
     def begin(self, half: int, values: torch.Tensor) -> None:
-        """Begin a pass for one half: copy the half's residual `values` to result buffer 0. The half's sums
-        will be stored alternately in result buffers 1 and 0."""
+        """Begin a pass for one half. Copies the half's residual `values` to result buffer 0. The sums of the
+        half are then stored in result buffers 1 and 0 alternately."""
         self._turns[half] = 0
         self.result(half, 0, len(values)).copy_(values)
 
@@ -145,7 +145,7 @@ class PeerOverlap:
         self.barrier()
 
     def _rows_of(self, rank: int, rows: int) -> slice:
-        """Return the rows that a rank sums."""
+        """Return the rows whose sums a rank computes."""
         share = rows // self._arena.world
         return slice(rank * share, (rank + 1) * share)
 

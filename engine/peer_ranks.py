@@ -17,7 +17,7 @@ from kernels.triton import all_gather, all_reduce, all_reduce_norm
 from kernels.triton.peer_arena import Arena
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that are gathered through peer memory. Gathering preserves all values except the sign of a zero."""
+"""Dtypes that can be gathered through peer memory, which preserves all values except the sign of a zero."""
 
 
 class Memory(Protocol):
@@ -106,8 +106,8 @@ class PeerRanks(Collectives):
             return self._group.all_gather_last_dim(tensor)
         words = tensor.contiguous().view(torch.int32).view(-1, width)
         gathered = words.new_empty((len(words), self.size, width))
-        # Rows that do not fit into the arena together are sent in pieces. The group would need twice the
-        # memory of the result.
+        # If the rows do not fit into the arena together, send them in pieces. Gathering through `group`
+        # instead would need twice the memory of the result.
         for piece, result in zip(words.split(rows), gathered.split(rows), strict=True):
             all_gather.all_gather(piece.view(-1), width, self._arena, out=result, pdl=self.pdl)
         return gathered.view(tensor.dtype).view(*tensor.shape[:-1], -1)
@@ -161,7 +161,7 @@ class PeerRanks(Collectives):
         )
 
     def _pieces(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Divide a tensor into parts of about the same number of rows that fit into the arena."""
+        """Split a tensor into pieces that fit into the arena and have about the same number of rows."""
         count = -(-len(tensor) // all_reduce.max_rows(tensor.shape[1], self._arena))
         return tensor.split(-(-len(tensor) // count))
 
@@ -172,6 +172,6 @@ class PeerRanks(Collectives):
         return part.numel() * part.element_size() >= self.limits.two_shot_bytes
 
     def _gathers(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is gathered through peer memory. Its size in bytes must be a multiple of
-        4."""
+        """Return whether `tensor` is gathered through peer memory. The size of `tensor` in bytes must be a
+        multiple of 4."""
         return all_gather.fits(tensor.numel() * tensor.element_size() // 4, self._arena)

@@ -1,5 +1,6 @@
-"""Detects that another rank's process has exited, by watching for a closed channel. A separate thread watches
-the channels, because this rank may be blocked in a collective that waits for the other rank."""
+"""Detects that the process of another rank has exited, because the process's channel is then closed. A
+separate thread watches the channels, because the main thread may be blocked in a collective that waits for
+the other rank."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ class PeerWatch:
     """Calls `on_disconnect(name)` once, on a separate thread, when a peer closes its end of a channel.
 
     `channels` maps the peers' names to the file descriptors to watch, which must be sockets. Data that
-    arrives on them is not read.
+    arrives on the sockets is not read.
     """
 
     def __init__(self, channels: Mapping[str, int], on_disconnect: Callable[[str], None]) -> None:
-        # The descriptors are duplicated, because their owner may close a channel at any time.
+        # Watch duplicates of the descriptors, because the owner may close a channel at any time.
         self._names = {os.dup(descriptor): name for name, descriptor in channels.items()}
         self._on_disconnect = on_disconnect
         self._ended, self._end = os.pipe()

@@ -1,4 +1,4 @@
-"""The plan of a step, which rank 0 sends to every rank, and the tokens that the step samples.
+"""Defines the plan of a step, which rank 0 sends to every rank, and the tokens that the step samples.
 
 All structs contain only plain data, which `engine.wire` encodes as msgpack. This module does not load torch.
 """
@@ -20,12 +20,12 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
     """Index of the sample within its request. It is part of the key of the sampling noise."""
     prompt_tokens: int
     history: list[int]
-    """Known prompt and output tokens, if penalties need their counts; otherwise empty."""
+    """Known prompt and output tokens if penalties need the tokens' counts, otherwise empty."""
     forks: list[tuple[int, int]] = []
     """(slot, sample) of each fork. All forks share the other fields, which are therefore sent only once."""
 
     recent: list[int] = []
-    """The last known output tokens (at most MAX_BAD_WORD_TOKENS - 1) if the request has bad words; otherwise
+    """Most recent output tokens (at most MAX_BAD_WORD_TOKENS - 1) if the request has bad words, otherwise
     empty."""
 
     @property
@@ -42,13 +42,14 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     """Position of the chunk's first token in the sequence."""
     token_ids: list[int]
     sample_slots: list[int]
-    """Slots that sample from the logits of the chunk's last token. The list is empty if the prompt continues
-    after the chunk. Otherwise, it contains the slots of the sequence and, with n > 1, of its forks."""
+    """Slots that sample from the logits of the chunk's last token: the slot of the sequence and, with n > 1,
+    those of its forks. The list is empty if the prompt continues after the chunk."""
     prompt_logprobs: int | None = None
-    """For each prompt token that follows a token of the chunk: the number of most likely alternatives whose
-    log probabilities are returned. None disables prompt log probabilities."""
+    """Number of most likely alternatives whose log probabilities are returned for each prompt token that
+    follows a token of the chunk. None disables prompt log probabilities."""
     next_token: int | None = None
-    """The prompt token after the chunk, if there is one and `prompt_logprobs` is set."""
+    """The prompt token that follows the chunk. Set only if there is such a token and `prompt_logprobs` is
+    set."""
 
 
 class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -72,12 +73,12 @@ class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
     """Slots of the decoding sequences."""
     chunks: list[Chunk]
     clears: list[int] = []
-    """Blocks to fill with zeros, because a previous sequence left NaN or infinity in them. Attention
-    multiplies masked values by zero, and zero times NaN is NaN."""
+    """Blocks to fill with zeros, because a previous sequence left NaN or infinity in them. This is necessary
+    because attention multiplies masked values by zero, and zero times NaN is NaN."""
     shares: list[tuple[int, int, list[int]]] = []
-    """Block table entries that are shared by samples of one prompt: (source slot, number of leading entries,
-    slots to which the entries are copied). They are applied after `blocks`, which may contain entries of the
-    source slot."""
+    """Block table entries that samples of one prompt share: (source slot, number of leading entries, slots to
+    which the entries are copied). A step applies `shares` after `blocks`, because `blocks` may contain
+    entries of the source slot."""
 
 
 class MemoryPlan(msgspec.Struct, tag="memory", array_like=True, frozen=True):
@@ -93,7 +94,8 @@ RankPlan = StepPlan | MemoryPlan
 """Messages from rank 0 to the other ranks."""
 
 LOWEST_LOGPROB = -9999.0
-"""Lowest reported log probability. It also replaces log probabilities that are not finite."""
+"""Lowest log probability that is reported. Lower values and values that are not finite are replaced by this
+value."""
 
 BAD_TOKEN = -1
 """Value that is reported instead of a sampled token if the logits have no finite maximum. This happens if the
@@ -101,7 +103,7 @@ weights are damaged or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """Results of a step, with one entry per sampling slot, in the plan's order: decodes first, then
+    """Results of a step. There is one entry per sampling slot, in the plan's order: decodes first, then
     chunks."""
 
     token_ids: list[int]
@@ -109,11 +111,11 @@ class StepTokens(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob | None] | None
     """Log probabilities of the sampled tokens, or None if no slot requested them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    """For each slot: the log probabilities of the prompt tokens that follow the tokens of the slot's
+    """For each slot, the log probabilities of the prompt tokens that follow the tokens of the slot's
     chunk."""
     non_finite: list[int] = []
-    """Slots whose chunks do not sample and have hidden states that are not finite. Slots that sample report
-    BAD_TOKEN instead."""
+    """Slots whose chunk does not sample and has hidden states that are not finite. A slot that samples
+    reports BAD_TOKEN instead."""
     expert_choices: dict[int, list[int]] | None = None
     """For each layer: the number of counted tokens that have chosen each expert since the replica started.
     None if the step does not report them, or if the model has no experts."""

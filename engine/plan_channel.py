@@ -21,14 +21,15 @@ PLAN_TIMEOUT_S = 30.0
 step, and a launch can take as long as the computation of a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
-"""Maximum size of a plan's frame in bytes. It may exceed the limit for fronts, because both ends are ranks of
-the same replica."""
+"""Maximum size of a plan's frame in bytes. It is higher than the limit for fronts, because both ends of a
+plan channel are ranks of the same replica, which trust each other."""
 
 _NUMBER_BYTES = 5
 """Size in bytes of a number below 2³² in msgpack."""
 _SLOT_BYTES = 512
-"""Upper bound on the bytes that one slot adds to a plan, excluding the request's lists. It covers the
-sampling parameters with their names, the numbers of the slot's chunk, and its entries in the plan's lists."""
+"""Upper bound on the bytes that one slot adds to a plan, excluding the request's lists. The bound covers the
+sampling parameters with their names, the numbers in the slot's chunk, and the slot's entries in the plan's
+lists."""
 _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
 """Size in bytes of a block table entry, which contains slot, index and block id."""
 
@@ -43,11 +44,11 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound on the size of a plan's frame in bytes.
 
-    If a step contains several setups, `engine.scheduling.admission.MAX_SETUP_NUMBERS` limits the lists in the
-    setups. The lists of a single setup are limited by the size of the frame in which they arrived from a
-    front, plus the sequence's output. Apart from the setups, a plan contains at most every slot with its
-    complete block table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072
-    tokens, the bound is about 100 MB.
+    If a step contains several setups, `engine.scheduling.admission.MAX_SETUP_NUMBERS` limits their lists. The
+    lists of a single setup are limited by the size of the front's frame in which they arrived, plus the
+    sequence's output. Apart from the setups, a plan contains at most every slot with its complete block
+    table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is
+    about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES
@@ -78,8 +79,8 @@ class PlanSender:
     """Sends plans to the other ranks without blocking.
 
     Each plan is encoded once. If a peer's socket does not accept all bytes immediately, a thread writes the
-    rest in order. A peer is considered lost if its end is closed, or if it has read nothing for `timeout_s`
-    seconds while plans are queued.
+    rest in order. A peer is considered lost if it has closed its end of the channel, or if it has read
+    nothing for `timeout_s` seconds while plans are queued.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class PlanSender:
     ) -> None:
         """Create a sender for ranks 1 to N-1.
 
-        `sockets` are rank 0's ends of the plan channels, in rank order. `on_failure` is called with the
-        reason, once per lost peer and on any thread. The callback must not call methods of this object.
+        `sockets` are rank 0's ends of the plan channels, in rank order. When a peer is lost, `on_failure` is
+        called once with the reason, on any thread. The callback must not call methods of this object.
         """
         self._encoder = msgspec.msgpack.Encoder()
         self._peers = [_Peer(rank, sock, on_failure, timeout_s) for rank, sock in enumerate(sockets, 1)]
@@ -123,7 +124,7 @@ class _Peer:
         self._unsent: deque[tuple[int, memoryview]] = deque()
         self._failure = ""
         self._changed = threading.Condition()
-        """Protects all fields. It is notified when a plan has been written or the peer is lost."""
+        """Lock that protects all fields. It is notified when a plan has been written or the peer is lost."""
 
     def send(self, step: int, frame: bytes) -> None:
         with self._changed:
@@ -163,8 +164,8 @@ class _Peer:
             self._lose(f"closed its plan channel ({error.strerror})")
 
     def _lose(self, reason: str) -> None:
-        """Record that the peer failed, and report it with `on_failure`. This unblocks a caller that is
-        waiting in a collective."""
+        """Record that the peer failed, and report the failure with `on_failure`. The report lets the caller
+        abort a collective that waits for the peer."""
         self._failure = reason
         self._on_failure(f"rank {self._rank} {reason}")
 

@@ -22,12 +22,12 @@ class StageTimes:
         self._now = now
         self._label, self._since = "start", now()
         self._begun = True
-        """Whether the last report began a stage, instead of reporting finished work."""
+        """Whether the last report announced a new stage. Otherwise, the last report counted finished work."""
         self._seconds: dict[str, float] = {}
 
     def __call__(self, report: Progress) -> None:
-        """Assign the time since the previous report to a stage. It is the new report's stage if both reports
-        count finished work, and otherwise the previous report's stage."""
+        """Assign the time since the previous report to a stage. If both reports count finished work, this is
+        the stage of the new report. Otherwise, it is the stage of the previous report."""
         detail = report.detail if report.unit != "bytes" else ""
         label = f"{report.stage} ({detail})" if detail else report.stage
         worked = label if report.done and not self._begun else self._label

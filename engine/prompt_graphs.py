@@ -1,13 +1,13 @@
-"""Short forward passes of prompts as CUDA graphs. For passes of up to a few hundred tokens, the host needs
-longer to launch the kernels one by one than the device needs to run them.
+"""Captures short forward passes of prompts as CUDA graphs, and replays them. For passes of up to a few
+hundred tokens, the host needs longer to launch the kernels one by one than the device needs to run them.
 
 Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so they are not
 written to the cache. No attention tile contains them, so their attention is not computed.
 
-Captured passes read an FP8 cache directly instead of expanding it first, because the extent of the expansion
-depends on the plan. Direct reads are slow for long contexts, so passes with more than `MAX_FP8_KEYS` cached
-tokens do not use the graphs. They do not need graphs, because the host launches their kernels faster than the
-device computes them.
+Captured passes read an FP8 cache directly. They cannot expand the cache to the model's dtype first, because
+the number of blocks to expand depends on the plan. Direct reads are slow for long contexts, so passes with
+more than `MAX_FP8_KEYS` cached tokens do not use the graphs. Such passes do not need graphs, because the host
+launches their kernels faster than the device runs them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_CHUNKS = 4
 """Maximum number of prompts in a captured pass."""
 
 MAX_FP8_KEYS = 4096
-"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, the device needs as long to
-compute the attention of 512 tokens of an 8B model as the host needs to launch the pass."""
+"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, computing the attention of 512
+tokens of an 8B model on the device takes as long as launching the pass on the host."""
 
 
 class PromptGraphs:
@@ -51,7 +51,7 @@ class PromptGraphs:
         self._windows = list(dict.fromkeys(decoder.config.sliding_windows))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._staged = (0, 0)
-        """Captured size of the staged pass in tokens, and its number of chunks."""
+        """Size of the staged pass as captured, in tokens, and the pass's number of chunks."""
         self._max_tokens = self.sizes[-1] if self.sizes else 0
         # Each chunk has a separate slot, so there are at most as many logit rows as slots.
         self._max_chunks = min(MAX_CHUNKS, len(tables.lengths))

@@ -1,5 +1,5 @@
-"""The memory of one rank that is released while the replica sleeps: its weights and its KV cache. On a GPU,
-the KV cache can also grow.
+"""Manages the memory of one rank that is released while the replica sleeps: the weights and the KV cache. On
+a GPU, the KV cache can also grow.
 
 On a GPU, the weights are copied to host memory. The GPU memory of weights and KV cache is then released, and
 later mapped again at the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released,
@@ -42,7 +42,7 @@ class RankMemory(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Device memory, in bytes, that is not allocated by torch."""
+        """Device memory, in bytes, that was allocated without torch's allocator."""
 
     @property
     def host_bytes(self) -> int:
@@ -59,22 +59,23 @@ class RankMemory(Protocol):
         """Whether `growing_kv` and `grow_kv` are supported."""
 
     def growing_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor whose first dimension indexes the blocks. Only the first block may be accessed, and
-        the blocks that `grow_kv` has provided. Raises torch.OutOfMemoryError."""
+        """Return a tensor whose first dimension is the block id. The caller may access only the first block
+        and the blocks that `grow_kv` has provided. Raises torch.OutOfMemoryError."""
 
     def grow_kv(self, blocks: int) -> None:
         """Provide the first `blocks` blocks of every tensor from `growing_kv`, filled with zeros. Raises
         torch.OutOfMemoryError."""
 
     def blocks_within(self, nbytes: int) -> int:
-        """Return to how many blocks `grow_kv` can grow by allocating at most `nbytes` bytes."""
+        """Return the number of blocks to which `grow_kv` can grow the KV cache by allocating at most `nbytes`
+        bytes."""
 
     def check(self, ranks: int) -> None:
-        """Raise SleepError if this rank cannot sleep. `ranks` is the number of ranks on this machine, which
-        all need host memory."""
+        """Raise SleepError if this rank cannot sleep. `ranks` is the number of ranks on this machine, each of
+        which needs host memory."""
 
     def save(self) -> None:
-        """Copy to host memory everything that must survive `release`."""
+        """Copy everything that `release` would destroy and `restore` needs to host memory."""
 
     def forget(self) -> None:
         """Delete the copies made by `save`."""
@@ -118,8 +119,8 @@ class CpuMemory(_FixedKv):
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of lazily allocated zero pages. Creating it takes almost no time, and a page uses
-        no memory until it is written."""
+        """Return a tensor of zero pages that are allocated lazily. Creating the tensor takes almost no time,
+        and a page uses no memory until it is written."""
         pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pages.append(pages)
         return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
@@ -140,7 +141,7 @@ class CpuMemory(_FixedKv):
 
     def restore(self) -> None:
         # Released pages read as zeros and are allocated again when they are written, so nothing needs to be
-        # restored. However, Linux kills a process if no free page is left for it.
+        # restored. However, when no free page is left, Linux kills a process.
         needed, available = self._kv_bytes * self._ranks, memory.available_host_bytes()
         if needed > available:
             raise SleepError(
@@ -195,7 +196,7 @@ class GpuMemory:
         self._device, self._driver = device, driver
         self._weights = DeviceArena(driver, total_bytes)
         self._kv: list[DeviceArena] = []
-        """One arena for each tensor of the KV cache, so that every tensor can grow."""
+        """One arena per tensor of the KV cache, because only a tensor with its own arena can grow."""
         self._block_bytes: list[int] = []
         """Size of a block in each of these tensors."""
         self._copies: list[torch.Tensor] = []
@@ -259,7 +260,7 @@ class GpuMemory:
         try:
             for piece in self._weights.pieces():
                 copy = map_pages(piece.nbytes)
-                copy.zero_()  # allocates the pages on all threads; page-locking would use only one
+                copy.zero_()  # allocates the pages on all threads, unlike page-locking
                 lock_pages(copy)
                 self._copies.append(copy)
                 copy.copy_(piece, non_blocking=True)
@@ -270,7 +271,8 @@ class GpuMemory:
             raise SleepError(f"the weights could not be copied to host memory: {reason}") from error
 
     def forget(self) -> None:
-        """Delete the copies in the background, because unlocking them takes longer than waking up."""
+        """Delete the copies in the background, because unlocking their memory takes longer than waking the
+        replica."""
         copies, self._copies = self._copies, []
         if copies:
             self._freeing = threading.Thread(target=self._free, args=(copies,), name="engine-free-host")

@@ -67,8 +67,8 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
 
 
 class AskBlocks(msgspec.Struct, tag="ask_blocks", frozen=True):
-    """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. A single
-    answer serves all `AskBlocks` messages that arrived before it was sent."""
+    """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. Rank 0
+    sends a single answer for all `AskBlocks` messages that arrived before the answer."""
 
 
 class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
@@ -77,7 +77,7 @@ class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
     request_id: str
     blocks: int
     """Number of entries in the block tables of the request's samples. A block that several samples found in
-    the prefix cache is counted once for each of them."""
+    the prefix cache is counted once per sample."""
     preemptions: int
     """Number of preemptions of the request's unfinished submissions."""
 
@@ -85,9 +85,10 @@ class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
 class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
     """Sent by rank 0 to the core with the state of the KV blocks, in the order of the pool.
 
-    At most BLOCK_CELLS blocks are described: in a larger pool, every `stride`-th block. A message therefore
-    takes at most 64 KiB, plus about 40 bytes for each unfinished request. Its data is collected over several
-    steps, so a block may have no owner if its owner has changed in the meantime.
+    At most BLOCK_CELLS blocks are described. If the pool is larger, only every `stride`-th block is
+    described. A message therefore takes at most 64 KiB, plus about 40 bytes for each unfinished request. The
+    data of a message is collected over several steps. If the owner of a block changes during this time, the
+    message may name no owner for the block.
     """
 
     stride: int
@@ -95,8 +96,8 @@ class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
     """One byte per described block: 0 (free), 1 (cached), 2 (used) or 3 (used, with more than one
     reference)."""
     ages: bytes
-    """One byte per described block: for a cached block, the binary logarithm of 1 + the seconds since it was
-    last used, rounded down; otherwise 0."""
+    """One byte per described block. For a cached block, it is log2(1 + seconds since the block was last
+    used), rounded down. For other blocks, it is 0."""
     owners: bytes
     """Two bytes per described block, little-endian: an index into `requests`, or NO_OWNER. The owner of a
     block with several references is the first of its requests."""
@@ -155,14 +156,15 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    """Number of tokens generated for all samples, excluding the tokens in `Submit.output_token_ids`."""
+    """Number of tokens that were generated for all samples. The tokens in `Submit.output_token_ids` are not
+    counted."""
     preemptions: int
     batch_size: int
-    """Batch size (number of sequences) of the step that started the submission."""
+    """Batch size, as the number of sequences, of the step that started the submission."""
     finish_reason: list[FinishReason]
     """One finish reason per sample."""
     credit_tokens: int
-    """The submission's total token credit, which has been granted back completely."""
+    """Total token credit of the submission. All of it has been returned to the core."""
 
 
 class LayerExperts(msgspec.Struct, frozen=True):
@@ -181,8 +183,8 @@ class LayerExperts(msgspec.Struct, frozen=True):
 
     @property
     def imbalance(self) -> float:
-        """How often the busiest expert was chosen, divided by the mean over all experts. 0 if there are no
-        choices."""
+        """Number of times that the busiest expert was chosen, divided by the mean over all experts. It is 0
+        if no expert was chosen."""
         return self.busiest_choices * self.experts / max(1, self.choices)
 
 
@@ -207,15 +209,15 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     blocks_used: int = 0
     blocks_cached: int = 0
     blocks_shared: int = 0
-    """Number of used blocks with more than one reference. Samples forked from one prompt together hold one
-    reference."""
+    """Number of used blocks with more than one reference. All samples that were forked from one prompt count
+    as a single reference."""
     evictions: int = 0
     """Number of cached blocks that were overwritten because no block was free."""
     preemptions: int = 0
     prompt_tokens: int = 0
     """Number of prompt tokens of all started submissions. A prompt is counted once per submission."""
     cached_tokens: int = 0
-    """Number of prompt tokens that were found in the prefix cache."""
+    """Number of prompt tokens of all started submissions that were found in the prefix cache."""
     computed_tokens: int = 0
     """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
     tokens, are counted again."""
@@ -233,7 +235,7 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     step_ms: float = 0.0
     """Mean duration of a decode-only step in milliseconds, or 0 if there was none."""
     idle_us: float = 0.0
-    """Mean time, in microseconds, that the device waited for the host before a decode-only step."""
+    """Mean time, in microseconds, for which the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
     """Number of steps with prefill. Their mean duration and mean idle time are `mixed_step_ms` and
     `mixed_idle_us`."""
@@ -254,7 +256,8 @@ class LongestStep(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     """Number of prompt tokens that the step computed."""
     request_id: str = ""
-    """Request with the largest chunk of the step, or an empty string if the step computed no prompt."""
+    """Id of the request with the largest chunk of the step, or an empty string if the step computed no prompt
+    tokens."""
 
 
 class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
@@ -266,8 +269,8 @@ class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     minus the used credit. `credit_seqs` starts at `max_num_seqs` and increases by one for each ended sample.
     `credit_tokens` starts at the token budget of two steps with decodes or of one step without decodes,
     whichever is larger. It increases by a submission's `credit_tokens` as these tokens are computed, found in
-    the prefix cache, or dropped. `returned_seqs` and `returned_tokens` contain the credit granted back per
-    level.
+    the prefix cache, or dropped. `returned_seqs` and `returned_tokens` contain the credit that was returned
+    for each level.
     """
 
     finished: list[Finished] = []

@@ -40,15 +40,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS_TIMEOUT_S = 600.0
-"""Maximum time, in seconds, that ranks wait for each other. It is long because a rank may read its weights
-from a slower disk. The core detects ranks that exit."""
+"""Maximum time, in seconds, that ranks wait for each other. The time is long because a rank may read its
+weights from a slower disk. The wait for a rank that has exited is shorter, because the core detects the
+exit."""
 FAILURE_CHECK_S = 0.05
 """Interval, in seconds, at which ranks other than rank 0 check for a failed step while no plans arrive."""
 FATAL_TIMEOUT_S = 1.0
 """Maximum time, in seconds, that a failing rank waits for the core to read the reason."""
 LOSS_GRACE_S = 0.3
-"""Time limit, in seconds, for a rank to exit after it has lost a peer. The launcher's limit is slightly
-longer."""
+"""Time limit, in seconds, for a rank to exit after it has lost a peer. The launcher, whose limit is slightly
+longer, kills ranks that exceed it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,7 +69,8 @@ def main() -> None:
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
     if start.spec.cpus:
-        # Threads that are started later, and memory that they allocate, stay near these CPUs.
+        # Set the CPUs before other threads start, so that those threads and the memory that they allocate
+        # stay near these CPUs.
         os.sched_setaffinity(0, start.spec.cpus)
     ranks = start.spec.tensor_parallel_size
     log_to_stderr(UtcFormatter(start.spec.process_name(start.rank).replace("%", "%%")))
@@ -79,7 +81,8 @@ def main() -> None:
         peers = [socket.socket(fileno=control.take_fd()) for _ in range(count)]
         _watch_peers(start.rank, peers, runner.ranks)
         if runner.device.type == "cpu":
-            # A rank on a GPU keeps its freed memory, because its thread that launches kernels must not wait.
+            # A rank on a GPU does not return freed memory to the operating system, because the thread that
+            # launches its kernels must not wait.
             return_memory_periodically()
         code = _serve(start, control, peers, runner)
     except Exception as error:
@@ -90,7 +93,8 @@ def main() -> None:
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         control.drain(FATAL_TIMEOUT_S)
         code = 1
-    # Threads of torch.distributed or the GPU libraries can block a normal exit.
+    # Exit without waiting for other threads, because threads of torch.distributed or the GPU libraries can
+    # block a normal exit.
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
@@ -117,12 +121,13 @@ def _serve(
 
 
 def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
-    """Exit when a peer exits. Rank 0 watches all other ranks, and the other ranks watch rank 0."""
+    """Exit this process when a peer's process exits. Rank 0 watches all other ranks, and each other rank
+    watches rank 0."""
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
-        # Normally, the main thread now raises RankLost or returns. If it is idle or blocked in a collective,
-        # it does neither.
+        # Normally, the main thread now raises RankLost or returns. It does neither if it is idle or blocked
+        # in a collective, so this thread ends the process.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has ended; this rank exits", name)
         logging.shutdown()
@@ -175,8 +180,8 @@ def follow(control: Channel[RankInbound], plans: Channel[Any], runner: Following
                 runner.change_memory(plan.asleep).result()
             else:
                 unread.append(runner.launch(plan))
-        # Check for failures even if no plan arrives, because rank 0 may be blocked in a collective of the
-        # failed step.
+        # Check for failures even if no plan arrives. After a step has failed, rank 0 may send no plan because
+        # it is blocked in a collective of that step.
         while unread and unread[0].ready():
             unread.popleft().wait()
 
@@ -204,8 +209,8 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     while True:
         selector.select()
         messages = control.read()
-        # Read again to detect that the core has exited since it sent Start. If the core exits later, the
-        # operating system kills this process (`_die_with_parent`).
+        # Check the channel again, to detect that the core has exited since it sent Start. If the core exits
+        # later, the operating system kills this process (`_die_with_parent`).
         messages += control.read()
         if control.violation:
             log.error("the core sent an invalid message: %s", control.violation)

@@ -1,4 +1,4 @@
-"""Defines a model with its serving options. Together they determine which kernels a replica launches."""
+"""Defines a model together with its serving options, which determine the kernels that a replica launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kernels.compiling import GpuModel
 
 DTYPES = ("bfloat16", "float16")
-"""Model dtypes that our GPU kernels support."""
+"""Model dtypes that the GPU kernels support."""
 
 _WITHOUT_KERNELS = "on the CPU, or in float32, which does not use the GPU kernels"
 
@@ -36,8 +36,8 @@ class ReplicaModel:
     """Token budget of a step."""
 
     def check_shapes(self) -> None:
-        """Raise UnsupportedError if the model cannot be split across the ranks, or if our GPU kernels do not
-        support it. The message gives the field of `config.json`, its value and the remedy."""
+        """Raise UnsupportedError if the model cannot be split across the ranks, or or if the GPU kernels do
+        not support the model. The message gives the field of `config.json`, its value and the remedy."""
         config, size = self.config, self.tensor_parallel_size
         shard = config.shard(size, 0)
         group, experts = shard.heads // shard.kv_heads, config.experts

@@ -120,8 +120,8 @@ class ModelRunner:
         self._memory_thread: ThreadPoolExecutor | None = None
         building = self._start_build()
         self.memory = open_memory(self.device, ranks.size)
-        # This callable must not refer to the runner, so that the runner's memory is freed as soon as the
-        # runner is deleted.
+        # The next function must not refer to the runner. Otherwise, deleting the runner would not free its
+        # memory immediately.
         self._sleep = RankSleep(self.memory, ranks.size, partial(_totals, ranks, self.device))
         with torch.inference_mode():
             self.decoder = Decoder(
@@ -212,7 +212,7 @@ class ModelRunner:
         self.ranks.close()
 
     def _thread(self, name: str) -> ThreadPoolExecutor:
-        # This callable holds no reference to the runner (see `_sleep`).
+        # This function holds no reference to the runner (see `_sleep`).
         return ThreadPoolExecutor(1, name, partial(_enter_thread, self._threads, self.device))
 
     def _change_memory(self, asleep: bool) -> MemoryChanged:
@@ -308,8 +308,8 @@ class ModelRunner:
     def _warm_up(
         self, progress: ProgressCallback, layers: LayerGraphs | None, halves: HalvesGraphs | None
     ) -> None:
-        """Load or capture all kernels that serving launches, and reserve the memory of the largest steps, so
-        that no request waits for these operations. `layers` and `halves` are the captured parts of long
+        """Load or capture all kernels that serving launches, and reserve the memory of the largest steps. No
+        request then has to wait for these operations. `layers` and `halves` are the captured parts of long
         passes."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         decoder, kernels = self.decoder, self.decoder.ops.name == "cuda"
@@ -319,7 +319,8 @@ class ModelRunner:
             decoder.layer_graphs, decoder.halves_graphs = layers, halves
         scratch = decoder.allocate_kv(1)
         progress(Progress("warm up", detail="running the largest steps"))
-        # A pass frees the memory of a layer before the next layer, so a few layers need as much as all.
+        # A pass frees the memory of each layer before it runs the next layer, so a few layers need as much
+        # memory as all layers.
         run_largest_steps(self._executor(*decoder.representative(scratch)), self.max_model_len, self.spec)
         if kernels:
             progress(Progress("warm up", detail="running steps of every size"))
@@ -342,7 +343,8 @@ class ModelRunner:
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _capture_layers(self, progress: ProgressCallback) -> LayerGraphs | None:
-        """Capture the layers of passes that the GPUs compute faster than the host can launch them."""
+        """Capture the layers of those passes whose kernels take the host longer to launch than the GPUs need
+        to run them."""
         if not self._captured_sizes or self.decoder.ops.name != "cuda":
             return None
         # Imported here because this module loads Triton, which a CPU does not need.
@@ -353,7 +355,7 @@ class ModelRunner:
         return graphs
 
     def _capture_halves(self, progress: ProgressCallback) -> HalvesGraphs | None:
-        """Capture parts of full steps if several GPUs run them in two halves."""
+        """If several GPUs run full steps in two halves, capture the parts of these steps."""
         spec, decoder = self.spec, self.decoder
         full = spec.max_num_batched_tokens
         mixed = spec.max_mixed_tokens or default_mixed_tokens(spec.max_num_seqs, full)
@@ -390,8 +392,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
-        # The pool's pages become resident only when they are first written, so resident memory does not
-        # include them yet. Add their size.
+        # Add the size of the pool. Its pages become resident only when they are first written, so the
+        # resident memory does not include them yet.
         pool = self.kv_blocks * self._predict(None).kv_bytes_per_block
         return max(0, memory.resident_bytes() - resident_before) + pool
 
@@ -431,8 +433,8 @@ class ModelRunner:
 
 
 def _enter_thread(threads: int, device: torch.device) -> None:
-    # OpenMP stores the number of threads separately for each calling thread, and CUDA does the same with the
-    # device.
+    # Set these values on this thread, because OpenMP stores the number of threads for each calling thread,
+    # and CUDA stores the current device for each thread.
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,16 +1,17 @@
 """Samples tokens from logits, and computes log probabilities. Each rank has logits for one part of the
 vocabulary.
 
-`kernels.draws` defines how a token is drawn from a row of logits. The sampling operations are passed in. With
-tensor parallelism, the ranks exchange the best (value, id) of each row. For greedy sampling, and for sampling
-with only a temperature, this gives exactly the single-rank result. If a row needs top-k, top-p, min-p or
-logits processors, the step's logits are gathered first.
+`kernels.draws` defines how a token is drawn from a row of logits. The caller passes in the sampling
+operations (kernels or reference implementation). With tensor parallelism, the ranks exchange the best (value,
+id) of each row. For greedy sampling, and for sampling with only a temperature, the result is exactly the same
+as with a single rank. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered
+first.
 
 The operations are applied in this order: repetition penalty, frequency and presence penalties, logit bias,
 suppression of stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p.
 As in Hugging Face and vLLM, penalties precede the temperature, and top-p applies to the renormalised result
-of top-k. Min-p is last, as in Hugging Face. vLLM applies it before top-k. The results differ only if top-p
-would then renormalise over fewer tokens.
+of top-k. Min-p is last, as in Hugging Face. vLLM applies min-p before top-k. The results differ only if top-p
+then renormalises over fewer tokens.
 
 The bias is applied after the penalties, so that −100 bans a token and +100 forces it regardless of the
 penalties. Stop tokens are suppressed after the bias, so that a bias cannot re-enable them. Tokens that tie
@@ -19,8 +20,8 @@ with the last token kept by top-k, top-p or min-p are also kept.
 Log probabilities are computed from the model's own distribution, before all of these operations.
 
 If the largest logit of a row is not finite, the row's token id is −1 (`BAD_TOKEN`), and the caller must end
-the sequence with an error. The row contains a NaN, a value overflowed, or every token is banned. Other rows
-are not affected.
+the sequence with an error. This happens if the row contains a NaN, if a value overflowed, or if every token
+is banned. Other rows are not affected.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from kernels import sampling
 from kernels.draws import Draws, Logits, SamplingOps, Variant
 
 LOGPROB_ROWS = 128
-"""Number of rows for which log probabilities are computed together. Computing a whole chunk or batch at a
-time could take gigabytes of memory."""
+"""Maximum number of rows whose log probabilities are computed together. Computing a whole chunk or batch at
+once could take gigabytes of memory."""
 
 
 @dataclass(slots=True)
@@ -152,8 +153,8 @@ class Sampler:
         return torch.cat((logprobs.clamp(LOWEST_LOGPROB, 0.0), ids.double()), dim=1)
 
     def _source(self, logits: torch.Tensor, variant: Variant, whole: bool) -> tuple[Logits, bool]:
-        """Return the logits to sample from, and whether they cover the whole vocabulary. They always do if
-        `whole` is true."""
+        """Return the logits to sample from, and whether they cover the whole vocabulary. If `whole` is true,
+        the logits always cover the whole vocabulary."""
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:
@@ -165,7 +166,7 @@ class Sampler:
 
     def _best(self, variant: Variant, source: Logits, draws: Draws, whole: bool) -> torch.Tensor:
         if not whole and not self._real:
-            # All columns of this rank are padding, because the vocabulary is small.
+            # All columns of this rank can be padding if the vocabulary is small.
             rows = len(source.values if source.index is None else source.index)
             values = torch.full((rows,), -torch.inf, device=source.values.device)
             ids = torch.full((rows,), self._first, dtype=torch.int64, device=values.device)
@@ -175,5 +176,6 @@ class Sampler:
             values, ids = self._ops.plain(source, draws)
         else:
             values, ids = self._ops.full(source, draws)
-        # Token ids increase with the rank, so the lowest id is returned for equal values.
+        # Token ids increase with the rank, so the lowest id is returned if several ranks have the largest
+        # value.
         return ids if whole else self._ranks.best(values, ids)

@@ -1,5 +1,4 @@
-"""The sampling parameters of each slot on the device, and metadata on the host that determines how a step
-samples.
+"""Stores the sampling parameters of each slot on the device, and determines on the host how a step samples.
 
 The device itself updates only the penalty counts and the recent tokens that are compared with bad words.
 """
@@ -26,7 +25,7 @@ matches no token."""
 
 @dataclass(slots=True)
 class BadWords:
-    """The bad words of several sampling slots, with one entry per word."""
+    """The bad words of several sampling slots. There is one entry for each bad word of each slot."""
 
     slots: torch.Tensor
     """Sequence slot of each entry: [entries] int64."""
@@ -39,7 +38,7 @@ class BadWords:
 
 @dataclass(slots=True)
 class LogitsProcessors:
-    """Changes that are made to logits before sampling: penalties, biases, allowed tokens, bad words, and
+    """The changes to the logits before sampling: penalties, biases, allowed tokens, bad words, and
     suppression of stop tokens before `min_tokens`.
 
     "Processed" slots are the sampling slots whose logits are changed.
@@ -55,7 +54,7 @@ class LogitsProcessors:
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with penalties: their indices in the list of sampling slots, and their rows in the penalty
+    """For the slots with penalties: the indices in the list of sampling slots, and the rows of the penalty
     counts."""
     excluded: torch.Tensor | None
     """Tokens that each processed slot may not sample: [processed, vocabulary] bool. None if no slot restricts
@@ -68,7 +67,8 @@ class LogitsProcessors:
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """Metadata that determines how a step samples."""
+    """Determines how a step samples: the variant of the kernel, the logits processors and the log
+    probabilities."""
 
     variant: Variant
     """The cheapest sampling variant that supports every sampling slot."""
@@ -82,8 +82,8 @@ class SamplingMetadata:
 
 @dataclass(slots=True)
 class _CachedMetadata:
-    """Cached metadata of a list of slots. The metadata is valid until the next setup, or until a slot reaches
-    its `min_tokens`."""
+    """Cached metadata of a list of slots. The metadata is valid until the next setup or until a slot reaches
+    its `min_tokens`, whichever is earlier."""
 
     epoch: int
     slots: list[int]
@@ -110,7 +110,7 @@ class SamplingTables:
         self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.counts: torch.Tensor | None = None
         """Penalty counts: [count rows, vocabulary] int32. A count is 2 × (occurrences in the output) + (1 if
-        the token occurs in the prompt). None if no slot has penalties."""
+        the token occurs in the prompt). The tensor is None if no slot has penalties."""
         self._count_row_of: dict[int, int] = {}
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stops: dict[int, torch.Tensor] = {}
@@ -124,10 +124,10 @@ class SamplingTables:
         launch a step before it has read the previous step's tokens."""
         self._variant = np.zeros(max_num_seqs, dtype=np.int8)
         self._processed = np.zeros(max_num_seqs, dtype=bool)
-        """Whether each slot has penalties, biases, allowed tokens or bad words."""
+        """For each slot, whether it has penalties, biases, allowed tokens or bad words."""
         self._stop_from = np.zeros(max_num_seqs, dtype=np.int64)
-        """First position of each slot at which stop tokens may be sampled, or 0 if they are never
-        suppressed."""
+        """For each slot, the first position at which stop tokens may be sampled, or 0 if stop tokens are
+        never suppressed."""
         self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._epoch = 0
         self._cached: _CachedMetadata | None = None
@@ -281,8 +281,8 @@ class SamplingTables:
     def _processors(
         self, processed: np.ndarray, slots: np.ndarray, stops_banned: np.ndarray
     ) -> LogitsProcessors:
-        """Return the logits processors of a step. `processed` contains indices into `slots`. `stops_banned`
-        states, for each entry of `slots`, whether stop tokens are suppressed."""
+        """Return the logits processors of a step. `processed` contains indices into `slots`. For each entry
+        of `slots`, `stops_banned` is true if stop tokens are suppressed."""
         index_of = np.full(len(slots), -1, dtype=np.int64)
         index_of[processed] = np.arange(len(processed))
         owners = slots[processed].tolist()
@@ -352,7 +352,7 @@ class SamplingTables:
         )
 
     def restrict_(self, logits: torch.Tensor, processors: LogitsProcessors) -> None:
-        """Set the logits of tokens that are not allowed, or that would complete a bad word, to -inf in place.
+        """In place, set the logits to -inf of tokens that are not allowed or that would complete a bad word.
         `logits` is [processed, vocabulary] float32."""
         if processors.excluded is not None:
             logits.masked_fill_(processors.excluded, -torch.inf)
@@ -360,14 +360,14 @@ class SamplingTables:
         if words is not None:
             recent = self._recent[words.slots]
             complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
-            # Several entries may have the same target. Taking the minimum makes the result independent of the
-            # order of writes.
+            # Several entries may have the same target. With the minimum, the result does not depend on the
+            # order in which the entries are written.
             limits = torch.where(complete, -torch.inf, torch.inf)
             logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
 
     def note(self, metadata: SamplingMetadata, token_ids: torch.Tensor) -> None:
-        """Store the sampled tokens ([sampling slots] int64) of slots with penalties or bad words, because
-        they affect the slots' next tokens."""
+        """For slots with penalties or bad words, store the sampled tokens ([sampling slots] int64), because
+        these affect the next tokens of the slots."""
         processors = metadata.processors
         if processors is None:
             return

@@ -45,19 +45,19 @@ EXPANSION_BLOCKS = 1024
 """Maximum number of FP8 cache blocks that one pass with prompts expands to the model's dtype on a GPU."""
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum number of key bytes that the CPU backend (`kernels.reference`) copies at a time, unless a single
-sequence has more."""
+"""Maximum number of bytes of keys that the CPU backend (`kernels.reference`) copies at a time. If the keys of
+a single sequence are larger, they are still copied at once."""
 
 _SAMPLED_COPIES = 4
-"""Number of float32 copies of a row of logits during sampling on a CPU: logits, noise, sorted values and
-cumulative values."""
+"""Number of float32 arrays of the size of the logits that sampling on a CPU needs: logits, noise, sorted
+values and cumulative values."""
 
 _GRAPH_LAYER_BYTES = 300 << 10
 """Memory, in bytes, that the CUDA graphs of one batch size use per layer (see `graph_bytes`)."""
 _CUDA_BYTES = 700 << 20
 """Memory, in bytes, that CUDA itself uses for its context, modules and library workspaces."""
 PEER_ARENA_BYTES = 34_603_008
-"""Size, in bytes, of the memory through which a GPU exchanges messages with one rank of its group
+"""Size, in bytes, of the memory through which a GPU exchanges messages with one other rank
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
 """Minimum number of tokens for which a pass on several GPUs overlaps its sums over the ranks with computation
@@ -74,7 +74,7 @@ class Sizing:
     weight_bytes: int
     kv_bytes_per_block: int
     kv_blocks: int
-    """Number of blocks given to `predict`, or 0 if the number was None."""
+    """Number of blocks that was passed to `predict`, or 0 if it was None."""
     activation_bytes: int
     """Memory for hidden states, projections, logits and the attention workspace, in a step that uses the full
     token budget."""
@@ -170,8 +170,8 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) ->
 def weights_dtype(config: ModelConfig, quantization: str, dtype: str, *, on_gpu: bool) -> str:
     """Return the dtype of the layers' matrices in a replica: `dtype`, "fp8" or "fp8-block".
 
-    Matrices with one scale per block keep these scales only if the reference implementation is used. The GPU
-    kernels support one scale per output, so the matrices are converted while they are loaded.
+    Matrices with one scale per block keep these scales only in the reference implementation. For the GPU
+    kernels, which support one scale per output, the matrices are converted while they are loaded.
     """
     if quantization == FP8 or (config.fp8 and not config.fp8_blocks):
         return FP8
@@ -188,7 +188,7 @@ class _Matrices:
     outputs: int
     inputs: int
     row_part: int
-    """As in `engine.model.layers.ParameterFactory.matrix`."""
+    """Same as the parameter `row_part` of `engine.model.layers.ParameterFactory.matrix`."""
     column_part: int
 
     @property
@@ -215,8 +215,8 @@ def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
 
 
 def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, bool]]:
-    """Return the number and the width of a layer's MLPs or experts on this rank, and whether each of them is
-    kept whole instead of being split across the ranks."""
+    """Return the number and the width of a layer's MLPs or experts on this rank, and whether they are kept
+    whole instead of being split across the ranks."""
     if kind != EXPERTS or config.experts is None:
         return [(1, shard.intermediate, False)]
     shared, here = config.experts.shared_intermediate_size, shard.experts(config.experts)
@@ -253,13 +253,13 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
 
 
 def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
-    """Return the size, in bytes, of the largest set of tensors that exist at the same time in a layer, during
-    attention or the MLP.
+    """Return the size, in bytes, of the largest set of tensors that exist at the same time in a layer. The
+    largest set occurs during attention or during the MLP.
 
     Both phases need the residual and the normalised input (2 × hidden per token). Attention also needs qkv,
     the rotated q and k in float32, q and the result. The MLP also needs gate_up, its activation and the
-    result. Experts also need, for each token and chosen expert, a copy of the input, gate_up, its
-    activation and its result.
+    result. Experts also need, for each token and chosen expert, a copy of the input, gate_up, its activation
+    and its result.
     """
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
@@ -310,8 +310,8 @@ def _workspace_on_gpu(
 
     The buffers contain two sets of logits (one is used by the CUDA graphs) and processed logits in float32.
     They also contain penalty counts for every slot, and exclusion masks for every slot and for every
-    processed slot of a step. With several ranks, logits that are processed cover the whole vocabulary, so
-    both sets of logits are also gathered. The result also includes the buffer for expanding an FP8 cache, the
+    processed slot of a step. With several ranks, logits processors need the whole vocabulary, so both sets of
+    logits are also stored for all ranks. The result also includes the buffer for expanding an FP8 cache, the
     CUDA graphs, and the memory of CUDA itself.
     """
     width = DTYPE_BYTES[dtype]
@@ -350,7 +350,7 @@ def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
 
 def gemm_sizes(largest: int) -> list[int]:
     """Return the row counts, up to `largest`, for which GEMM kernels are loaded at start. Passes are padded
-    to these counts. The counts are closer together in ranges where the library often switches kernels."""
+    to these counts. The counts are closer together in ranges where cuBLAS often switches kernels."""
     sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, largest, 256)]
     return [size for size in sizes if size < largest] + [largest]
 
@@ -361,8 +361,8 @@ def layer_capture_sizes(
     """Return the token counts for which the layers of passes with prompts are captured as CUDA graphs
     (`engine.layer_graphs`).
 
-    Several GPUs compute longer passes in two halves. One GPU computes the passes of a dense model slower than
-    the host launches their kernels, so they are not captured.
+    Several GPUs compute longer passes in two halves. On one GPU, the passes of a dense model are not
+    captured, because computing them takes longer than launching their kernels.
     """
     sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584]
     if tensor_parallel_size == 1:
@@ -386,8 +386,8 @@ def size_for(count: int, sizes: list[int]) -> int:
 
 def decode_capture_sizes(largest: int) -> list[int]:
     """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs. The sizes
-    are 1, 2, 4, 8, 12 and 16, then increase by 8 up to 72, and then by an eighth to a quarter each. The last
-    size is `largest`."""
+    are 1, 2, 4, 8, 12 and 16. From there to 72, they increase by 8. Larger sizes exceed the previous size by
+    an eighth to a quarter. The last size is `largest`."""
     sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < largest]
     step = 8
     while (sizes[-1] if sizes else 0) < largest:
@@ -426,8 +426,9 @@ def captured_bytes(
     """Return the memory, in bytes per GPU, of the captured layers and halves of passes with prompts
     (`engine.layer_graphs`, `engine.halves_graphs`).
 
-    It consists of the buffers between the graphs, the memory in which the graphs compute an MLP or experts,
-    and the graphs themselves, as in `graph_bytes`. Passes in halves are captured for two token counts.
+    The memory consists of the buffers between the graphs, the memory in which the graphs compute an MLP or
+    experts, and the graphs themselves (as in `graph_bytes`). Passes in halves are captured for two token
+    counts.
     """
     sizes = layer_capture_sizes(config, tensor_parallel_size, max_num_batched_tokens)
     if not sizes:

@@ -1,8 +1,8 @@
 """Puts a replica to sleep and wakes it: releases the device memory of its weights and KV cache, and restores
 it later at the same addresses, so that captured CUDA graphs stay valid.
 
-`RankSleep` does this on one rank, together with the other ranks. `SleepControl` runs on rank 0: it starts an
-operation between two steps, and the step loop continues to send reports during the operation.
+`RankSleep` performs these operations on one rank, together with the other ranks. `SleepControl` runs on rank
+0 and starts an operation between two steps. During the operation, the step loop continues to send reports.
 
 The device code is passed in, so this module does not load torch.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Totals = Callable[[Sequence[int]], list[int]]
-"""Returns the sum of each number over all ranks. All ranks must call it at the same time."""
+"""Returns the sum of each number over all ranks. All ranks must make the call at the same time."""
 
 
 class MemoryRunner(Protocol):
@@ -40,8 +40,7 @@ class MemoryRunner(Protocol):
 
 
 class RankSleep:
-    """Releases and restores the memory of one rank. If any rank fails, the operation is undone on all
-    ranks."""
+    """Releases and restores the memory of one rank. If the operation fails on any rank, all ranks undo it."""
 
     def __init__(self, memory: RankMemory, ranks: int, totals: Totals) -> None:
         self.memory = memory
@@ -83,7 +82,7 @@ class RankSleep:
         return "", 0
 
     def _agree(self, attempt: Callable[[], None]) -> str:
-        """Call `attempt` on every rank. Return the reason if it failed on any rank, otherwise an empty
+        """Call `attempt` on every rank. If a call failed on any rank, return the reason, otherwise an empty
         string."""
         problem = ""
         try:
@@ -101,8 +100,8 @@ class RankSleep:
 class SleepControl:
     """Runs on rank 0, and handles requests to put the replica to sleep or to wake it, one at a time.
 
-    While the replica sleeps, and during an operation, no step is planned. Submissions that arrive then wait
-    in the scheduler until the replica is awake.
+    While the replica sleeps, and during an operation, no step is planned. Submissions that arrive during this
+    time wait in the scheduler until the replica is awake.
     """
 
     def __init__(self, engine: EngineCore, runner: MemoryRunner) -> None:
@@ -122,8 +121,8 @@ class SleepControl:
         os.close(self._ended)
 
     def request(self, asleep: bool) -> None:
-        """Queue an operation that puts the replica to sleep if `asleep` is true, and otherwise wakes it.
-        Operations that were requested earlier run first."""
+        """Queue an operation. If `asleep` is true, the operation puts the replica to sleep, otherwise the
+        operation wakes it. Operations requested earlier run first."""
         self._requests.append(asleep)
 
     def poll(self) -> MemoryChanged | None:

@@ -1,7 +1,8 @@
 """Predicts the duration of a step from its size and the measured speed of earlier steps.
 
-Rank 0 uses the prediction to announce long steps to the core, which would otherwise mistake them for a hang.
-The prediction need not be exact, because the core multiplies it by a safety factor before it kills a replica.
+Rank 0 uses the prediction to announce long steps to the core. Otherwise, the core would assume that the
+replica hangs. The prediction need not be exact, because the core multiplies it by a safety factor before it
+kills a replica.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
-"""A conservative rate, in operations per second, that any device can achieve. It is used until the first step
-of each kind has been measured."""
+"""Conservative rates of a CPU and of a GPU, in operations per second, that every device can achieve. They are
+used until a step of the same kind has been measured."""
 _KEEP = 0.8
-"""Weight of earlier measurements relative to the latest step. With this value, the average depends mainly on
-the last five steps."""
+"""Factor by which the totals of all earlier steps are multiplied at each new step. With this value, the
+average depends mainly on the last five steps."""
 
 
 class _Speed:
@@ -32,8 +33,8 @@ class _Speed:
 
 
 class StepForecast:
-    """Predicts the duration of steps. Decode-only steps and steps with prompts are measured separately,
-    because memory bandwidth limits the former and arithmetic limits the latter."""
+    """Predicts the duration of steps. Decode-only steps and steps with prompts are measured separately:
+    memory bandwidth limits decode-only steps, and arithmetic limits steps with prompts."""
 
     def __init__(self, *, parameters: int, attention_width: int, on_gpu: bool) -> None:
         """Create a forecast for one model. `attention_width` is layers × heads × head_dim, summed over all

@@ -1,4 +1,5 @@
-"""Runs the largest steps on a GPU, and explains a lack of memory for them."""
+"""Runs the largest steps on a GPU, and raises an error that explains the remedy if memory is too small for
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from engine.warmup_steps import largest_steps
 def run_largest_steps(steps: StepExecutor, max_model_len: int, spec: ReplicaSpec) -> None:
     """Run the steps that use the most memory. Torch's allocator keeps this memory for later steps.
 
-    All ranks must call this function. `steps` needs only one KV block, and its tables are invalid afterwards.
+    All ranks must call this function. `steps` needs only one KV block. The tables of `steps` are invalid
+    afterwards.
     """
     for plan in largest_steps(max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens):
         steps.run(plan)

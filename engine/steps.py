@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 EXPERT_CHOICES_S = 1.0
-"""Minimum interval, in seconds, between transfers of the expert choices to the host."""
+"""Minimum interval, in seconds, between two transfers of the expert choices to the host."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class StepExecutor:
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
     choices_due: float = 0.0
-    """Earliest time at which expert choices are returned again."""
+    """Earliest time at which the next step may return expert choices."""
 
     def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
         """Launch a step on the current stream, after all earlier steps. On a CPU, the step has finished when
@@ -80,8 +80,8 @@ class StepExecutor:
         )
 
     def _expert_choices(self) -> ExpertChoices | None:
-        """Return the expert choices counted on rank 0 if they have not been returned in the last
-        EXPERT_CHOICES_S seconds, otherwise None."""
+        """Return the expert choices that rank 0 has counted. Returns None if they were returned less than
+        EXPERT_CHOICES_S seconds ago."""
         now = time.monotonic()
         if self.decoder.ranks.rank != 0 or now < self.choices_due:
             return None

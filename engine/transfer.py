@@ -1,4 +1,4 @@
-"""Transfers from the host to the device that do not wait for the device."""
+"""Transfers data from the host to the device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 _SMALL_BYTES = 16 << 10
-"""Maximum size, in bytes, of a small transfer. A step makes several small transfers for its slots."""
+"""Maximum size, in bytes, of a small transfer. A step needs several small transfers for the data of its
+slots."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
-"""Maximum numbers of small and of large transfers in flight, which suffice for one running and one launched
-step."""
+"""Numbers of small and of large transfers that may be in flight at the same time: those of a running step and
+of the step launched after it."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -24,12 +25,12 @@ def reserve_pinned(max_bytes: int) -> None:
     """Fill torch's cache of pinned memory with enough buffers for all transfers in flight, of up to
     `max_bytes` each. Requires a GPU.
 
-    If more memory is pinned later, a launch may wait until the device is idle (see implicit synchronisation
-    in CUDA's programming guide). torch caches pinned memory in sizes that are powers of two.
+    Pinning more memory later could make a launch wait until the device is idle (see "Implicit
+    Synchronization" in CUDA's programming guide). torch caches pinned memory in sizes that are powers of two.
     """
     for count, nbytes in reservations(max_bytes):
-        # All buffers of a size are allocated before any is freed. Otherwise, torch would return the same
-        # buffer again.
+        # Allocate all buffers of a size before freeing any. Otherwise, torch would return the same buffer
+        # again.
         buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
         buffers.clear()
 

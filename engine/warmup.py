@@ -1,9 +1,10 @@
-"""Warm-up, which launches every kernel used for serving before the replica reports ready.
+"""Warms up a replica: launches every kernel used for serving before the replica reports ready.
 
-The driver loads a kernel at its first launch, after waiting until the device is idle. In a step with prompts,
-this wait would delay every decoding sequence by a tenth of a second. cuBLAS and the attention operations
-select different kernels for different row counts. Passes with prompts are therefore padded to the token
-counts that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured graphs.
+The driver loads a kernel at its first launch, after waiting until the device is idle. If this wait occurred
+in a step with prompts, it would delay every decoding sequence by a tenth of a second. cuBLAS and the
+attention operations select different kernels for different row counts. Passes with prompts are therefore
+padded to token counts that have been warmed up (`engine.device_tables.Padding`), and decode-only steps replay
+captured graphs.
 
 `engine.launch_enumeration` runs this code on meta tensors to find the kernels to compile.
 """
@@ -27,8 +28,8 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Row counts below the first of `gemm_sizes`. They are also warmed up, because other kernels are selected for
-them."""
+"""Row counts below the smallest of `gemm_sizes`. They are also warmed up, because other kernels are selected
+for small row counts."""
 
 
 def warm_up(
@@ -41,9 +42,9 @@ def warm_up(
 ) -> None:
     """Launch every kernel of steps that are not replayed from a graph. All ranks must call this function.
 
-    `steps` runs padded passes of all `sizes`, which do not change its cache. `apart` runs one step of every
-    kind, and its tables are invalid afterwards. `collect` is called with the results of each step, to load
-    the kernels that are launched when results are read.
+    The executor `steps` runs padded passes of all `sizes`, which do not change its cache. The executor
+    `apart` runs one step of every kind. The tables of `apart` are invalid afterwards. `collect` is called
+    with the results of each step, to load the kernels that reading results launches.
     """
     run_padded_passes(steps, sizes, progress)
     for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):
@@ -102,11 +103,12 @@ class _PaddedPasses:
 
     def run_long_prompts(self) -> None:
         """Run a chunk far from the beginning of its prompt, if the maximum sequence length allows it. Hopper
-        GPUs have a separate attention kernel for these chunks, which other warm-up steps may not launch."""
+        GPUs use a separate attention kernel for these chunks. Other warm-up steps may not launch this
+        kernel."""
         # Imported here because Triton is not used on a CPU.
         from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
 
-        # The chunk has EXPAND_FROM tokens, so that an FP8 cache is expanded for it.
+        # With EXPAND_FROM tokens, the chunk is long enough for an FP8 cache to be expanded.
         if self._columns * BLOCK_TOKENS >= HOPPER_ABOVE + EXPAND_FROM:
             self.run_prompts(EXPAND_FROM, results=1, context=HOPPER_ABOVE)
 

@@ -1,5 +1,5 @@
-"""The steps that warm-up runs: the largest steps, to reserve their memory, and one step of every kind, to
-load the kernels."""
+"""Creates the steps that warm-up runs: the largest steps, to reserve their memory, and one step of every
+kind, to load the kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LENGTH = 8
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
     """Return the steps with the highest memory use. They need only one block of KV cache, because memory use
-    depends on how many values a step reads, not on the values.
+    depends on the number of values that a step reads, not on the values themselves.
 
     The steps, in this order, contain:
 
@@ -55,8 +55,8 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
     longest = max(1, max_model_len - 1)
     deep = _prompts(max_num_seqs, max_num_batched_tokens, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
-    # Decodes share the KV pool. Limit their total length to about the longest sequence or the token budget of
-    # a step.
+    # All decodes share the KV pool. Limit their total length to about the length of the longest sequence or
+    # the token budget of a step.
     together = max(max_model_len, max_num_batched_tokens)
     length = max(1, min(max_model_len - 2, together // max_num_seqs))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
@@ -83,8 +83,8 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
     """
     if max_model_len < _LENGTH or max_num_batched_tokens < 2:
         return []
-    # Reserve one token of the budget so that the first sequence can have two tokens; every other sequence has
-    # one.
+    # Reserve one token of the budget, so that the first sequence can have two tokens. Every other sequence
+    # has one token.
     rows = list(range(min(max_num_seqs, max_num_batched_tokens - 1, _ROWS)))
     plans = []
     for params in _WAYS_TO_SAMPLE:
@@ -95,7 +95,8 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
             StepPlan(0, [], [], [], rows[2:], [Chunk(0, 2, [0, 0], rows[:2])]),
             StepPlan(0, [], [], [], rows, []),
         ]
-    # For a single row, torch sorts and splits tensors with other kernels than for several rows.
+    # Use several rows and a single row, because torch sorts and splits tensors with different kernels for a
+    # single row.
     for logprobs in (0, 2):
         alone = SlotSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
         plans += [
@@ -110,8 +111,9 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
 
 
 def _prompts(max_num_seqs: int, max_num_batched_tokens: int, longest: int) -> list[Chunk]:
-    """Return the first chunks of prompts with at most `longest` tokens each. The chunks fill the token
-    budget, unless every sequence already has a chunk. The prompts continue after these chunks."""
+    """Return the first chunks of several prompts, with at most `longest` tokens per chunk. The chunks fill
+    the token budget, unless every sequence has a chunk before the budget is used up. All prompts continue
+    after these chunks."""
     left, chunks = max_num_batched_tokens, list[Chunk]()
     while left and len(chunks) < max_num_seqs:
         count = min(left, longest)

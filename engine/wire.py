@@ -1,5 +1,5 @@
-"""Channels between processes, which transfer length-prefixed msgpack frames and file descriptors over Unix
-stream socketpairs.
+"""Channels between processes. A channel transfers length-prefixed msgpack frames and file descriptors over a
+Unix stream socketpair.
 
 A step loop polls a `Channel` with `read`. On an event loop, `listen` registers callbacks. Only `drain`
 blocks. End of file means that the peer has exited or closed its end. A frame consists of its length (4 bytes,
@@ -26,7 +26,7 @@ Inbound = TypeVar("Inbound")
 
 _HEADER = 4
 _DROPPED = -1
-"""Placeholder for a file descriptor that the kernel has dropped."""
+"""Stands for a received file descriptor that the kernel has dropped."""
 _READ_BYTES = 1 << 18
 _MAX_READS = 16
 _MAX_FDS = 64
@@ -40,7 +40,7 @@ use."""
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected Unix stream sockets with large buffers. They are non-blocking and
+    """Return two connected Unix stream sockets with large buffers. The sockets are non-blocking and
     close-on-exec."""
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in pair:
@@ -189,8 +189,8 @@ class Channel(Generic[Inbound]):
     def take_fd(self) -> int:
         """Return the next received file descriptor, which the caller must close.
 
-        Raises LookupError if there is none, or if the kernel dropped it because this process has too many
-        open files.
+        Raises LookupError if there is no descriptor, or if the kernel dropped it because this process has too
+        many open files.
         """
         fd = self._received_fds.popleft() if self._received_fds else _DROPPED
         if fd == _DROPPED:
@@ -250,7 +250,7 @@ class Channel(Generic[Inbound]):
 
     def close(self) -> None:
         """Close this end without calling `on_close`. The peer can still read the messages that were written,
-        and then the end of file."""
+        followed by the end of file."""
         self._on_close = None
         self._close_socket()
 
