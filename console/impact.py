@@ -292,18 +292,19 @@ def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
     other tenants. `concerned` is the tenant whose limits change, if known."""
     minutes = max(1, round((forecast.until - forecast.since) / 60))
     requests = units.counted(forecast.requests, "request")
-    lines = [f"replay of {requests} (last {minutes} min), recorded → new limits:"]
+    lines = [f"replay of {requests} (last {minutes} min), recorded → with the new limits:"]
     changed = [one for one in forecast.tenants if one.tenant == concerned or one.predicted != one.recorded]
     for one in sorted(changed, key=lambda one: one.tenant != concerned)[:_SHOWN_TENANTS]:
         before, after = one.recorded, one.predicted
-        added = after.over_quota + after.refused - before.over_quota - before.refused
-        rejections = units.counted(abs(added), f"{'more' if added > 0 else 'fewer'} rejection")
-        rejections = rejections if added else "rejections unchanged"
+        rejected, predicted = (each.over_quota + each.refused for each in (before, after))
+        added = predicted - rejected
+        change = f"{units.count(abs(added))} {'more' if added > 0 else 'fewer'}" if added else "unchanged"
+        ttft = _latency_change(before.ttft_p99_ms, after.ttft_p99_ms)
+        e2e = _latency_change(before.e2e_p99_ms, after.e2e_p99_ms)
         lines.append(
-            f"{one.tenant}: {rejections}, "
-            f"p99 TTFT {units.ms(before.ttft_p99_ms)} → {units.ms(after.ttft_p99_ms)}, "
-            f"E2E {units.ms(before.e2e_p99_ms)} → {units.ms(after.e2e_p99_ms)}"
+            f"{one.tenant}: rejections {units.count(rejected)} → {units.count(predicted)} ({change})"
         )
+        lines.append(f"  p99 TTFT {ttft}, p99 E2E {e2e}")
     if not forecast.requests:
         lines.append("no requests to replay: the effect is unknown")
     elif not changed:
@@ -315,3 +316,11 @@ def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
         left_out = units.counted(forecast.left_out, "request")
         lines.append(f"not replayed: {left_out} (invalid, or no ready replica has a known speed)")
     return lines
+
+
+def _latency_change(before: float | None, after: float | None) -> str:
+    """Return two latencies in milliseconds, and their difference."""
+    text = f"{units.ms(before)} → {units.ms(after)}"
+    if before is None or after is None:
+        return text
+    return f"{text} ({'-' if after < before else '+'}{units.ms(abs(after - before))})"

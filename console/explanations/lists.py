@@ -189,7 +189,11 @@ LISTS: dict[str, Explanation] = {
         "GET /telemetry",
     ),
     "difference": Explanation(
-        "DIFFERENCE", "of the metric", "both times", "SECOND minus FIRST.", "GET /telemetry"
+        "DIFFERENCE",
+        "of the metric, or percentage points",
+        "both times",
+        "SECOND minus FIRST.",
+        "GET /telemetry",
     ),
     "change": Explanation(
         "CHANGE",

@@ -18,6 +18,21 @@ _TIMESTAMP = re.compile(r"(^|\.)at$")
 """Matches the names of timestamps, which tell when other values were read."""
 _TIME = re.compile(r"(^|[._])(at|since|until)$")
 """Matches the names of times, which are in unix seconds."""
+_FRACTION, _BYTES = "fraction", "bytes"
+_UNITS = (
+    (re.compile(r"_bytes_per_s$"), "bytes/s"),
+    (re.compile(r"_per_s$"), "/s"),
+    (re.compile(r"_us(_per_token)?$"), " µs"),
+    (re.compile(r"_ms$"), " ms"),
+    (re.compile(r"_(s|seconds)$"), " s"),
+    (re.compile(r"_bytes$"), _BYTES),
+    (re.compile(r"_percent$"), "%"),
+    (re.compile(r"_w$"), " W"),
+    (re.compile(r"_c$"), " °C"),
+    (re.compile(r"_mhz$"), " MHz"),
+    (re.compile(r"(^|_)(share|hit_rate|busy|fraction)$"), _FRACTION),
+)
+"""The units of metrics whose names end like this. Other metrics are counts."""
 
 
 class Difference(NamedTuple):
@@ -39,6 +54,12 @@ class Difference(NamedTuple):
     def is_time(self) -> bool:
         """Whether the values are times, in unix seconds."""
         return _TIME.search(self.name) is not None
+
+    @property
+    def unit(self) -> str:
+        """The unit of the values, or an empty string for counts and texts."""
+        name = self.name.rpartition(".")[2].partition("[")[0]
+        return next((unit for pattern, unit in _UNITS if pattern.search(name)), "")
 
     @property
     def change(self) -> float | None:
@@ -74,7 +95,7 @@ class CompareView(TableView[Difference]):
     empty = "no metric changed between the two times"
     columns = (
         TableColumn(
-            "metric", "METRIC", 30, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"
+            "metric", "METRIC", 28, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"
         ),
         TableColumn("first", "FIRST", 14, lambda r: r.first, lambda r: _text(r, r.first)),
         TableColumn("second", "SECOND", 14, lambda r: r.second, lambda r: _text(r, r.second)),
@@ -84,7 +105,7 @@ class CompareView(TableView[Difference]):
             12,
             lambda r: r.difference,
             lambda r: _difference(r),
-            drop=2,
+            drop=1,
             role=lambda r: "accent",
         ),
         TableColumn(
@@ -93,7 +114,7 @@ class CompareView(TableView[Difference]):
             8,
             lambda r: r.change,
             lambda r: _change(r.change),
-            drop=1,
+            drop=2,
             unit="%",
         ),
     )
@@ -134,6 +155,7 @@ class CompareView(TableView[Difference]):
             ("first", _text(row, row.first, units.date)),
             ("second", _text(row, row.second, units.date)),
             ("difference", _difference(row)),
+            ("change", _change(row.change)),
         )
         return [BLANK, *([span(f"{name:<16}", "dim"), span(text)] for name, text in facts)]
 
@@ -146,16 +168,19 @@ def _text(row: Difference, value: Value, date: Callable[[float], str] = units.sh
         return str(value)
     if row.is_time:
         return date(value)
-    return f"{value:,}" if isinstance(value, int) else _decimal(value)
+    return f"{'-' if value < 0 else ''}{_measure(value, row.unit)}"
 
 
 def _difference(row: Difference) -> str:
     value = row.difference
     if value is None:
         return units.UNKNOWN
+    sign = "-" if value < 0 else "+"
     if row.is_time:
-        return f"{'-' if value < 0 else '+'}{units.seconds(abs(value))}"
-    return f"{value:+,}" if isinstance(value, int) else _decimal(value, "+")
+        return f"{sign}{units.seconds(abs(value))}"
+    if row.unit == _FRACTION:
+        return f"{sign}{100 * abs(value):.1f} points"
+    return f"{sign}{_measure(value, row.unit)}"
 
 
 def _change(value: float | None) -> str:
@@ -164,8 +189,15 @@ def _change(value: float | None) -> str:
     return f"{'-' if value < 0 else '+'}{units.percent(abs(value), 1 if abs(value) < 0.1 else 0)}"
 
 
-def _decimal(value: float, sign: str = "") -> str:
-    """Format a number with fewer decimals if it is large, and with more if it is near zero."""
+def _measure(value: float, unit: str) -> str:
+    """Format a value without its sign and with its unit."""
     size = abs(value)
+    if unit == _FRACTION:
+        return units.percent(size, 1)
+    if unit.startswith(_BYTES):
+        return units.size(size) + unit.removeprefix(_BYTES)
+    if isinstance(value, int):
+        return f"{size:,}{unit}"
+    # Large numbers get fewer decimals, and numbers near zero more.
     form = ".0f" if not size else ".1f" if size >= 100 else ".2f" if size >= 1 else ".4f"
-    return f"{value:{sign},{form if not 0 < size < 0.001 else '.3g'}}"
+    return f"{size:,{form if not 0 < size < 0.001 else '.3g'}}{unit}"

@@ -11,13 +11,12 @@ import msgspec
 import pytest
 
 from appliance.actions import Action, action_named
-from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import Contents, DrainStatus, Key, ModelStatus, PeerMapping, Reloaded, ReplicaStatus
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from appliance.snapshot import Alert, KvCache, Snapshot, UnfinishedRequest
 from console import units
 from console.context import Context
-from console.impact import Impact, forecast_lines, impact, result_lines
+from console.impact import Impact, impact, result_lines
 from store.policies import Quota
 from store.structs import KeptText, Silence
 from tests.console.frames import session, unknown
@@ -223,28 +222,6 @@ def test_the_impact_on_an_unknown_tenant_or_key_says_that_it_is_not_listed(actio
     assert impact(action_named(action), None, context) == []
     known = {"tenant": context.snapshot.tenants[0].name, "key": context.rows_of("callers", Key)[0].id}  # type: ignore[union-attr]
     assert "is listed" not in lines_of(action, known[kind], context)[0]
-
-
-@pytest.mark.parametrize(
-    ("requests", "left_out", "expected"),
-    [
-        (0, 0, ["no requests to replay: the effect is unknown"]),
-        (
-            0,
-            1,
-            [
-                "no requests to replay: the effect is unknown",
-                "not replayed: 1 request (invalid, or no ready replica has a known speed)",
-            ],
-        ),
-        (5, 0, ["no change for any tenant"]),
-    ],
-)
-def test_a_forecast_says_which_requests_were_not_replayed(
-    requests: int, left_out: int, expected: list[str]
-) -> None:
-    forecast = QuotaForecast(since=0.0, until=900.0, requests=requests, left_out=left_out, tenants=[])
-    assert forecast_lines(forecast, "acme")[1:] == expected
 
 
 def test_a_dialog_notices_that_a_drain_has_begun() -> None:

@@ -22,13 +22,14 @@ from appliance.actions.parameters import (
 )
 from appliance.cli.app import app
 from appliance.events.frames import let_pass
+from appliance.events.values import Value
 from console import units
 from console.commands import completions, described, flags, listed, parse_action
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.parameters import CommandError, build
 from console.screens.base import View
-from console.screens.compare import CompareView
+from console.screens.compare import CompareView, Difference
 from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
@@ -339,6 +340,40 @@ def test_a_comparison_shows_times_as_dates_and_their_difference_as_a_duration() 
     assert cells == ["started_at", before, after, "+1m30s", "--"]
     described = "\n".join(plain(line) for line in CompareView().describe(row, shown.context, 80))
     assert units.date(later.started_at) in described
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "cells"),
+    [
+        ("latency.ttft.p99_ms", 719.5, 725.79, ["719.5 ms", "725.8 ms", "+6.29 ms", "+0.9%"]),
+        ("rates.requests_per_s", 6.1, 6.2, ["6.10/s", "6.20/s", "+0.1000/s", "+1.6%"]),
+        ("gpus[0].power_w", 600.0, 540, ["600.0 W", "540 W", "-60.00 W", "-10%"]),
+        ("gpus[0].kv_bytes", 2 << 30, 1 << 30, ["2.0G", "1.0G", "-1.0G", "-50%"]),
+        ("gpus[0].nvlink_tx_bytes_per_s", 2e9, 3e9, ["1.9G/s", "2.8G/s", "+954M/s", "+50%"]),
+        ("kv[a].hit_rate", 0.25, 0.3, ["25.0%", "30.0%", "+5.0 points", "+20%"]),
+        ("batches[a].idle_us", 6.5, 6.25, ["6.50 µs", "6.25 µs", "-0.2500 µs", "-3.8%"]),
+        ("totals.ended", 311, 403, ["311", "403", "+92", "+30%"]),
+        ("queue.oldest_wait_s", None, 1.5, ["--", "1.50 s", "--", "--"]),
+    ],
+)
+def test_a_comparison_shows_values_and_differences_with_units(
+    name: str, first: Value, second: Value, cells: list[str]
+) -> None:
+    row = Difference(name, first, second)
+    assert [column.shown(row) for column in CompareView.columns[1:]] == cells
+
+
+@pytest.mark.parametrize(("width", "titles"), [(120, 5), (80, 4), (60, 3)])
+def test_a_comparison_shows_the_difference_also_in_narrow_terminals(width: int, titles: int) -> None:
+    shown = session(steps=3)
+    instant = shown.shown_instant()
+    assert instant is not None
+    shown.pin(instant)
+    shown.accept(shown.source.step())  # type: ignore[attr-defined]
+    shown.run("screen compare")
+    text = [plain(row) for row in shown.lines(width, 24)]
+    [heading] = [row.split() for row in text if "METRIC" in row]
+    assert heading == ["METRIC", "FIRST", "SECOND", "DIFFERENCE", "CHANGE"][:titles]
 
 
 @pytest.mark.parametrize("size", [*SIZES, (59, 17)])
