@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from store.fields import CLASSES, Field
+from store.fields import CLASSES, Declared, Field, declared
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -112,6 +112,12 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             none="no limit",
         ),
     ] = None
+
+
+RATE_LIMITS: Mapping[str, Declared] = {
+    field.name: field for field in declared(Quota).values() if "/" in field.field.unit
+}
+"""The fields of a quota that limit requests or tokens per minute or day, by name."""
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):

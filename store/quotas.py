@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 
 from store.database import reading
-from store.policies import QuotaScope
+from store.policies import RATE_LIMITS, QuotaScope
 from store.schemas import HISTORY
 from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """The remaining amount of each limit of one tenant or key; None for a limit that is not set.
+    """The remaining amount of each limit of one tenant or key.
 
     The usage of requests whose rows are still open has not been subtracted. Those rows record that usage.
     """
@@ -32,9 +32,8 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the tenant, or the id of the key."""
     at: float
     """Time when the levels were stored, in unix seconds."""
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    tokens_per_day: float | None = None
+    remaining: dict[str, float] = {}
+    """Remaining amounts of the limits that are set, by name (`RATE_LIMITS`)."""
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -57,11 +56,11 @@ class QuotaState(msgspec.Struct, frozen=True):
     """Usage that the levels do not yet reflect, oldest first."""
 
 
-_COLUMNS = QuotaLevels.__struct_fields__
+_COLUMNS = ("scope", "name", "at", *RATE_LIMITS)
 _SAVE = (
     f"INSERT INTO quota_levels ({', '.join(_COLUMNS)}, sequence) VALUES ({', '.join('?' * len(_COLUMNS))}, ?)"
     " ON CONFLICT (scope, name) DO UPDATE SET "
-    + ", ".join(f"{column} = excluded.{column}" for column in (*_COLUMNS[2:], "sequence"))
+    + ", ".join(f"{column} = excluded.{column}" for column in ("at", *RATE_LIMITS, "sequence"))
 )
 
 
@@ -75,16 +74,22 @@ class QuotaLog:
         """Store these levels, and delete the levels of the (scope, name) pairs in `deleted`. Never blocks;
         returns False if the snapshot was dropped. Call this after submitting the rows of all requests that
         the levels include, and before submitting any other rows."""
-        values = [msgspec.structs.astuple(level) for level in levels]
-        return self._writer.submit(partial(_save, values, list(deleted)))
+        return self._writer.submit(partial(_save, list(levels), list(deleted)))
 
 
-def _save(
-    values: list[tuple[object, ...]], deleted: list[tuple[str, str]], connection: sqlite3.Connection
-) -> None:
+def _save(levels: list[QuotaLevels], deleted: list[tuple[str, str]], connection: sqlite3.Connection) -> None:
     sequence = connection.execute("SELECT ifnull(max(sequence), 0) FROM requests").fetchone()[0]
     connection.executemany("DELETE FROM quota_levels WHERE scope = ? AND name = ?", deleted)
-    connection.executemany(_SAVE, [(*row, sequence) for row in values])
+    for one in levels:
+        amounts = [one.remaining.get(limit) for limit in RATE_LIMITS]
+        connection.execute(_SAVE, (one.scope, one.name, one.at, *amounts, sequence))
+
+
+def _levels(scope: QuotaScope, name: str, at: float, *amounts: float | None) -> QuotaLevels:
+    """Return the levels that a row contains."""
+    limits = zip(RATE_LIMITS, amounts, strict=True)
+    remaining = {limit: amount for limit, amount in limits if amount is not None}
+    return QuotaLevels(scope=scope, name=name, at=at, remaining=remaining)
 
 
 def read_quotas(path: Path) -> QuotaState:
@@ -92,8 +97,7 @@ def read_quotas(path: Path) -> QuotaState:
     `StoreError`."""
     with reading(path, HISTORY) as connection:
         levels = [
-            QuotaLevels(**dict(zip(_COLUMNS, row, strict=True)))
-            for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM quota_levels")
+            _levels(*row) for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM quota_levels")
         ]
         # A snapshot contains only the levels that changed since the previous snapshot. A level that is
         # missing from the newest snapshot is therefore still current.

@@ -288,9 +288,8 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """How much of one limit a tenant or key has used."""
 
     limit: str
-    """Name of the limit: "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests",
-    "queued_requests" or "kv_share". For "kv_share", amounts are tokens in the KV cache of the model for which
-    the share of the tenant or key is largest."""
+    """Name of the limit, a field of `store.policies.Quota`. For "kv_share", amounts are tokens in the KV
+    cache of the model for which the share of the tenant or key is largest."""
     capacity: int
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""

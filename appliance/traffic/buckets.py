@@ -6,16 +6,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 
-from store.policies import Quota
+from store.policies import RATE_LIMITS, Quota
 
-LIMITS = {
-    "requests_per_minute": "requests per minute",
-    "tokens_per_minute": "tokens per minute",
-    "tokens_per_day": "tokens per day",
-}
-"""A quota's rate limits, as pairs of field name and description."""
-
-_MINUTE_S, _DAY_S = 60.0, 86400.0
+_PERIODS_S = {"min": 60.0, "day": 86400.0}
+"""Length of the period of a limit, by the second part of the limit's unit."""
 
 
 class Rate:
@@ -29,7 +23,7 @@ class Rate:
 
 
 def rate_of(quota: Quota, limit: str) -> Rate | None:
-    """Return the refill of the bucket for a limit in LIMITS, or None if the quota does not have this limit.
+    """Return the refill of the bucket for one of `RATE_LIMITS`, or None if the quota does not set it.
 
     For a limit per minute, the capacity is the amount that is refilled in `burst_s` seconds. For a daily
     limit, it is the amount of a whole day. The capacity is at least one request; otherwise no request could
@@ -38,11 +32,10 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
     amount: float | None = getattr(quota, limit)
     if amount is None:
         return None
-    if limit == "tokens_per_day":
-        return Rate(amount, amount / _DAY_S)
-    per_s = amount / _MINUTE_S
-    capacity = per_s * quota.burst_s
-    return Rate(max(1.0, capacity) if limit == "requests_per_minute" else capacity, per_s)
+    counted, _, period = RATE_LIMITS[limit].field.unit.partition("/")
+    per_s = amount / _PERIODS_S[period]
+    capacity = amount if period == "day" else per_s * quota.burst_s
+    return Rate(max(1.0, capacity) if counted == "requests" else capacity, per_s)
 
 
 class Bucket:
@@ -56,24 +49,21 @@ class Bucket:
     `level` is negative only after a crash, if requests had used more than was recorded.
     """
 
-    __slots__ = ("_peaks", "held", "level", "limit", "owner", "rate", "updated_at")
+    __slots__ = ("_peaks", "counts_tokens", "held", "level", "limit", "owner", "rate", "updated_at")
 
     def __init__(self, owner: str, limit: str, rate: Rate, now: float) -> None:
         self.owner = owner
         """The owner of the limit, as shown in messages: for example, "tenant 'acme'"."""
         self.limit = limit
-        """The name of the limit, from LIMITS."""
+        """The name of the limit, from RATE_LIMITS."""
+        self.counts_tokens = RATE_LIMITS[limit].field.unit.startswith("tokens")
+        """Whether the limit counts tokens instead of requests."""
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
         """Amount that has been taken for requests whose log rows are still open."""
         self.updated_at = now
         self._peaks = Peaks()
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the limit counts tokens instead of requests."""
-        return self.limit != "requests_per_minute"
 
     @property
     def settled(self) -> float:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 from appliance.channel.core_messages import ExceededLimit, RateLimits
 from appliance.protocol import LimitUsage
 from appliance.quantities import duration
-from appliance.traffic.buckets import LIMITS, Bucket, rate_of
-from store.policies import Policies, Quota, QuotaScope
+from appliance.traffic.buckets import Bucket, rate_of
+from store.policies import RATE_LIMITS, Policies, Quota, QuotaScope
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
@@ -52,7 +52,7 @@ class Account:
             return
         self.quota = quota
         buckets, self.buckets = self.buckets, {}
-        for limit in LIMITS:
+        for limit in RATE_LIMITS:
             if (rate := rate_of(quota, limit)) is not None:
                 bucket = buckets.get(limit)
                 if bucket is None:
@@ -110,7 +110,7 @@ class Shortage:
     def message(self) -> str:
         """The error message: the limit, its current usage, the requested amount, and the time until the
         requested amount is available."""
-        bucket, words = self._bucket, LIMITS[self._bucket.limit]
+        bucket, words = self._bucket, RATE_LIMITS[self._bucket.limit].label
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
         head = f"{words} of {bucket.owner}: limit {limit}"
         if self.wait_s == math.inf:
@@ -342,7 +342,7 @@ class Quotas:
                     used.setdefault(account, []).append(one)
         for account in self._accounts.values():
             for limit, bucket in account.buckets.items():
-                level = getattr(known[account], limit) if account in known else None
+                level = known[account].remaining.get(limit) if account in known else None
                 at = now if level is None else known[account].at
                 _replay(bucket, level, at, used.get(account, []), now)
                 bucket.updated_at = self._clock()
@@ -350,7 +350,7 @@ class Quotas:
 
 
 def _has_rates(quota: Quota) -> bool:
-    return any(getattr(quota, limit) is not None for limit in LIMITS)
+    return any(getattr(quota, limit) is not None for limit in RATE_LIMITS)
 
 
 def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
@@ -386,7 +386,7 @@ def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
     for limit, bucket in account.buckets.items():
         bucket.refill(monotonic)
         settled[limit] = bucket.settled
-    return QuotaLevels(scope=account.scope, name=account.name, at=now, **settled)
+    return QuotaLevels(scope=account.scope, name=account.name, at=now, remaining=settled)
 
 
 def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used], now: float) -> None:

@@ -24,7 +24,7 @@ from appliance.channel.core_messages import Abort, Admitted, Preempted, Refused
 from appliance.channel.front_messages import Admit, Settle
 from appliance.channel.identity import Identity
 from appliance.history.forecasts import Outcome, QuotaForecast, TenantForecast
-from appliance.traffic.buckets import LIMITS, rate_of
+from appliance.traffic.buckets import rate_of
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.recent import PastRequest
 from appliance.traffic.request_manager import RequestManager
@@ -341,11 +341,11 @@ def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
     for levels in given.levels:
         old, new = (_quota(one, levels.scope, levels.name) for one in (present, policies))
         values: dict[str, float] = {}
-        for limit in LIMITS:
-            level, before, after = getattr(levels, limit), rate_of(old, limit), rate_of(new, limit)
-            if level is not None and before is not None and after is not None:
+        for limit, level in levels.remaining.items():
+            before, after = rate_of(old, limit), rate_of(new, limit)
+            if before is not None and after is not None:
                 values[limit] = level * after.capacity / before.capacity
-        found.append(QuotaLevels(scope=levels.scope, name=levels.name, at=given.since, **values))
+        found.append(QuotaLevels(scope=levels.scope, name=levels.name, at=given.since, remaining=values))
     return found
 
 

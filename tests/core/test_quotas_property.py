@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from appliance.traffic.buckets import LIMITS, Bucket, Peaks, Rate, rate_of
+from appliance.traffic.buckets import Bucket, Peaks, Rate, rate_of
 from appliance.traffic.quotas import Quotas, Reservation
-from store.policies import KeyRecord, Policies, Quota, TenantRecord
+from store.policies import RATE_LIMITS, KeyRecord, Policies, Quota, TenantRecord
 from store.quotas import QuotaLevels, QuotaState, Used
 from tests.examples import examples
 
@@ -233,7 +233,7 @@ class QuotaMachine(RuleBasedStateMachine):
     def no_stretch_of_time_is_overstepped(self) -> None:
         for name, quota in self.quota.items():
             mine = [ask for ask in self.asks if name in ("t", ask.key) and ask.tokens]
-            for limit in LIMITS:
+            for limit in RATE_LIMITS:
                 if (rate := rate_of(quota, limit)) is None:
                     continue
                 # Compute the bucket's level with exact arithmetic, as if each request took only the tokens

@@ -11,7 +11,7 @@ def quota_log(history):
 
 
 def tenant(name="acme", at=1_000_000.0, **left):
-    return QuotaLevels(scope="tenant", name=name, at=at, **left)
+    return QuotaLevels(scope="tenant", name=name, at=at, remaining=left)
 
 
 def read(history) -> QuotaState:
@@ -62,5 +62,8 @@ def test_levels_that_did_not_change_stay_valid(history, request_row, quota_log):
     history.log.end(request_row(tenant="acme", quota_tokens=3, finished_at=1_000_001.0))
     quota_log.save([tenant(tokens_per_minute=6.0)])
     found = read(history)
-    assert {levels.name: levels.tokens_per_minute for levels in found.levels} == {"quiet": 1.0, "acme": 6.0}
+    assert {levels.name: levels.remaining["tokens_per_minute"] for levels in found.levels} == {
+        "quiet": 1.0,
+        "acme": 6.0,
+    }
     assert found.used == []
