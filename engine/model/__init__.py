@@ -1,1 +1,1 @@
-"""The decoder, with a structure described by `engine.config.ModelConfig`, and its weight loader."""
+"""The decoder and its weight loader. `engine.config.ModelConfig` describes the structure of the decoder."""

@@ -16,8 +16,8 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def fill_scales(shard: WeightShard, scales: torch.Tensor) -> None:
-    """Set a shard's block scales, given the scales of the full matrix. If the shard's boundaries split a
-    block of the checkpoint, each part of the block gets the block's scale."""
+    """Set the block scales of a shard from the scales of the full matrix. If a boundary of the shard splits a
+    block of the checkpoint, both parts of the block get the block's scale."""
     assert shard.target is not None and shard.scales is not None and shard.block is not None
     rows, columns = shard.block
     shard.scales.copy_(_scales_at(shard, scales, range(0, shard.target.shape[0], rows), columns))
@@ -35,7 +35,7 @@ def dequantised(
 
 
 def _scales_at(shard: WeightShard, scales: torch.Tensor, rows: range, column_step: int) -> torch.Tensor:
-    """Return the scales of the given rows of a shard, for every `column_step`th column."""
+    """Return the scales that apply to the given rows of a shard, for every `column_step`th column."""
     assert shard.target is not None
     first_row, first_column = (shard.start, 0) if shard.dim == 0 else (0, shard.start)
     row = first_row + torch.arange(rows.start, rows.stop, rows.step, device=scales.device)

@@ -1,5 +1,5 @@
-"""Lists the tensors of a checkpoint folder and their locations, from safetensors headers. This module does
-not read weights."""
+"""Finds the tensors of a checkpoint folder, and their locations, by reading the headers of the safetensors
+files. This module does not read weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.config import CheckpointError, unreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_LARGEST_HEADER_BYTES = 100_000_000  # limit of the safetensors format
+_LARGEST_HEADER_BYTES = 100_000_000  # maximum size of a header in the safetensors format
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 """Element sizes in bytes of the dtypes that can be loaded."""
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -33,11 +33,11 @@ class TensorEntry:
     """Offset of the tensor's first byte in the file."""
     nbytes: int
     modified_ns: int
-    """Modification time of the file in nanoseconds, when its header was read."""
+    """Modification time of the file, in nanoseconds, at the time when the tensor's header was read."""
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a checkpoint folder by name. The tensors are in `model.safetensors`, or in the
+    """Return all tensors of a checkpoint folder, by name. They are stored in `model.safetensors` or in the
     files that the folder's index lists.
 
     Raises CheckpointError if a file is missing, unreadable, malformed or truncated.
@@ -83,7 +83,7 @@ def _read_index(index: Path) -> dict[str, str]:
             f"{index}: has no readable weight_map ({error!r})", "download it again"
         ) from None
     for name, shard in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", weight_map)]:
-        # Only plain file names are accepted, so that an index cannot refer to files outside its folder.
+        # Accept only plain file names, so that an index cannot refer to files outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(
                 f"{index}: {name} is {shard!r}", "it must be the name of a file in the folder"
@@ -125,8 +125,8 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(file: Path, value: dict[str, Any], data: int, modified_ns: int) -> TensorEntry:
-    """Parse the entry of a tensor in a header. `data` is the file offset to which the header's offsets are
-    relative."""
+    """Parse the entry of one tensor in a header. The offsets in the header are relative to the file offset
+    `data`."""
     dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
     first, last = (int(n) for n in value["data_offsets"])
     if first < 0 or last < first or min(shape, default=0) < 0:

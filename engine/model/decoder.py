@@ -1,4 +1,4 @@
-"""The decoder that all supported model families use, on one rank.
+"""Defines one rank's part of the decoder, which all supported model families use.
 
 The decoder is a pre-norm transformer with a paged KV cache. The attention heads, the MLP and the vocabulary
 are split across the ranks. Hidden states are complete and equal on every rank, because each layer contains
@@ -40,7 +40,7 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Decoder:
-    """A model on one rank. Its weights are uninitialised until `engine.model.loader` fills them.
+    """One rank's part of a model. The weights are uninitialised until `engine.model.loader` fills them.
 
     `max_model_len` is the maximum sequence length, or None for the checkpoint's maximum
     (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output; the
@@ -94,35 +94,34 @@ class Decoder:
         self.cos_sin = rotary_table(config, self.max_model_len).to(device)
 
     def with_layers(self, indices: list[int]) -> Decoder:
-        """Return a decoder that contains only the given layers, and shares all parameters with this
-        decoder."""
+        """Return a decoder that contains only the given layers. Both decoders share all parameters."""
         part = copy.copy(self)
         part.layers = [self.layers[index] for index in indices]
         part.halves_graphs = part.layer_graphs = None
         return part
 
     def representative(self, kv: list[KvPool]) -> tuple[Decoder, list[KvPool]]:
-        """Return a decoder whose few layers launch every kernel of this decoder, together with the KV pools
-        of these layers."""
+        """Return a decoder with a few layers, and the KV pools of these layers. The few layers together
+        launch every kernel of this decoder."""
         layers = self.config.representative_layers()
         return self.with_layers(layers), [kv[layer] for layer in layers]
 
     # ── computation ──────────────────────────────────────────────────────────────────────────────
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
-        """Run a forward pass, and return its hidden states: `[tokens, hidden]`, or only the rows of
-        `inputs.logits_attention` if it is given.
+        """Run a forward pass, and return its hidden states: `[tokens, hidden]`. If `inputs.logits_attention`
+        is given, only the rows of its tokens are returned.
 
         The keys and values of the pass are written to `kv`, which contains one pool per layer. The final norm
-        is not applied here. `logits` applies it to the rows that need logits. The number of tokens that
-        choose each expert is added to `expert_choices`.
+        is not applied here. `logits` applies it to the rows that need logits. The pass adds the number of
+        tokens that choose each expert to `expert_choices`.
         """
         ops, ranks, logits_attention = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
         counting = self.config.experts is not None
-        live = inputs.kv_slots if counting else None  # negative for padding
+        live = inputs.kv_slots if counting else None  # a negative value marks padding
         every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.kv_slots, plan, live=live)
         last = every
         if logits_attention is not None:
@@ -138,8 +137,8 @@ class Decoder:
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))
         if overlap is not None and len(calls) > 1:
-            # The last layer computes only some of the rows, so it runs once on the full pass instead of on
-            # two halves.
+            # The last layer computes only some of the rows. It therefore runs once on the full pass, and not
+            # in two halves.
             halves, graphs = self._halves(inputs, every, overlap.split), self.halves_graphs
             if graphs is not None and graphs.fits(len(inputs.token_ids)):
                 residual = graphs.run(residual, halves, kv)
@@ -184,7 +183,7 @@ class Decoder:
         return self.ops.norm_linear(Residual(hidden), self.final_norm, eps, self.head, None, out)
 
     def expert_choices(self) -> ExpertChoices | None:
-        """Return a copy of the counted expert choices, or None if the model has no experts."""
+        """Return a copy of the counts of expert choices, or None if the model has no experts."""
         layers = {
             index: layer.mlp.choices
             for index, layer in enumerate(self.layers)
@@ -200,12 +199,13 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Return the shape of the keys of one layer on this rank. The values have the same shape."""
+        """Return the shape of one layer's keys in the cache of this rank. The values have the same shape."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:
-        """Allocate one zero-filled KV pool per layer. Attention reads whole blocks and masks positions after
-        the end of a sequence. The masked values may be arbitrary, but must be finite.
+        """Allocate one zero-filled KV pool per layer. The pools must be zero-filled because attention reads
+        whole blocks and masks the positions after the end of a sequence. The masked values may be arbitrary,
+        but must be finite.
 
         `zeros` allocates a zero-filled tensor of a given shape and dtype. By default, torch allocates it.
         """

@@ -1,5 +1,5 @@
-"""Reads tensors that are split by columns. Each rank reads some of the rows, and then the ranks exchange
-columns.
+"""Reads tensors that are split by columns among the ranks. Each rank reads some of the rows, and then the
+ranks exchange columns.
 
 A rank's columns are spread over all rows of the file. If each rank read only its columns, it would need a
 system call for every few KB. If each rank read all rows, the page-cache and PCIe traffic would be multiplied
@@ -19,11 +19,12 @@ from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
 _AT_ONCE_BYTES = 16 << 20
-"""If a rank's columns of a tensor take at most this many bytes, all rows of the tensor are filled at once."""
+"""Maximum size, in bytes, of a rank's columns of a tensor for which all rows of the tensor are filled at
+once."""
 
 
 class Columns(NamedTuple):
-    """One rank's columns in a range of rows."""
+    """The columns of one rank in a range of a tensor's rows."""
 
     first_row: int
     numbers: torch.Tensor
@@ -31,8 +32,8 @@ class Columns(NamedTuple):
 
 
 class ColumnExchange:
-    """Exchanges the columns of one tensor at a time. All ranks must add the same tensors in the same
-    order."""
+    """Exchanges columns between the ranks, for one tensor at a time. All ranks must add the same tensors in
+    the same order."""
 
     def __init__(self, ranks: int, rank: int) -> None:
         self._ranks, self._rank = ranks, rank
@@ -50,8 +51,8 @@ class ColumnExchange:
         return TensorSlice(name, entry, self._rank * rows, rows)
 
     def add(self, part: TensorSlice, numbers: torch.Tensor) -> Iterator[Columns]:
-        """Add rows that this rank has read, in order: `[rows, all columns]`. When all rows have been added,
-        exchange columns with the other ranks, and yield this rank's columns of all rows."""
+        """Add the next rows that this rank has read: `[rows, all columns]`. After the last rows of the
+        tensor, exchange columns with the other ranks, and yield this rank's columns of all rows."""
         rows, width = part.entry.shape[0] // self._ranks, part.entry.shape[1] // self._ranks
         if self._sending is None:
             self._sending, self._rows_read = numbers.new_empty((self._ranks, rows, width)), 0
@@ -61,7 +62,7 @@ class ColumnExchange:
         self._rows_read += part.rows
         if self._rows_read == rows:
             sending, self._sending = self._sending, None
-            # The ranks' rows are consecutive, so one copy can fill a small tensor.
+            # The rows from the different ranks are consecutive, so a single copy can fill a small tensor.
             at_once = max(rows, _AT_ONCE_BYTES // (width * numbers.itemsize))
             for index, received in enumerate(all_to_all(sending).flatten(0, 1).split(at_once)):
                 yield Columns(index * at_once, received)

@@ -1,6 +1,6 @@
 """Finds the experts' tensors in checkpoints. Published checkpoints have a separate tensor for each matrix of
-each expert. In Mixtral's checkpoints, these tensors have other names than in the checkpoints of other model
-families. transformers 5 can store the matrices of all experts of a layer in one tensor."""
+each expert. The names of these tensors in Mixtral's checkpoints differ from those in the checkpoints of other
+model families. transformers 5 can store the matrices of all experts of a layer in one tensor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from engine.model.layers import WeightShard
 
 _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_NAMES = {".mlp.": _MIXTRAL, ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-"""Parts of tensor names, and the corresponding parts in Mixtral's published checkpoints."""
+"""Parts of tensor names, each with the part that replaces it in Mixtral's published checkpoints."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""For each tensor that contains all experts, the matrices of one expert, in the order in which they are
-stored."""
+"""For each tensor that contains all experts of a layer, the matrices of one expert, in the order in which the
+tensor stores them."""
 
 
 def with_names_of(entries: dict[str, TensorEntry], shards: Iterable[WeightShard]) -> list[WeightShard]:
-    """Return the shards, renamed to match the tensor names of the checkpoint that contains `entries`."""
+    """Return the shards with the tensor names that the checkpoint uses. `entries` are the tensors of the
+    checkpoint."""
     if not any(_MIXTRAL in name for name in entries):
         return list(shards)
     return [replace(shard, name=_mixtral_name(shard.name)) for shard in shards]
@@ -32,9 +33,9 @@ def _mixtral_name(name: str) -> str:
 
 
 def split_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return a checkpoint's tensors. A tensor `[experts, rows, columns]` that contains all experts is
-    replaced by one entry per matrix: `….mlp.experts.INDEX.gate_proj.weight`, and the same with `up_proj` and
-    `down_proj`."""
+    """Return the tensors of a checkpoint. A tensor `[experts, rows, columns]`, which contains all experts, is
+    replaced by one entry per matrix of each expert: `….mlp.experts.INDEX.gate_proj.weight`, and the same with
+    `up_proj` and `down_proj`."""
     return {part: each for name, entry in entries.items() for part, each in _split(name, entry)}
 
 

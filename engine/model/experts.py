@@ -1,4 +1,4 @@
-"""The layer with a mixture of experts instead of an MLP.
+"""Defines the layer that has a mixture of experts instead of an MLP.
 
 Every rank has the full router, so all ranks choose the same experts. A rank has either a slice of every
 expert, as with a dense MLP, or a subset of complete experts (`ExpertsConfig.whole`). In both layouts, the
@@ -38,7 +38,8 @@ class ExpertChoices:
 
 @dataclass(frozen=True, slots=True)
 class MixtureActivation:
-    """The activations of the routed experts and of the shared expert: the input of `MixtureDown`."""
+    """The activations of the routed experts and of the shared expert, which are the input of
+    `MixtureDown`."""
 
     routed: ExpertActivation
     shared: Activation | None
@@ -46,7 +47,7 @@ class MixtureActivation:
 
 
 class MixtureDown:
-    """Computes the down-projections of all experts, and their sum. Implements
+    """Computes the down-projections of all experts, and adds them up. Implements
     `engine.model.layers.Summand`."""
 
     def __init__(self, ops: Ops, experts: Experts, shared: Linear | None) -> None:
@@ -116,8 +117,8 @@ class Mixture:
             return MixtureActivation(routed, None)
         gate = self.ops.norm_linear(Residual(x.values), norm_weight, eps, self.shared_gate, None).sigmoid()
         shared = self.shared.activate(x, norm_weight, eps)
-        # Apply the gate to the input of the down-projection, because scaling a linear's input scales its
-        # result.
+        # Apply the gate to the input of the down-projection. Scaling the input of a linear layer scales its
+        # result by the same factor.
         if isinstance(shared, Fp8Activation):
             return MixtureActivation(routed, Fp8Activation(shared.values, shared.scales * gate, shared.dtype))
         return MixtureActivation(routed, shared * gate)
@@ -135,7 +136,8 @@ class Mixture:
         return weight_shards
 
     def _expert_shards(self, name: str, index: int) -> list[WeightShard]:
-        """Return the shards of one expert. `index` is its index among the experts of this rank."""
+        """Return the shards of one expert's matrices. `index` is the index of the expert among this rank's
+        experts. It is out of range if another rank holds the expert."""
         hidden, width = self.experts.router.shape[1], self.config.intermediate_size
         shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
         if not 0 <= index < self.here.count:
@@ -143,7 +145,8 @@ class Mixture:
         part, start = self.here.width, self.here.start
         gate_up = expert_weight(self.experts.gate_up, index)
         down = expert_weight(self.experts.down, index)
-        # If a rank has the complete expert, it reads complete rows. Otherwise, the ranks exchange columns.
+        # If the rank has the complete expert, it reads complete rows. If it has only a slice, the ranks read
+        # different rows and exchange columns.
         dim = 0 if self.config.whole else 1
         return [
             WeightShard.of(f"{name}.{matrix}.weight", shapes[matrix], weight, of_dim, start)
@@ -160,7 +163,7 @@ class Mixture:
 
 
 class ExpertsLayer(Layer):
-    """The MoE layer, which consists of norm, attention, norm and mixture of experts."""
+    """The MoE layer. It consists of a norm, attention, a second norm and a mixture of experts."""
 
     feed_forward_type = Mixture
     mlp: Mixture

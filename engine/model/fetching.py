@@ -2,9 +2,9 @@
 into pieces, which several threads read.
 
 A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large to keep
-Python's overhead small. Only a few pieces are in flight, so that data from the page cache remains in the
-processor's cache until the device has read it. Error messages name the file; messages about failed reads also
-name the tensor.
+Python's overhead small. Only a few pieces are in flight at a time, so that data copied from the page cache is
+still in the processor's cache when the device reads it. Error messages name the file; messages about failed
+reads also name the tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile, buffer_bytes
 
 READERS = 12
-"""Number of reader threads. With this number, reads from the page cache reach 55 GB/s, the bandwidth of PCIe,
-and disks are kept busy."""
+"""Number of reader threads. With this number, reads from the page cache reach the bandwidth of PCIe (55
+GB/s), and disks are kept busy."""
 PIECE_BYTES = 4 << 20
 """Size of a piece in bytes, which must be a multiple of the page size."""
 
@@ -38,7 +38,7 @@ def open_weights(path: Path) -> WeightFile:
 
 
 class FileBlock:
-    """Consecutive rows of a tensor, which are read together."""
+    """Consecutive rows of a tensor that are read together."""
 
     __slots__ = ("file", "past_cache", "rows", "start", "target")
 
@@ -49,10 +49,11 @@ class FileBlock:
         self.file = file
         self.past_cache = file.past_cache(rows.offset, rows.nbytes, rows.shared)
         self.target = target
-        """Device memory to which the block is copied unchanged: `[bytes]`. None if the block must be
+        """Device memory to which the block is copied unchanged: `[bytes]`. It is None if the block must be
         converted."""
         self.start = start
-        """Offset of `first_page` in the staging buffer in bytes, a multiple of the page size."""
+        """Offset, in bytes, at which `first_page` begins in the staging buffer. It is a multiple of the page
+        size."""
 
     @property
     def first_page(self) -> int:
@@ -61,7 +62,7 @@ class FileBlock:
 
     @property
     def end(self) -> int:
-        """Offset in the staging buffer of the end of the block's last page."""
+        """End of the block's last page, as an offset in the staging buffer."""
         return self.start + buffer_bytes(self.rows.offset, self.rows.nbytes)
 
     def numbers(self, buffer: StagingBuffer) -> torch.Tensor:
@@ -88,7 +89,7 @@ class BatchRead:
         self._left = pieces
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._complete = threading.Lock()  # held until the last piece is read; a lock is faster than an Event
+        self._complete = threading.Lock()  # held until the last piece has been read; faster than an Event
         self._complete.acquire()
 
     def wait(self) -> None:
@@ -96,7 +97,7 @@ class BatchRead:
         failed."""
         with self._complete:
             # Drop the reference to the exception. Otherwise, the traceback and the BatchRead would form a
-            # cycle, and the staging buffer would not be freed until the next garbage collection.
+            # reference cycle, and the staging buffer would not be freed before the next garbage collection.
             failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -134,11 +135,12 @@ class ReaderPool:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(threads):
-                # Daemon threads do not prevent the process from exiting while a stream is open.
+                # Use daemon threads, because they do not prevent the process from exiting while a stream is
+                # open.
                 thread = threading.Thread(target=self._work, name=f"weights {number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:  # e.g. if the limit on threads is reached
+        except BaseException:  # for example, the limit on threads has been reached
             self.close()
             raise
 

@@ -1,7 +1,8 @@
-"""Computes long passes in two halves, each containing part of the tokens. While one half's results are summed
-over the ranks, the device computes the other half.
+"""Computes long passes in two halves, each of which contains part of the tokens. While the results of one
+half are summed over the ranks, the device computes the other half.
 
-The second half attends to the first half's keys and values, so every layer computes the first half first.
+Tokens of the second half attend to keys and values of the first half, so every layer computes the first half
+first.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ LayerCall = tuple[Layer, KvPool, torch.Tensor | None]
 
 
 def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, AttentionInput]:
-    """Return the attention inputs for the first `at` tokens of a pass and for the remaining tokens. The
-    decodes come first, and must be among the first `at` tokens."""
+    """Return the attention inputs for the first `at` tokens of a pass and for the remaining tokens. All
+    decodes must be among the first `at` tokens."""
     before, after = [], []
     for chunk in inputs.chunks:
         head = min(max(at - chunk.first, 0), chunk.count)

@@ -1,11 +1,13 @@
 """The layers of a decoder on one rank, and the mapping of their weights to a checkpoint's tensors.
 
-Each kind of layer is a class in `engine.model.kinds.LAYER_KINDS`. A layer contains its parameters, runs its
-part of a forward pass (`run`), and lists its tensors in a checkpoint. Weight loading, kernel compilation and
-kernel tuning use the layers themselves. A new kind of layer therefore needs only an entry in LAYER_KINDS.
+Each kind of layer is a class in `engine.model.kinds.LAYER_KINDS`. A layer contains its parameters, computes
+its part of a forward pass (`run`), and lists the tensors that it needs from a checkpoint. Weight loading,
+kernel compilation and kernel tuning all work with these classes. A new kind of layer therefore needs only a
+class and an entry in LAYER_KINDS.
 
-Each half of a layer begins with a norm of the residual, and ends with a linear that adds its result to the
-residual. The weights of q, k and v are fused into one matrix, and those of gate and up into another.
+Each half of a layer (attention, and the MLP or experts) begins with a norm of the residual. It ends with a
+linear layer whose result is added to the residual. The weights of q, k and v are fused into one matrix, and
+those of gate and up into another.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from kernels.reference import quantise_blocks, quantise_fp8
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Inputs of a layer, except the residual, the layer's parameters and its KV pool."""
+    """The inputs that are the same for every layer of a forward pass. The residual, the layer's parameters
+    and its KV pool are not included."""
 
     ranks: Ranks
     cos_sin: torch.Tensor
@@ -42,7 +45,7 @@ class LayerInput:
     other tokens, the layer computes only keys and values. None means that all results are needed."""
     live: torch.Tensor | None = None
     """One number per row of the layer's result: [rows] int64. A negative number marks a padding row, whose
-    chosen experts are not counted. None if chosen experts are not counted at all."""
+    chosen experts are not counted. None means that no chosen experts are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +70,17 @@ class ParameterFactory:
         values.
 
         The matrix may consist of several tensors, or of a part of a tensor. Each tensor or part begins at a
-        multiple of `row_part` rows and `column_part` columns, both in the matrix and in the checkpoint. A
-        value of 0 means that, in this dimension, the matrix consists of one complete tensor.
+        multiple of `row_part` rows and `column_part` columns, both in the matrix and in the checkpoint. If
+        one of these values is 0, the matrix consists of one complete tensor in that dimension.
         """
         if not self.fp8:
             return self.empty(*shape)
         values = self._empty(shape, torch.float8_e4m3fn)
         if not self.fp8_blocks:
             return Fp8Weight(values, self._empty(shape[:-1], torch.float32))
-        # The boundaries between ranks, or between the tensors fused into one weight, may cut through a
-        # quantization block of the checkpoint. The block is then stored as several smaller blocks with the
-        # same scale.
+        # A boundary between ranks, or between the tensors fused into one weight, may cut through a
+        # quantization block of the checkpoint. Such a block is stored as several smaller blocks with the same
+        # scale.
         block = fp8_block(row_part), fp8_block(column_part)
         blocks = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
         return Fp8Weight(values, self._empty(blocks, torch.float32), block)
@@ -98,14 +101,15 @@ class WeightShard:
     target: torch.Tensor | None
     """View of a parameter into which the part is loaded, or None if another rank loads the part."""
     dim: int = 0
-    """Dimension along which the tensor is split. `target` covers all other dimensions completely."""
+    """Dimension along which the tensor is split. In all other dimensions, `target` has the full size."""
     start: int = 0
     """First index of the part along `dim`."""
     scales: torch.Tensor | None = None
-    """If `target` is e4m3: view of the scales of its rows or blocks. Values that have another dtype in the
-    checkpoint are quantised when they are loaded."""
+    """View of the scales of the target's rows or blocks if `target` is e4m3, otherwise None. If the
+    checkpoint's dtype is not e4m3, values are quantised when they are loaded."""
     block: tuple[int, int] | None = None
-    """Rows and columns of a block of `target` if there is one scale per block (`kernels.Fp8Weight.block`)."""
+    """Numbers of rows and columns of a block of `target`, or None if there is not one scale per block
+    (`kernels.Fp8Weight.block`)."""
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], weight: Weight, dim: int, start: int) -> WeightShard:
@@ -115,7 +119,7 @@ class WeightShard:
         return WeightShard(name, shape, weight, dim, start)
 
     def part(self, whole: Any) -> Any:
-        """Return this rank's part of a tensor, or of any object that can be sliced like one."""
+        """Return this rank's part of a tensor, or of another object that can be sliced like a tensor."""
         assert self.target is not None
         stop = self.start + self.target.shape[self.dim]
         return whole[self.start : stop] if self.dim == 0 else whole[:, self.start : stop]
@@ -147,7 +151,8 @@ class WeightShard:
 
 
 class Linear:
-    """A weight `[out, in]` and an optional bias `[out]` on this rank. Call `pack` once, after loading.
+    """A linear layer on this rank, with a weight `[out, in]` and an optional bias `[out]`. Call `pack` once,
+    after loading.
 
     row_part, column_part: see `ParameterFactory.matrix`.
     """
@@ -182,8 +187,8 @@ class Linear:
         """Apply the linear to `x`, sum the results over the ranks, and return `residual` plus the sum. May
         overwrite `residual`.
 
-        `next_gain` and `eps` belong to the norm that is applied to the result. `next_gain` is None after the
-        last layer.
+        `next_gain` and `eps` are the gain and the epsilon of the norm that is applied to the result next.
+        `next_gain` is None after the last layer.
         """
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual, next_gain)
@@ -193,8 +198,8 @@ class Linear:
         self.weight = self.ops.pack_weight(self.weight)
 
     def output_shards(self, name: str, whole: int, start: int, first: int, count: int) -> list[WeightShard]:
-        """Return the shards that fill rows `[first, first + count)` of this weight (and bias) from a
-        checkpoint tensor's rows, beginning at row `start`. The checkpoint tensor has `whole` rows."""
+        """Return the shards that fill rows `[first, first + count)` of this weight (and bias). The rows come
+        from a checkpoint tensor with `whole` rows, beginning at its row `start`."""
         part = rows_of(self.weight, first, count)
         inputs = part.values.shape[1] if isinstance(part, Fp8Weight) else part.shape[1]
         weight_shards = [WeightShard.of(f"{name}.weight", (whole, inputs), part, 0, start)]
@@ -205,9 +210,9 @@ class Linear:
         return weight_shards
 
     def input_shards(self, name: str, whole: int, start: int, bias: bool) -> list[WeightShard]:
-        """Return the shards that fill all columns of this weight from a checkpoint tensor's columns,
-        beginning at column `start`. The checkpoint tensor has `whole` columns. Only the first rank has a
-        bias, because the sum over the ranks must contain the bias only once."""
+        """Return the shards that fill all columns of this weight. The columns come from a checkpoint tensor
+        with `whole` columns, beginning at its column `start`. Only the first rank loads the bias, because the
+        sum over the ranks must contain the bias only once."""
         weight = self.weight
         outputs = len(weight.values if isinstance(weight, Fp8Weight) else weight)
         weight_shards = [WeightShard.of(f"{name}.weight", (outputs, whole), weight, 1, start)]
@@ -217,8 +222,8 @@ class Linear:
 
 
 def rows_of(weight: Weight, first: int, count: int) -> Weight:
-    """Return rows `[first, first + count)` of a weight `[out, in]`. If the weight has blocks, `first` must be
-    the first row of a block."""
+    """Return rows `[first, first + count)` of a weight `[out, in]`. If the weight has one scale per block,
+    `first` must be the first row of a block."""
     if not isinstance(weight, Fp8Weight):
         return weight[first : first + count]
     rows = 1 if weight.block is None else weight.block[0]
@@ -235,29 +240,29 @@ def add_sum(
     eps: float,
     ranks: Ranks,
 ) -> Residual:
-    """Return `residual` plus the sum of `part` over several ranks. `weight` is the matrix that computed
-    `part`. The other arguments are those of `Linear.add_to`."""
+    """Return `residual` plus the sum of `part` over several ranks. `part` was computed with the matrix
+    `weight`. The other arguments are those of `Linear.add_to`."""
     norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
     return ranks.add_sum(residual, part, norm)
 
 
 class Summand(Protocol):
-    """The last operation of half a layer, a `Linear` or experts. Its result is added to the residual."""
+    """The last operation in a half of a layer: a `Linear` or experts. The result is added to the residual."""
 
     def __call__(self, x: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's part of the result: `[tokens, hidden]`. It may be written to `out` if `out` is
-        given."""
+        """Return this rank's part of the result: `[tokens, hidden]`. If `out` is given, the result may be
+        written to `out`."""
 
     def add_to(
         self, residual: Residual, x: Any, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
     ) -> Residual:
-        """Return `residual` plus the result, summed over the ranks, as `Linear.add_to` does."""
+        """Like `Linear.add_to`, return `residual` plus the result, summed over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """An addition to the residual, yielded by a layer. The added value is the result of a linear or of
-    experts, summed over the ranks."""
+    """An addition to the residual, which a layer yields. The value that is added is the result of a linear
+    layer or of experts, summed over the ranks."""
 
     residual: Residual
     linear: Summand
@@ -266,7 +271,7 @@ class Addition:
     next_gain: torch.Tensor | None
     """Gain of the norm that is applied to the result, or None after the last layer."""
     eps: float
-    """Epsilon of that norm."""
+    """Epsilon of the norm that is applied to the result."""
 
     def compute(self, ranks: Ranks) -> Residual:
         """Return the new residual. May overwrite `residual`."""
@@ -301,7 +306,8 @@ class Attention:
     def __call__(
         self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute attention on this rank's heads, and return the input of `o`: `[rows, heads × head_dim]`.
+        """Compute attention on this rank's heads, and return the input of the output projection `o`: `[rows,
+        heads × head_dim]`.
 
         `qkv` is `[tokens, (heads + 2 kv_heads) × head_dim]`. The result has one row per token, or one row per
         entry of `inputs.kept`. If `out` is given, the result is written to it.
@@ -326,7 +332,8 @@ class Attention:
         """Apply the norm over all query heads and the norm over all key heads to `qkv`, in place."""
         q = self.shard.heads * self.config.head_dim
         both = qkv[:, : len(gain)].float()
-        # All ranks have the same number of elements, so the overall mean is the mean of the ranks' means.
+        # All ranks have the same number of elements, so the mean over all elements equals the mean of the
+        # ranks' means.
         means = [part.square().mean(dim=1) for part in (both[:, :q], both[:, q:])]
         mean = ranks.all_reduce(torch.stack(means)).div(ranks.size).unsqueeze(-1)
         scale_q, scale_k = torch.rsqrt(mean + self.config.rms_norm_eps)
@@ -359,7 +366,7 @@ class Attention:
 
 
 class FeedForward(Protocol):
-    """The half of a layer after attention: an MLP, or experts."""
+    """The second half of a layer, after attention: an MLP or experts."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory) -> None: ...
 
@@ -371,17 +378,18 @@ class FeedForward(Protocol):
         """Return the input of `down`, computed from the residual."""
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        """Return the tensors of the checkpoint that fill the parameters. Their names begin with `prefix`."""
+        """Return the checkpoint's tensors that fill the parameters. The names of these tensors begin with
+        `prefix`."""
 
     def pack(self) -> None:
-        """See `Layer.pack`."""
+        """Same as `Layer.pack`."""
 
 
 class Mlp:
     """The MLP `down(silu(gate x) × up x)`. `activate` computes the input of `down`, and the result of `down`
     is added to the residual.
 
-    width: width of the full MLP. None selects the model's `intermediate_size`.
+    width: width of the complete MLP. None selects the model's `intermediate_size`.
     """
 
     def __init__(
@@ -416,7 +424,7 @@ class Mlp:
 
 
 class Layer:
-    """The dense layer, which consists of norm, attention, norm and MLP."""
+    """The dense layer. It consists of a norm, attention, a second norm and an MLP."""
 
     feed_forward_type: type[FeedForward] = Mlp
     """Class of the layer's second half, after attention."""
@@ -424,7 +432,7 @@ class Layer:
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
         self.input_norm = factory.empty(config.hidden_size)
-        """Gain of the layer's first norm. The previous layer may fuse this norm."""
+        """Gain of the layer's first norm. The previous layer may fuse this norm with its last operation."""
         self.attention = Attention(config, shard, factory, index)
         self.post_norm = factory.empty(config.hidden_size)
         self.mlp = self.feed_forward_type(config, shard, factory)
@@ -432,9 +440,9 @@ class Layer:
     def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
     ) -> LayerRun:
-        """Run the layer as a generator: yield each addition to the residual, receive the new residual from
-        the caller, and return the final residual. The keys and values of the pass are written to `kv`. May
-        overwrite `residual`.
+        """Run the layer as a generator. It yields each addition to the residual, receives the new residual
+        from the caller, and returns the final residual. The keys and values of the pass are written to `kv`.
+        May overwrite `residual`.
 
         `next_gain` is the gain of the norm that is applied to the result, or None after the last layer.
         """
@@ -448,7 +456,7 @@ class Layer:
         return (yield Addition(residual, mlp.down, activated, next_gain, self.eps))
 
     def activate(self, residual: Residual, live: torch.Tensor | None) -> Any:
-        """Return the input of the last operation of the layer's second half. `live` is `LayerInput.live`."""
+        """Return the input of the last operation in the layer's second half. `live` is `LayerInput.live`."""
         return self.mlp.activate(residual, self.post_norm, self.eps)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
@@ -469,7 +477,7 @@ class Layer:
 
 
 def run_layer(layer_run: LayerRun, ranks: Ranks) -> Residual:
-    """Run a layer, compute each addition to the residual that it yields, and return the final residual."""
+    """Run a layer, compute every addition that the layer yields, and return the final residual."""
     try:
         addition = next(layer_run)
         while True:

@@ -31,18 +31,18 @@ from engine.rank_messages import Progress
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
 _SCALE = "_scale"
-"""Suffix of the name of an FP8 weight's scale tensor, which contains one scale for the whole weight or one
-per output."""
+"""Suffix in the name of a scale tensor that contains one scale for the whole FP8 weight or one scale per
+output."""
 _BLOCK_SCALE = "_scale_inv"
-"""Suffix of the name of a scale tensor with one scale per block. Although the suffix suggests an inverse,
-values are multiplied by the scale."""
+"""Suffix in the name of a scale tensor with one scale per block. Although the suffix suggests an inverse,
+values are multiplied by the scales."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
-"""Suffixes of precomputed scales for activations and the KV cache. They are ignored, because the engine
-computes scales per token."""
+"""Suffixes in the names of precomputed scales for activations and the KV cache. These tensors are ignored,
+because the engine computes a scale for each token."""
 _NAMES_SHOWN = 4
 _MISMATCH = "use config.json and the weights from the same checkpoint"
 _PROGRESS_S = 0.1
-"""Minimum time, in seconds, between progress reports within a file."""
+"""Minimum interval, in seconds, between two progress reports about the same file."""
 
 
 def load(
@@ -57,13 +57,14 @@ def load(
 
     With `exchange`, each rank reads only some of the rows of tensors that are split by columns, and exchanges
     columns with the other ranks (`engine.model.exchange`). All ranks must call this function. Without
-    `exchange`, every rank reads all rows. This is faster on CPUs, where ranks exchange data more slowly than
-    they read the page cache. With `share_reads`, files that fit into the page cache are read through it,
-    because other replicas may read them at the same time.
+    `exchange`, every rank reads all rows. This is faster on CPUs, where ranks read the page cache faster than
+    they exchange data. With `share_reads`, files that fit into the page cache are read through it, because
+    other replicas may read them at the same time.
 
     Raises CheckpointError, before any weight is read, if a file is truncated, or if a tensor is missing,
     unknown, of the wrong shape or of an unsupported dtype. Raises WeightsTooLarge if a GPU runs out of
-    memory. Rotary frequencies, the copy of a tied output matrix, and static activation scales are ignored.
+    memory. The checkpoint's rotary frequencies, static activation scales and copy of a tied output matrix are
+    ignored.
     """
     folder = Path(folder)
     entries = split_experts(read_entries(folder))
@@ -108,7 +109,7 @@ def load_dummy(decoder: Decoder, seed: int, progress: ProgressCallback = no_prog
 def _check(
     entries: dict[str, TensorEntry], shards: dict[str, WeightShard], folder: Path, *, tied: bool, blocks: bool
 ) -> None:
-    # Only matrices can be FP8, because only matrices have scales.
+    # Find the FP8 matrices. Only matrices can be FP8, because only matrices have scales.
     quantised = {
         name
         for name, shard in shards.items()
@@ -220,7 +221,7 @@ def _fill(
     ]
     if share_reads:
         wanted = [replace(part, shared=True) for part in wanted]
-    # Every rank uses the same order, because the ranks exchange the columns of one tensor at a time.
+    # Use the same order on every rank, because the ranks exchange the columns of one tensor at a time.
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     total = sum(part.nbytes for part in wanted)
     done = 0
@@ -235,7 +236,7 @@ def _fill(
         fill_rows(part, numbers if shard.dim == 0 else shard.part(numbers))
 
     def fill_rows(part: TensorSlice, numbers: torch.Tensor) -> None:
-        """Fill rows of a shard with values of this rank's columns."""
+        """Fill rows of a shard with `numbers`, which contains this rank's columns of these rows."""
         shard = shards[part.name]
         rows = _rows_of_shard(shard, part)
         if part.entry.dtype != _FP8:
@@ -287,8 +288,8 @@ def _randomise(shard: WeightShard, decoder: Decoder, seed: int) -> None:
 
 
 def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
-    """Return the rows of the checkpoint's tensor that this rank reads. If the shard consists of columns, the
-    rank reads all rows."""
+    """Return the rows of the checkpoint's tensor that this rank must read. For a shard that consists of
+    columns, these are all rows."""
     assert shard.target is not None
     rows = shard.target.shape[0]
     shared = ranks > 1 and rows == entry.shape[0]
@@ -307,8 +308,8 @@ def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
 def _read_scales(
     shards: dict[str, WeightShard], entries: dict[str, TensorEntry], device: torch.device, suffix: str
 ) -> dict[str, torch.Tensor]:
-    """Return the float32 scales of all FP8 weights, keyed by the weights' names: one scale per row
-    (`[rows]`), one for all rows (`[1]`), or one per block (`scale_shape`). `suffix` is the suffix of the
+    """Return the float32 scales of all FP8 weights, by the names of the weights. A weight has one scale per
+    row (`[rows]`), one for all rows (`[1]`), or one per block (`scale_shape`). `suffix` is the suffix of the
     scales' names."""
     wanted = []
     for shard in shards.values():
@@ -318,7 +319,7 @@ def _read_scales(
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     if not wanted:
         return {}
-    # All scales are in one tensor, so that they are allocated and checked together.
+    # Store all scales in one tensor, so that they are allocated and checked together.
     sizes = [math.prod(part.entry.shape) for part in wanted]
     whole = torch.empty(sum(sizes), device=device)
     found = {part.name: scales for part, scales in zip(wanted, whole.split(sizes), strict=True)}
@@ -345,5 +346,6 @@ def _read_scales(
 def _finish(decoder: Decoder, progress: ProgressCallback) -> None:
     decoder.finish(progress)
     if decoder.device.type == "cuda":
-        # Memory cached by the allocator would be counted as activations when the KV pool is sized.
+        # Release the memory that the allocator caches. Otherwise, it would be counted as memory for
+        # activations when the KV pool is sized.
         torch.cuda.empty_cache()

@@ -19,9 +19,10 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Rows `[first_row, first_row + rows)` of a tensor in a file. A tensor without dimensions has one row.
+    """Rows `[first_row, first_row + rows)` of a tensor in a file. A tensor without dimensions counts as one
+    row.
 
-    A slice always contains complete rows, because reading a few KB of each row would be slower.
+    A slice always contains complete rows, because it would be slower to read a few KB of each row.
     """
 
     name: str
@@ -37,7 +38,8 @@ class TensorSlice:
 
     @property
     def row_bytes(self) -> int:
-        # This is faster than a product over the shape, and there can be tens of thousands of tensors.
+        # Use this calculation, because it is faster than a product over the shape and there can be tens of
+        # thousands of tensors.
         shape = self.entry.shape
         return self.entry.nbytes // shape[0] if shape and shape[0] else self.entry.nbytes
 

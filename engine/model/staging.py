@@ -30,14 +30,14 @@ class StagingBuffer:
             self._copied.synchronize()
 
     def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy parts of `host` to tensors on the device. The copies are guaranteed to be complete only when
-        the ring has been closed."""
+        """Copy parts of `host` to tensors on the device. The copies are certain to be complete only after the
+        ring has been closed."""
         if self._copy_stream is None:
             for numbers, target in copies:
                 target.copy_(numbers)
             return
         if not self._locked:
-            # By now, the reader threads have allocated the pages by writing to them.
+            # The reader threads have already allocated the pages by writing to them, so page-locking is fast.
             lock_pages(self.host)
             self._locked = True
         with torch.cuda.stream(self._copy_stream):
@@ -58,7 +58,7 @@ class StagingBuffer:
         copies, start = [], 0
         for part in parts:
             copies.append(self._device_buffer[start : start + len(part)])
-            start += -(-len(part) // PAGE) * PAGE  # aligned, and never past the end of the buffer
+            start += -(-len(part) // PAGE) * PAGE  # aligned and within the buffer
         self.copy(zip(parts, copies, strict=True))
         torch.cuda.current_stream(self._copy_stream.device).wait_event(self._copied)
         return copies
@@ -86,7 +86,8 @@ class StagingRing:
         copy_stream = None
         if device.type == "cuda":
             copy_stream = torch.cuda.Stream(device)
-            # Wait for earlier work, which may still use the memory that the parameters now occupy.
+            # Wait for earlier work on the device, because this work may still use the memory in which the
+            # parameters have been allocated.
             copy_stream.wait_stream(torch.cuda.current_stream(device))
         self.buffers = [StagingBuffer(part, copy_stream) for part in host.split(buffer_bytes)]
 

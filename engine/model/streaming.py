@@ -35,30 +35,31 @@ from engine.model.staging import StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20
-"""Size of a block or batch, in bytes, when the target is a GPU. It is large, so that Python's overhead per
-block is small."""
+"""Size of a block or batch, in bytes, when the target is a GPU. The size is large, so that the overhead of
+Python per byte is small."""
 _CPU_BLOCK_BYTES = 4 << 20
-"""Size of a block or batch, in bytes, when the target is a CPU. It is small, so that a block and its
+"""Size of a block or batch, in bytes, when the target is a CPU. The size is small, so that a block and its
 conversion buffers fit into the CPU's cache."""
 _PIECES_AHEAD = 24
-"""Number of pieces that are read ahead. It is larger than the number of reader threads, so that one slow
-piece does not stall all threads."""
+"""Number of pieces that are read ahead of their use. It is larger than the number of reader threads, so that
+one slow read does not stall all threads."""
 _BESIDE = 2 * PAGE
-"""Combined size, in bytes, of a block's first and last page, which the block may fill only partly."""
+"""Combined size, in bytes, of the first and the last page of a block. The block may fill these pages only
+partly."""
 _COPYING = 3
 """Number of staging buffers that may be in use by copies to a GPU."""
 
 Fill = Callable[[TensorSlice, torch.Tensor], None]
-"""Called with rows and their values: `[rows, ...]` in the file's dtype on the device. The tensor is valid
-only during the call or, on CUDA, for work launched on the current stream during the call."""
+"""Function that is called with rows and their values: `[rows, ...]` in the file's dtype on the device. The
+tensor is valid only during the call or, on CUDA, for work launched on the current stream during the call."""
 FindTarget = Callable[[TensorSlice], torch.Tensor | None]
-"""Returns the tensor to which a slice is copied unchanged, or None if the slice is passed to `Fill`. The
-tensor must be contiguous, in the file's dtype, and on the device. Called once per slice, before any slice is
-read."""
+"""Function that returns the tensor to which a slice is copied unchanged, or None if the slice is passed to
+`Fill`. The tensor must be contiguous, on the device and of the file's dtype. The function is called once per
+slice, before any slice is read."""
 
 
 def no_target(whole: TensorSlice) -> None:
-    """The `FindTarget` that passes all slices to `Fill`."""
+    """A `FindTarget` function that returns None, so that all slices are passed to `Fill`."""
 
 
 def stream(
@@ -75,9 +76,9 @@ def stream(
     A block is at most `block_bytes` bytes long, or contains a single row. By default, the block size depends
     on the device. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
 
-    Exceptions of `fill` and `find_target` propagate. Raises CheckpointError with file and tensor if bytes are
-    missing or cannot be read. At the end, raises CheckpointError with the file if it was modified after its
-    header was read.
+    Exceptions of `fill` and `find_target` propagate. Raises a CheckpointError that names file and tensor if
+    bytes are missing or cannot be read. At the end, raises a CheckpointError that names the file if a file
+    was modified after its header was read.
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
@@ -87,8 +88,8 @@ def stream(
     entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
         files = {path: stack.enter_context(closing(open_weights(path))) for path in entries}
-        # All blocks are created before reading starts, because Python code runs slowly while the reader
-        # threads are active.
+        # Create all blocks before reading starts, because Python code runs slowly while the reader threads
+        # are active.
         batches = list(_batches(slices, block_bytes, files, find_target))
         largest = max(batch[-1].end for batch in batches)
         max_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest - _BESIDE, PIECE_BYTES))

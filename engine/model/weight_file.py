@@ -1,10 +1,11 @@
 """Reads weight files through the page cache if they are cached, and otherwise directly from the disk.
 
-Direct reads (O_DIRECT) bypass the page cache. They reach the disk's full rate and use almost no processor
-time. A read through the page cache makes the kernel allocate a page for every 4 KiB and copy the data once
-more. Rows that several ranks or replicas need at the same time are always read through the page cache, so
-that they are read from disk only once. After loading, `keep_cached` reads the files into the page cache for
-the next start."""
+Direct reads (O_DIRECT) bypass the page cache. Direct reads reach the disk's full rate and use almost no
+processor time. For a read through the page cache, the kernel must allocate a page for every 4 KiB and copy
+the data once more. Rows that several ranks or replicas need at the same time are always read through the page
+cache, so that they are read from disk only once. After loading, `keep_cached` reads the files into the page
+cache for the next start.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment, in bytes, of the file offset and the memory address of a direct read. It is sufficient for every
-disk."""
+"""Alignment, in bytes, of the file offset and the memory address of a direct read. This alignment is
+sufficient for every disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Maximum size of the files that are kept in the page cache, as a fraction of the free memory."""
@@ -33,8 +34,8 @@ class WeightFile:
         # Read-ahead is disabled, because the kernel cannot predict the interleaved reads of many threads.
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
         self._direct: int | None = None
-        # Some file systems do not support O_DIRECT. The file is opened again through its descriptor, because
-        # its path may now refer to a different file.
+        # Some file systems do not support O_DIRECT. Open the file again through its descriptor, because the
+        # path may now refer to a different file.
         with suppress(OSError):
             same_file = f"/proc/self/fd/{self._cached}"
             self._direct = os.open(same_file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -66,8 +67,8 @@ class WeightFile:
                 count = os.preadv(self._direct, [into[: buffer_bytes(first, nbytes)]], first - skipped)
                 if count >= skipped + nbytes:
                     return
-            # The direct read failed or was incomplete. Retry through the page cache, which either succeeds or
-            # raises the actual error.
+            # The direct read failed or was incomplete. A second attempt through the page cache either
+            # succeeds or raises the actual error.
         done = 0
         while done < nbytes:
             count = os.preadv(self._cached, [into[skipped + done : skipped + nbytes]], first + done)
@@ -79,9 +80,9 @@ class WeightFile:
         """Return whether the range is in the page cache, or None if this is unknown. One page in each half of
         the range is probed.
 
-        Probing an uncached page loads it into the cache. The pages are chosen at random, so that the next
-        start does not probe the same ones. Two pages are probed, because a fast disk may load the first page
-        during the probe.
+        A probe of an uncached page loads the page into the cache. The pages are therefore chosen at random,
+        so that the next start does not probe the same pages. Two pages are probed, because a fast disk may
+        load the first page during its probe.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))
@@ -103,8 +104,8 @@ def buffer_bytes(first: int, nbytes: int) -> int:
 
 
 def fits_page_cache(paths: Iterable[Path]) -> bool:
-    """Return whether the files together use at most half of the free memory. Files that cannot be read count
-    as too large."""
+    """Return whether the files together would use at most half of the free memory. Returns False if a file
+    cannot be read."""
     try:
         return sum(path.stat().st_size for path in paths) <= _MEMORY_SHARE * _available_bytes()
     except OSError:
@@ -134,6 +135,7 @@ def _fetch(paths: list[Path]) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the available memory in bytes, including clean caches."""
+    """Return the available memory in bytes. It includes caches that can be dropped without writing them to
+    disk."""
     with Path("/proc/meminfo").open() as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -38,8 +38,9 @@ class WeightFit:
     def check(self) -> None:
         """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights.
 
-        On a GPU, the limit is the GPU's total memory. On a CPU, it is this rank's share of the available host
-        memory, because Linux overcommits memory and kills a process when it cannot provide a page.
+        On a GPU, the limit is the GPU's total memory. On a CPU, the limit is this rank's share of the
+        available host memory. The check is necessary because Linux overcommits memory and kills a process
+        when it cannot provide a page.
         """
         if self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
@@ -53,8 +54,8 @@ class WeightFit:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise WeightsTooLarge if a GPU runs out of memory while the body of the context allocates and fills
-        weights."""
+        """Raise WeightsTooLarge if a GPU runs out of memory in the body of the `with` statement, which
+        allocates and fills weights."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -77,8 +78,8 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. Changing a setting is suggested only if the weights then fit into
-        `most` bytes."""
+        """Return the possible remedies. A change of a setting is suggested only if the weights would then fit
+        into `most` bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]
