@@ -1,2 +1,2 @@
-"""Scheduling of sequences and KV blocks: plans which sequences run in each step, allocates their blocks, and
+"""Schedules sequences and KV blocks: plans which sequences run in each step, allocates their blocks, and
 processes the results."""

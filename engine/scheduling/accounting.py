@@ -21,9 +21,10 @@ class Totals:
 
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Number of prompt tokens of started submissions. A prompt is counted once per submission."""
+    """Number of prompt tokens of all started submissions. A submission's prompt is counted once, regardless
+    of the number of samples."""
     cached_tokens: int = 0
-    """Number of prompt tokens that were found in the prefix cache."""
+    """Number of prompt tokens of started submissions that were found in the prefix cache."""
     computed_tokens: int = 0
     """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
     tokens, are counted again."""
@@ -35,7 +36,7 @@ class RequestAccounting:
     credits.
 
     Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each token of
-    a submission's `credit_tokens` is granted back once: when the first sample has computed the token, and at
+    a submission's `credit_tokens` is granted back once, as soon as any sample has computed the token, and at
     the latest when the submission ends.
     """
 
@@ -65,7 +66,7 @@ class RequestAccounting:
 
     @property
     def has_news(self) -> bool:
-        """Whether there are outputs or final counts that `take` has not returned yet."""
+        """Whether outputs or final counts have been collected that `take` has not returned yet."""
         return bool(self._outputs or self._finished)
 
     def find(self, origin: Hashable, handle: int) -> Submission | None:
@@ -96,8 +97,9 @@ class RequestAccounting:
         submit = submission.submit
         self.credit(submission, submit.credit_tokens)
         self._finished.append(submission.final_counts())
-        # Break the reference cycle between submission and sequences. Reference counting then frees them after
-        # the last step in flight, and the garbage collector need not traverse the tokens of every prompt.
+        # Break the reference cycle between the submission and its sequences. Reference counting then frees
+        # the objects after the last step in flight, and the garbage collector does not have to traverse the
+        # tokens of every prompt.
         submission.sequences = []
         _remove(self._by_origin, submission.origin, submit.handle)
         _remove(self._by_request, submit.request_id, submission.arrival)
@@ -129,8 +131,8 @@ class RequestAccounting:
         )
 
     def credit(self, submission: Submission, reached: int) -> None:
-        """Grant back the token credit up to the furthest position that any sample has reached. Each token is
-        granted back only once."""
+        """Grant back the token credit up to the furthest position that any sample has reached. The credit for
+        a token is granted back only once."""
         reached = min(reached, submission.submit.credit_tokens)
         if reached > submission.credited_tokens:
             self.returned_tokens[submission.submit.level] += reached - submission.credited_tokens

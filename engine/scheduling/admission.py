@@ -1,4 +1,4 @@
-"""Admits waiting sequences: assigns slots and KV blocks to them, and starts their prefill."""
+"""Admits waiting sequences: assigns slots and KV blocks to the sequences, and starts their prefill."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ are sent to the other ranks as part of the plan, and the device waits for the pl
 limit is 5 MiB."""
 
 MAX_TABLE_ENTRIES = 4096
-"""Sequences are admitted to a step only while the step has at most this many block table entries. If a long
-prompt is in the prefix cache, its resumed samples have few tokens to compute, but each of them has one entry
-for every block of the prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000 entries to
-one step, which takes 0.4 s."""
+"""Maximum number of block table entries in one step. When a step exceeds this number, it admits no further
+sequences. If a long prompt is in the prefix cache, resumed samples of this prompt have few tokens to compute,
+but each sample has one entry for every block of the prompt. Without the limit, 128 samples of 131,000 tokens
+would add 260,000 entries to one step, which takes 0.4 s."""
 
 
 class Admission:
     """Starts waiting sequences.
 
-    On admission, all blocks of a sequence's prefill are allocated, so only decodes can run out of blocks. As
-    many samples of a submission as fit are started together. One sample, the leader, computes the prompt. The
-    other samples, its forks, only occupy slots, and share the leader's blocks when the prefill ends. Samples
-    that do not fit remain in the waiting queue as separate sequences. When they are admitted, their prompt is
-    found in the prefix cache.
+    All blocks for the prefill of a sequence are allocated on admission, so only decodes can run out of
+    blocks. As many samples of a submission as fit are started together. One sample, the leader, computes the
+    prompt. The other samples, its forks, only occupy slots until the prefill ends, and then share the
+    leader's blocks. Samples that do not fit remain in the waiting queue as separate sequences. When they are
+    admitted, their prompt is found in the prefix cache.
     """
 
     def __init__(
@@ -61,17 +61,18 @@ class Admission:
         self._started: list[Sequence] = []
         """Sequences that are admitted for the first time in the step that is being planned."""
         self._blocked: tuple[Sequence, int] | None = None
-        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before it is
-        tried again."""
+        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before the
+        sequence is tried again."""
 
     def begin_step(self) -> None:
         self._setup_numbers = 0
 
     def admit(self, step: ScheduledStep, budget: int, better_than: int = LEVELS) -> int:
-        """Start waiting sequences, in order, until one does not fit. Returns the number of scheduled tokens.
+        """Start waiting sequences in order, until a sequence does not fit. Returns the number of scheduled
+        tokens.
 
-        Only levels of higher priority than `better_than` (those with lower numbers) are considered. If a
-        sequence must wait because all free slots are reserved for higher priorities, it holds back only
+        Only levels of higher priority than `better_than` (those with lower numbers) are considered. A
+        sequence that must wait because all free slots are reserved for higher priorities delays only
         sequences of its own level.
         """
         given = budget
@@ -88,7 +89,7 @@ class Admission:
 
     def _try_to_start(self, step: ScheduledStep, sequence: Sequence) -> bool:
         """Start a sequence, and as many of its forks as fit, if the step and the block pool have enough
-        capacity. Returns whether it was started."""
+        capacity. Returns whether the sequence was started."""
         # A preempted sequence can be recomputed only after the tokens of its steps in flight are known.
         if sequence.in_flight or not self._may_fit(sequence):
             return False
@@ -113,8 +114,8 @@ class Admission:
                 self._preempt_for_blocks(head)
 
     def _preempt_for_slots(self, level: int) -> None:
-        """Free slots for the waiting sequences of this level, and of all other levels that may preempt the
-        same sequences (`engine.levels`)."""
+        """Free slots for the waiting sequences of this level and of all other levels that may preempt the
+        same running sequences (`engine.levels`)."""
         victim = FIRST_VICTIMS[level]
         if self._running.worst_level < victim:
             return
@@ -126,9 +127,9 @@ class Admission:
             self._preemption.free_slots(lacking, victim)
 
     def _preempt_for_blocks(self, sequence: Sequence) -> None:
-        """Free blocks for a sequence. Sequences of lower-priority classes are preempted. Lower levels of the
-        same class are preempted too, unless the sequence is urgent and the prompts of its request do not fit
-        into one step."""
+        """Free blocks for a waiting sequence by preempting sequences of lower-priority classes. Sequences of
+        lower levels in the same class are also preempted, unless the waiting sequence is urgent and the
+        prompts of its request do not fit into one step."""
         long = 0 < sequence.submission.submit.urgency < FITS_STEP
         worse_than = level_of(sequence.priority, 0) if long else sequence.level
         if self._running.worst_level > worse_than:
@@ -148,8 +149,8 @@ class Admission:
         self._started.clear()
 
     def _may_fit(self, sequence: Sequence) -> bool:
-        """Return False if the sequence did not fit earlier and too few blocks have been freed or cached
-        since."""
+        """Return False if the sequence did not fit in an earlier attempt, and too few blocks have been freed
+        or cached since then."""
         if self._blocked is None or not len(self._running):
             return True
         blocked, gains = self._blocked
@@ -157,7 +158,7 @@ class Admission:
 
     def _fits_plan(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Return whether the step's plan has enough space for the sequence's setup and block table entries.
-        The first setup and the entries of the first sequence always fit."""
+        The setup and the entries of the step's first sequence always fit."""
         planned = self._setup_numbers
         if planned and planned + setup_numbers(sequence) > MAX_SETUP_NUMBERS:
             return False
@@ -165,26 +166,25 @@ class Admission:
         return not plan.setups or entries <= MAX_TABLE_ENTRIES
 
     def _demand(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the result of `BlockTables.find`, without counting the reserved blocks (the watermark) as
-        available."""
+        """Return the result of `BlockTables.find`, but with the number of available blocks reduced by the
+        reserved blocks (the watermark)."""
         hits, needed, available = self._tables.find(sequence)
-        # If no sequence is running, no blocks are reserved. Every validated sequence therefore fits into the
-        # pool.
+        # Reserve no blocks if no sequence is running. Every validated sequence then fits into the pool.
         return hits, needed, available - (self._watermark if len(self._running) else 0)
 
     def _take_blocks(self, sequence: Sequence) -> int | None:
         """Allocate cached or new blocks for a prefill, and attach as many forks as fit.
 
-        Returns the number of cached blocks, or None if the sequence does not fit. In that case, nothing is
-        allocated.
+        Returns the number of cached blocks. If the sequence does not fit, nothing is allocated, and the
+        result is None.
         """
         hits, needed, available = self._demand(sequence)
         if needed > available:
             self._blocked = (sequence, self._pool.gains + needed - available)
             return None
         self._blocked = None
-        # Each fork will soon need one block, either for its next token or for a copy of the last block, which
-        # is partly filled.
+        # Each fork will soon need one block: for its next token, or for a copy of the last block if that
+        # block is only partly filled.
         sequence.forks = self._choose_forks(sequence, available - needed)
         for fork in sequence.forks:
             fork.leader = sequence

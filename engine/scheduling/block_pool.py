@@ -11,8 +11,8 @@ Each block is in exactly one of three states:
 
 The prefix cache uses chained hashes, like vLLM's automatic prefix caching. The digest of a block covers the
 digest of the previous block and the block's own 64 token ids. The chain starts with the cache salt, so
-sequences with different salts never share blocks. A block is looked up by the digest of the previous block
-and its own tokens, so a hit needs no further hash.
+sequences with different salts never share blocks. The key for finding a block consists of the previous
+block's digest and the block's own tokens, so a cache hit requires no hashing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from engine.messages import BLOCK_TOKENS, TOKEN_BYTES, pack_tokens
 
 
 class InvariantError(RuntimeError):
-    """The scheduler's state is inconsistent. The cause is always a bug in the engine, never a request."""
+    """Raised if the scheduler's state is inconsistent. The cause is always a bug in the engine, never a
+    request."""
 
 
 class TokenIds(Protocol):
@@ -51,7 +52,7 @@ class BlockKey(NamedTuple):
 
 
 Content = tuple[bytes, bytes]
-"""Parent digest and tokens of a block, which are used to look up the block."""
+"""The key for looking up a block: the digest of the previous block, and the tokens of the block."""
 _BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS
 """Size of a full block's packed tokens."""
 
@@ -66,8 +67,8 @@ class Cached(NamedTuple):
 class PrefixChain:
     """The block keys of one sequence. Each key is computed once, at its first use.
 
-    `prompt` is the packed prompt. All chains created by `fork` share the keys of its full blocks, which are
-    computed only once.
+    `prompt` is the packed prompt. All chains created by `fork` share the keys of the prompt's full blocks, so
+    these keys are computed only once.
     """
 
     __slots__ = ("_own", "_prompt", "_root", "_shared")
@@ -78,8 +79,8 @@ class PrefixChain:
         self._shared: list[BlockKey] = []
         """Keys of blocks within the prompt."""
         self._own: list[BlockKey] = []
-        """Keys of the blocks after the prompt's full blocks. Empty until the keys of all full blocks of the
-        prompt have been computed."""
+        """Keys of the blocks after the prompt's full blocks. The list is empty until the keys of all full
+        blocks of the prompt have been computed."""
 
     @property
     def _shared_blocks(self) -> int:
@@ -95,8 +96,8 @@ class PrefixChain:
         return self._known(index)
 
     def find(self, blocks: dict[Content, Cached], end: int, token_ids: TokenIds) -> list[int]:
-        """Return the blocks of the sequence's longest prefix that `blocks` contains, limited to `end` blocks.
-        The keys of these blocks are copied instead of computed."""
+        """Return the blocks of the longest prefix of the sequence that `blocks` contains, but at most `end`
+        blocks. The keys of these blocks are copied, which is faster than computing them."""
         found: list[int] = []
         keys = self._shared + self._own
         count, shared, prompt, parent = len(keys), self._shared_blocks, self._prompt, self._root
@@ -104,8 +105,8 @@ class PrefixChain:
             if index < count:
                 tokens = keys[index].tokens
             elif index < shared:
-                # This line does the same as `_tokens`. Calling that method would double the duration of the
-                # loop.
+                # This line does the same as `_tokens`. Calling the method instead would double the duration
+                # of the loop.
                 tokens = prompt[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
             else:
                 tokens = self._tokens(index, token_ids)
@@ -156,8 +157,8 @@ class BlockPool:
         self.total = total
         self.prefix_cache = prefix_cache
         self.gains = 0
-        """Total number of blocks freed or cached so far. An admission that failed may succeed after this
-        number has increased."""
+        """Total number of blocks freed or cached so far. An admission that has failed can succeed only after
+        this number has increased."""
         self.evictions = 0
         """Total number of cached blocks that were overwritten because no block was free."""
         self.shared = 0
@@ -170,14 +171,15 @@ class BlockPool:
         self._may_be_non_finite: set[int] = set()
         self._clears: list[int] = []
         self._cached: OrderedDict[int, float] = OrderedDict()
-        """The cached blocks, least recently used first, each with the value of `now` at its last use."""
+        """The cached blocks, least recently used first. The value of each entry is the time (`now`) of the
+        last use."""
         self.now = 0.0
         """Monotonic time in seconds, which the scheduler updates in every step. Reading the clock for each
-        block would take longer than releasing it."""
+        block would take longer than releasing the block."""
 
     @property
     def available(self) -> int:
-        """Number of blocks that `allocate` can return: free blocks and cached blocks."""
+        """Number of blocks that can be allocated: free blocks and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -246,14 +248,14 @@ class BlockPool:
             self.release(block)
 
     def mark_may_be_non_finite(self, block: int) -> None:
-        """Record that a used block may contain NaN or infinity, so that it is zeroed when it is allocated
+        """Record that a used block may contain NaN or infinity. The block is zeroed when it is allocated
         again. The block remains in the prefix cache, because any sequence with the same prefix would compute
         the same values."""
         self._may_be_non_finite.add(block)
 
     def mark_non_finite(self, block: int) -> None:
-        """Record that a used block contains NaN or infinity. It is removed from the prefix cache, and is
-        zeroed when it is allocated again."""
+        """Record that a used block contains NaN or infinity. The block is removed from the prefix cache, and
+        is zeroed when it is allocated again."""
         self._forget_key(block)
         self._non_finite.add(block)
         self._may_be_non_finite.add(block)
@@ -264,7 +266,7 @@ class BlockPool:
         return taken
 
     def clear(self) -> None:
-        """Forget all cached prefixes, because the blocks have lost their contents and are filled with zeros.
+        """Forget all cached prefixes. Call after the contents of all blocks have been replaced by zeros.
         Raises InvariantError if a block is in use."""
         if self.used:
             raise InvariantError(f"{self.used} KV blocks are in use and cannot be cleared")
@@ -293,7 +295,8 @@ class BlockPool:
         return self._keys[block] is not None
 
     def unused_among(self, blocks: Iterable[int]) -> int:
-        """Return how many of the given blocks have no reference. Sharing such a block reduces `available`."""
+        """Return how many of the given blocks have no reference. Sharing a block that has no reference
+        reduces `available`."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def match(self, chain: PrefixChain, token_ids: TokenIds, count: int) -> list[int]:
@@ -319,13 +322,13 @@ class BlockPool:
             self.gains += 1
 
     def _forget_key(self, block: int) -> None:
-        """Remove a block from the prefix cache, if it is there."""
+        """Remove a block from the prefix cache if the cache contains the block."""
         key, self._keys[block] = self._keys[block], None
         if key is not None:
             del self._by_content[key.content]
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise InvariantError if the pool is inconsistent, or does not match the given block tables. Takes
+        """Raise InvariantError if the pool is inconsistent or does not match the given block tables. Takes
         time proportional to the size of the pool."""
         counted: Counter[int] = Counter()
         for table in tables:

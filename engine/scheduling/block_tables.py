@@ -2,9 +2,9 @@
 have been sent to the device.
 
 A block belongs to only one sequence, with two exceptions: blocks found in the prefix cache, and blocks shared
-with forks (full blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, it is
-copied before any sequence writes to it. Full blocks are offered to the prefix cache once their values are
-known to be finite.
+with forks (full blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, the
+block is copied before a sequence writes to it. Full blocks are offered to the prefix cache once their values
+are known to be finite.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from engine.scheduling.sequence import Sequence, SharedBlocks, blocks_for
 
 class BlockTables:
     """Updates the blocks of sequences (`Sequence.shared` and `Sequence.table`) and the fields that depend on
-    them. All blocks belong to one pool."""
+    the blocks. All blocks belong to one pool."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def find(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the cached blocks of a prefill, the number of additional blocks it needs, and the number of
-        blocks available in the pool."""
+        """Return the cached blocks of a prefill, the number of additional blocks that the prefill needs, and
+        the number of blocks available in the pool."""
         pool, count = self._pool, sequence.prefill_end
-        # Prompt log probabilities need the logits of every prompt token, so the prefix cache is not used.
+        # Do not use the prefix cache if prompt log probabilities are requested, because they need the logits
+        # of every prompt token.
         hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
         return hits, blocks_for(count) - len(hits), pool.available - pool.unused_among(hits)
 
@@ -82,7 +83,7 @@ class BlockTables:
     def send(self, plan: StepPlan, sequence: Sequence) -> None:
         """Add the sequence's new block table entries to the plan."""
         slot, sent = sequence.slot, sequence.sent_blocks
-        # Shared blocks need not be sent, because they were sent before they became shared.
+        # Shared blocks were already sent before they became shared.
         new = sequence.table[sent - sequence.shared_blocks :]
         plan.blocks.extend(zip(repeat(slot, len(new)), range(sent, sequence.block_count), new, strict=True))
         sequence.sent_blocks = sequence.block_count
@@ -111,8 +112,9 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks.
 
-        Steps in flight may still write to these blocks, but all later plans run after those steps. Blocks
-        that steps in flight may write to are marked, because these steps may write NaN or infinity.
+        Steps in flight may still write to the released blocks. This is safe, because all later plans run
+        after those steps. The blocks are marked, however, because the steps may write NaN or infinity to
+        them.
         """
         if sequence.finite < sequence.position:
             for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):

@@ -1,5 +1,5 @@
-"""Schedules the decodes of a step. Each decoding sequence gets one token, and a new block if its last block
-is full."""
+"""Schedules the decodes of a step. In each step, a decoding sequence gets one token, and a new block if its
+last block is full."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class DecodeScheduler:
         return preempted
 
     def _allocate(self, plan: StepPlan, due: list[Sequence]) -> bool:
-        """Make the next position of each sequence in `due` writable. A sequence stops decoding if the step
-        that samples its last token has already been launched."""
+        """For each sequence in `due`, make the next position writable. If the step that samples the
+        sequence's last token has already been launched, the sequence stops decoding instead."""
         needy = []
         for sequence in due:
             if sequence.position >= sequence.limit - 1:

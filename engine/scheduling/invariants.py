@@ -1,4 +1,4 @@
-"""Consistency checks of the scheduler's state, used by the tests and the soak test."""
+"""Checks the consistency of the scheduler's state. Used by the tests and the soak test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Preempts running sequences. A preempted sequence loses its slot and blocks, waits, and is recomputed
-later."""
+"""Preempts running sequences. A preempted sequence loses its slot and its blocks, returns to the waiting
+queue, and is recomputed later."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.scheduling.waiting import WaitingQueue
 
 
 class Preemption:
-    """Selects and preempts running sequences. The lowest-priority level is preempted first, and within a
-    level the youngest sequence."""
+    """Selects and preempts running sequences. Sequences of the lowest-priority level are preempted first, and
+    within a level the youngest sequence."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Preemption:
 
     def free_slots(self, slots: int, first_victim: int) -> None:
         """Preempt sequences of `first_victim` and all levels of lower priority until `slots` slots have been
-        freed. A fork is preempted without its leader, so that the leader's prefill continues."""
+        freed. A fork is preempted without its leader, so that the prefill of the leader continues."""
         running = self._running
         victims = running.scheduled()
         victims = [

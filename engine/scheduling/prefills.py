@@ -15,9 +15,9 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
-    A step that contains a chunk skips the prompts of lower-priority levels, because the chunk's submission
-    waits for the whole step. To prevent starvation, a step does not skip prompts in favour of a level L if
-    both of these statements are true:
+    A step that contains a chunk skips the prompts of lower-priority levels. Otherwise, these prompts would
+    make the step longer, and the chunk's submission waits for the whole step. To prevent starvation, a step
+    does not skip prompts in favour of a level L if both of these statements are true:
 
     - The previous step skipped prompts in favour of L or of a higher-priority level.
     - Since the last step that skipped no prompt, at least one step has skipped prompts in favour of L.
@@ -28,12 +28,12 @@ class PrefillScheduler:
         self._tables = tables
         self._accounting = accounting
         self._best = LEVELS
-        """Highest-priority level among the chunks of the step that is being planned, or LEVELS if it contains
-        no chunk."""
+        """Highest-priority level among the chunks of the step that is being planned, or LEVELS if the step
+        contains no chunk."""
         self._left_out = False
         """Whether the step that is being planned has skipped a prompt."""
         self._left_out_for = LEVELS
-        """Highest-priority level among the chunks of the previous step if that step skipped a prompt,
+        """If the previous step skipped a prompt, the highest-priority level among the chunks of that step,
         otherwise LEVELS."""
         self._left_out_for_since = 0
         """The levels in favour of which prompts have been skipped since the last step that skipped no prompt.
@@ -89,7 +89,7 @@ class PrefillScheduler:
         return end - start
 
     def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
-        """Start decoding a sequence and its forks, because its prefill ends with this chunk. Returns the
+        """Start decoding a sequence and its forks. The sequence's prefill ends with this chunk. Returns the
         slots that sample from the chunk."""
         for fork in leader.forks:
             fork.leader = None
@@ -98,8 +98,8 @@ class PrefillScheduler:
         group = [leader, *leader.forks]
         leader.forks = []
         for sequence in group:
-            # The last block is shared and not yet writable. `BlockTables.make_writable` copies it before the
-            # first decode.
+            # The last block is shared, so it is not writable yet. `BlockTables.make_writable` copies the
+            # block before the first decode.
             writable = end if len(group) > 1 else sequence.block_count * BLOCK_TOKENS
             sequence.position = end
             sequence.next_allocation = min(writable, sequence.limit - 1)
@@ -111,7 +111,6 @@ class PrefillScheduler:
 
 
 def set_next_check(sequence: Sequence) -> None:
-    """Set `next_check` to the length at which a token next fills a block or the sequence reaches its
-    limit."""
+    """Set `next_check` to the next length at which a block becomes full or the sequence reaches its limit."""
     full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
     sequence.next_check = min((full + 1) * BLOCK_TOKENS + 1, sequence.limit)

@@ -15,13 +15,13 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_RELEASED = 16_384
-"""After this many blocks have been released, the remaining cancellations are left to the next step. Releasing
+"""Number of blocks after whose release the remaining cancellations are postponed to the next step. Releasing
 this many blocks takes about 1 ms. Without the limit, cancelling 128 resumed samples of 131,000 tokens would
 release 260,000 blocks at once, and no step would be launched during that time."""
 
 
 class ResultCollector:
-    """Assigns the results of steps to their sequences, and ends sequences."""
+    """Assigns the results of steps to the sequences, and ends sequences."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ResultCollector:
         self._release(sequence, finish_reason)
 
     def begin_step(self) -> None:
-        """Cancel the sequences that remain from earlier calls to `cancel`."""
+        """Cancel the sequences that earlier calls to `cancel` have postponed."""
         self._released = 0
         self._cancel_some()
 
@@ -116,12 +116,12 @@ class ResultCollector:
             if not chunk.samples:
                 sequence.finite = chunk.end
             self._tables.register(sequence, chunk.end)
-        # Results are identified by the slot in the plan. They remain valid even if the sequence was preempted
-        # after the step.
+        # Identify the results by the slot in the plan. They are valid even if the sequence was preempted
+        # after the step was planned.
         scores = tokens.prompt_logprobs.get(chunk.slot)
         if scores is not None and sequence.prompt_logprobs is not None:
-            # The first log probability belongs to the token at position start + 1. The list already contains
-            # the log probabilities of recomputed tokens.
+            # The first log probability belongs to the token at position start + 1. If tokens were recomputed,
+            # the list already contains their log probabilities.
             sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - chunk.start - 1 :])
         if not sequence.samples and not sequence.wants_prompt_logprobs:
             self.end(sequence, "length")
@@ -133,7 +133,8 @@ class ResultCollector:
             # The newest token has been sampled, but its keys and values have not been computed.
             self._tables.register(sequence, len(sequence.tokens) - 1)
             set_next_check(sequence)
-        # The sampler suppresses stop tokens before min_tokens, but another runner may not.
+        # This check is needed because other runners may not suppress stop tokens before min_tokens, as the
+        # sampler does.
         if token in sequence.stops and (
             sequence.output_tokens > sequence.submission.submit.sampling.min_tokens
         ):
@@ -168,7 +169,7 @@ class ResultCollector:
         self._accounting.end_sample(sequence)
 
     def _promote_fork(self, leader: Sequence) -> None:
-        """When a leader ends early, hand over its prefill to its first fork, which becomes the leader of the
+        """When a leader ends early, pass its prefill to its first fork. This fork becomes the leader of the
         other forks."""
         successor, *rest = leader.forks
         successor.leader, successor.forks = None, rest
@@ -182,7 +183,7 @@ class ResultCollector:
 
 
 def _announce(sequence: Sequence, output: Output) -> None:
-    """Set the fields that only the first output of a sample contains."""
+    """Set those fields of an output that are set only in the first output of a sample."""
     sequence.announced = True
     output.cached_tokens = sequence.cached_tokens
     if sequence.prompt_logprobs is not None and not sequence.wants_prompt_logprobs:

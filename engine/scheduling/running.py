@@ -8,11 +8,12 @@ from engine.levels import LEVELS, TIERS, kept_free
 from engine.scheduling.sequence import Sequence
 
 service_order = attrgetter("order")
-"""Sort key of sequences. The first sequence is served first, and the last sequence is preempted first."""
+"""Sort key of running sequences. The first sequence in this order is served first, and the last sequence is
+preempted first."""
 
 
 class RunningSequences:
-    """The sequence slots and the sequences that occupy them.
+    """The sequence slots of a replica, and the sequences that occupy the slots.
 
     A running sequence is usually decoding (`decoding`) or in prefill (`prefilling`). Two kinds of running
     sequences are in neither state: forks that wait for their leader's prefill, and sequences for which the
@@ -41,13 +42,13 @@ class RunningSequences:
         return max((level for level, count in enumerate(self.by_level) if count), default=-1)
 
     def free_for(self, level: int) -> int:
-        """Return the number of free slots that sequences of this level may take. It is negative if reserved
-        slots are in use."""
+        """Return the number of free slots that sequences of this level may take. The result is negative if
+        reserved slots are in use."""
         return len(self.free_slots) - kept_free(TIERS[level], self.reserved_slots)
 
     def assign_slot(self, sequence: Sequence) -> None:
-        """Assign a free slot to a sequence. The slot's entries in the device's block table are not valid
-        yet."""
+        """Assign a free slot to a sequence. At this time, the slot's entries in the device's block table are
+        not valid yet."""
         slot = sequence.slot = self.free_slots.pop()
         self.owners[slot] = sequence
         self.by_level[sequence.level] += 1

@@ -1,4 +1,5 @@
-"""The scheduler, which plans the sequences of each step within a token budget and returns a `StepPlan`.
+"""Defines the scheduler. It decides which sequences run in each step, within a token budget, and returns a
+`StepPlan`.
 
 A submission's *level* combines its priority class (`priority`) and its urgency within the class. A step is
 planned in this order:
@@ -22,10 +23,10 @@ planned in this order:
    blocks. No later sequence is admitted before it, even if that sequence needs fewer blocks, so long prompts
    do not starve. If decodes preempted a sequence in this step, no sequence is admitted.
 
-Later steps may be planned before the results of a step are collected; `engine.core` determines how many. A
-sequence's `position` is therefore ahead of its known tokens, and an ended sequence may be sampled once more.
-A preempted sequence is admitted again only after its results in flight have been collected. Plans are
-executed in order, so a freed slot or block can be reused in the next plan.
+Later steps may be planned before the results of a step are collected; `engine.core` determines how many. The
+`position` of a sequence is therefore ahead of its known tokens, and a token may be sampled for a sequence
+that has already ended. A preempted sequence is admitted again only after its results in flight have been
+collected. Plans are executed in order, so a freed slot or block can be reused in the next plan.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Scheduler:
     `max_num_seqs` is the maximum number of running sequences, and `blocks` the number of blocks in the KV
     pool. `max_num_batched_tokens` is the token budget of a step. `max_mixed_tokens` is the token budget of a
     step with decodes, including the decodes. Its default is half of `max_num_batched_tokens`, but at most
-    MIXED_TOKENS. A new request waits for one running and one launched step. With this default, these two
-    steps together take at most as long as one full step.
+    MIXED_TOKENS. A new request has to wait for the running step and for the step launched after it. With this
+    default, these two steps together take at most as long as one step with the full token budget.
 
     Raises ValueError if the sizes are inconsistent.
     """
@@ -107,9 +108,9 @@ class Scheduler:
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
         """Number of blocks that admissions leave free for the next tokens of running sequences."""
-        # The token credit covers two steps with decodes, or one without. Additional requests wait in the
-        # core's queue, which also considers quotas and fairness. The scheduler considers only level and
-        # arrival.
+        # The token credit covers two steps with decodes, or one step without decodes. Further requests wait
+        # in the queue of the core, which also considers quotas and fairness. The scheduler considers only
+        # level and arrival time.
         self.accounting = RequestAccounting(
             credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * max_mixed_tokens)
         )
@@ -193,15 +194,15 @@ class Scheduler:
         self.accounting.forget_outputs(origin)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel all submissions of a request, on any channel."""
+        """Cancel all submissions of a request, on all channels."""
         for submission in self.accounting.of_request(request_id):
             self._results.cancel(submission.sequences)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step. Returns None if no token can be computed before results in flight are
-        collected."""
+        """Plan the next step. Returns None if no token can be computed until the results of steps in flight
+        have been collected."""
         step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan, prefills, admission = step.plan, self._prefills, self._admission
         self.pool.now = time.monotonic()

@@ -53,12 +53,12 @@ class Tokens:
 @dataclass(slots=True, eq=False)
 class SharedBlocks:
     """Leading blocks that several samples of a submission share. The block pool counts one reference per
-    block for all of these samples together, so the time to start or end a sample does not depend on the
+    block for all of these samples together. Starting or ending a sample therefore takes the same time for any
     prompt length."""
 
     blocks: list[int]
     holders: int
-    """Number of sequences that begin with these blocks."""
+    """Number of sequences that share these blocks."""
     registered: int
     """Number of leading blocks that have been offered to the prefix cache."""
 
@@ -81,8 +81,8 @@ class Sequence:
     stops: frozenset[int]
     chain: PrefixChain
     prompt_logprobs: list[TokenLogprob | None] | None
-    """Prompt log probabilities, which grow from [None] to one entry per prompt token. None if they were not
-    requested."""
+    """Prompt log probabilities. The list begins as [None] and grows to one entry per prompt token. It is None
+    if prompt log probabilities were not requested."""
 
     slot: int = -1
     """Slot of the sequence in the device tables, or -1 if it has none."""
@@ -93,12 +93,12 @@ class Sequence:
     sent_blocks: int = 0
     """Number of leading blocks that have been sent to the device's block table."""
     position: int = 0
-    """Next position to compute. It equals the number of tokens for which launched steps write keys and
-    values."""
+    """Next position to compute. It equals the number of tokens whose keys and values are computed by the
+    steps launched so far."""
     next_allocation: int = _NEVER
-    """Next position at which the decode scheduler must act: either the decode needs a new block, because the
-    last block is full or shared, or the sequence stops decoding, because the step that samples its last token
-    has been launched."""
+    """Next position at which the decode scheduler must act. Either the decode needs a new block there,
+    because the last block is full or shared, or the sequence stops decoding, because the step that samples
+    its last token has been launched."""
     next_check: int = _NEVER
     """Length, in tokens, at which the next check is due: a new token then fills a block or reaches
     `limit`."""
@@ -106,19 +106,21 @@ class Sequence:
     """Number of leading blocks that have been offered to the prefix cache."""
     finite: int = 0
     """Number of leading positions with keys and values that are known to be finite. A non-finite value makes
-    all later values of the sequence non-finite, so a finite value proves that all earlier values are
+    all later values of the sequence non-finite. A finite value therefore proves that all earlier values are
     finite."""
     in_flight: int = 0
     """Number of chunks and sampled tokens that have been launched but not collected yet."""
     forks: list[Sequence] = field(default_factory=list)
-    """Other samples of the submission, which will sample from the end of this sequence's prefill."""
+    """Other samples of the submission that wait for the prefill of this sequence, and then sample from its
+    last token."""
     leader: Sequence | None = None
     """The sequence whose `forks` contain this sequence."""
     entry: QueueEntry | None = None
     """Entry of the sequence in the waiting queue."""
 
     started: bool = False
-    """Whether the sequence has ever been admitted. If so, `cached_tokens` and `batch_size` are final."""
+    """Whether the sequence has ever been admitted. After the first admission, `cached_tokens` and
+    `batch_size` do not change."""
     announced: bool = False
     """Whether the sequence's first output has been sent."""
     cached_tokens: int = 0
@@ -172,8 +174,8 @@ class Sequence:
 
     @property
     def prefill_end(self) -> int:
-        """Number of tokens to compute before the sequence decodes. Valid only if the sequence has no steps in
-        flight."""
+        """Number of tokens to compute before the sequence starts decoding. The value is valid only if the
+        sequence has no steps in flight."""
         return len(self.tokens) if self.samples else self.submission.submit.prompt_tokens
 
 
@@ -248,7 +250,7 @@ def length_limit(submit: Submit, max_model_len: int) -> int:
 
 
 def finished_on_arrival(sequence: Sequence) -> FinishReason:
-    """Return the finish reason of a sequence that requires no computation, or "" if it requires
+    """Return the finish reason of a sequence that needs no computation. Returns "" if the sequence needs
     computation."""
     sampling = sequence.submission.submit.sampling
     if sequence.wants_prompt_logprobs:
@@ -264,8 +266,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def setup_of(sequence: Sequence) -> SlotSetup:
-    """Return the plan's setup for a sequence and its forks. One setup is enough, because a sequence with
-    forks has not sampled a token yet."""
+    """Return the setup of a sequence and its forks in a plan. One setup is enough for all of them, because a
+    sequence with forks has not sampled a token yet."""
     submit = sequence.submission.submit
     prompt_tokens = submit.prompt_tokens
     history = sequence.tokens[:] if submit.sampling.penalised else []
@@ -280,8 +282,8 @@ def setup_numbers(sequence: Sequence) -> int:
     """Return the size of a sequence's setup in a plan, counted in token ids."""
     sampling = sequence.submission.submit.sampling
     history = len(sequence.tokens) if sampling.penalised else 0
-    # A bias consists of a token id and a 9-byte float, and is counted as three token ids.
+    # Count a bias, which consists of a token id and a 9-byte float, as three token ids.
     bias = 3 * len(sampling.logit_bias or ())
     words = sum(map(len, sampling.bad_words)) + MAX_BAD_WORD_TOKENS * bool(sampling.bad_words)
-    allowed = len(sampling.allowed_tokens) // 5  # size in bytes, at about five bytes per token id
+    allowed = len(sampling.allowed_tokens) // 5  # convert bytes to token ids of about five bytes each
     return history + bias + len(sampling.stop_token_ids) + words + allowed

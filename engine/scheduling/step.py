@@ -1,4 +1,4 @@
-"""A scheduled step, which consists of its plan and the sequences that receive its results."""
+"""Defines a scheduled step, which consists of a plan and the sequences that receive the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScheduledChunk:
     start: int
     end: int
     samples: bool
-    """Whether tokens are sampled after the chunk. If so, a sampled BAD_TOKEN indicates that the chunk's
+    """Whether tokens are sampled from the end of the chunk. If so, a sampled BAD_TOKEN shows that the chunk's
     values are not finite."""
 
 
@@ -31,4 +31,4 @@ class ScheduledStep:
     chunks: list[ScheduledChunk]
     """One entry per chunk of the plan."""
     had_work: bool = False
-    """Whether any sequence of this step had already arrived when the previous step was planned."""
+    """Whether at least one sequence of this step had already arrived when the previous step was planned."""

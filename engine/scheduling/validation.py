@@ -22,10 +22,11 @@ from engine.scheduling.sequence import blocks_for, length_limit
 MAX_SAMPLES = 1024
 """Maximum value of `Submit.n`."""
 _MAX_COUNT = 1 << 31
-"""Maximum accepted value of a count, such as top_k. The sum of two counts is far below the 64-bit limit of
-messages and device tables."""
+"""Maximum accepted value of a count, such as top_k. With this limit, the sum of two counts is far below the
+64-bit limit of messages and device tables."""
 _MAX_FACTOR = 1e30
-"""Maximum absolute penalty or logit bias. Its product with a logit remains finite in float32."""
+"""Maximum absolute value of a penalty or logit bias. With this limit, the product of such a value and a logit
+is finite in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
         return f"priority is {submit.priority}; it must be from 0 to {CLASSES - 1}"
     if not 0 <= submit.urgency < URGENCIES:
         return f"urgency is {submit.urgency}; it must be from 0 to {URGENCIES - 1}"
-    # A sequence of any level must be able to start while no other sequence runs.
+    # When no other sequence runs, a sequence of any level must be able to start.
     if (
         submit.reserved_slots < 0
         or max(kept_free(tier, submit.reserved_slots) for tier in TIERS) >= limits.slots
@@ -71,8 +72,8 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
             f"the prompt has {prompt} tokens, but with max_tokens = {sampling.max_tokens}, "
             f"the model's maximum length of {limits.max_model_len} allows at most {longest_prompt}"
         )
-    # A prompt may have 131,072 tokens, and numpy compares them 100 times as fast as Python does. As unsigned
-    # integers, negative ids are outside the vocabulary.
+    # Compare with numpy, which is 100 times as fast as Python; a prompt may have 131,072 tokens. The ids are
+    # read as unsigned integers, so that negative ids are above the vocabulary.
     prompt_is_valid = int(np.frombuffer(submit.prompt, np.uint32).max()) < limits.vocab_size
     token_fields: dict[str, Collection[int]] = {
         "prompt": () if prompt_is_valid else view_tokens(submit.prompt),

@@ -10,7 +10,8 @@ from engine.scheduling.sequence import QueueEntry, Sequence
 
 
 class WaitingQueue:
-    """Waiting sequences by level, and within a level in service order (`Sequence.order`).
+    """Contains the waiting sequences, ordered by level and within a level in service order
+    (`Sequence.order`).
 
     A preempted sequence precedes newer sequences of its level, because it arrived earlier. Each level has a
     binary heap. The entry of a removed sequence remains in the heap until it reaches the top, or until most
@@ -34,8 +35,8 @@ class WaitingQueue:
         return (entry[-1] for heap in self._heaps for entry in heap if entry[-1].entry is entry)
 
     def push(self, sequence: Sequence) -> None:
-        # The serial number breaks ties, so that sequences are never compared. A stale entry of the same
-        # sequence may have an equal key.
+        # The serial number breaks ties, because sequences themselves cannot be compared. A stale entry of the
+        # same sequence may have an equal key.
         self._pushed += 1
         sequence.entry = (sequence.order, self._pushed, sequence)
         heapq.heappush(self._heaps[sequence.level], sequence.entry)
