@@ -4,15 +4,15 @@
     python -m engine.bench --shape llama-3.1-8b b1_decode prefill --runs 3 --json out.json
     python -m engine.bench --shape llama-3.1-70b --tensor-parallel-size 4 --fp8 --kv-fp8
 
-Unless --model is given, the model has a public shape and random weights. The table shows the run with the
-median result. It lists decode-only steps and steps with prefill ("mixed") separately: the number of steps,
-their mean duration, and the fraction of time that the device waited for the host ("idle"). The column "max"
-shows the largest idle fraction of all runs.
+Unless --model is given, the model has random weights and the shape of a public model. The table shows the run
+with the median result. It lists decode-only steps and steps with prefill ("mixed") separately: the number of
+steps, their mean duration, and the fraction of the time during which the device waited for the host ("idle").
+The column "max" shows the largest idle fraction of all runs.
 
-With several ranks, this process is rank 0 of a replica, and the limit counts the bytes and operations of one
-GPU without communication. A second line per workload shows the mean time that rank 0 needs to encode and send
-the plan of a step. For a mixture of experts on one rank, a further line shows the number of distinct experts
-per layer that a decode step reads, and the number that the limit assumes.
+With several ranks, this process is rank 0 of a replica. The limit is computed from the bytes and operations
+of one GPU, without communication. A second line per workload shows the mean time that rank 0 needs to encode
+and send the plan of a step. For a mixture of experts on one rank, a further line shows the number of distinct
+experts per layer that a decode step reads, and the number that the limit assumes.
 
 The benchmark requires torch, numpy and msgspec, and triton on a GPU. It does not need a running service and
 downloads nothing.
@@ -71,7 +71,7 @@ def _measure(
     results: dict[str, Any] = {"info": msgspec.structs.asdict(info), "start_s": start_s, "workloads": {}}
     for name, workload in chosen.items():
         warm = replace(workload, output_tokens=min(workload.output_tokens, 4))
-        run(engine, warm, seed=-1)  # compiles kernels before the measurement
+        run(engine, warm, seed=-1)  # compile the kernels before measuring
         runs = [run(engine, workload, seed) for seed in range(arguments.runs)]
         upper_bound = None
         if device is not None:
@@ -90,7 +90,7 @@ def _measure(
             "experts": None if routing is None else asdict(routing),
             "runs": [asdict(one) for one in runs],
         }
-        if arguments.json:  # written after each workload in case the run is interrupted
+        if arguments.json:  # write after each workload, in case the run is interrupted
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

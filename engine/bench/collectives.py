@@ -3,11 +3,11 @@ by message size.
 
     python -m engine.bench.collectives --gpus 2 --hidden 8192 --json out.json
 
-The table shows the time per call in microseconds, measured in a CUDA graph of many calls. NCCL and torch run
-only the all-reduce. Our kernels also add the residual, and the columns with "+norm" include the partial
-RMSNorm. "+FP8 norm" is the one-shot kernel that also computes the quantised RMSNorm, with one program per
-row. "then FP8 norm" is the time of the two separate kernels that the "+FP8 norm" kernel replaces. The torch
-functions come from `torch.distributed._symmetric_memory` and run without NVLink multicast.
+The table shows the time per call in microseconds, measured in a CUDA graph of many calls. NCCL and torch
+compute only the all-reduce. The engine's kernels also add the residual. The columns with "+norm" include the
+partial RMSNorm. "+FP8 norm" is the one-shot kernel that also computes the quantised RMSNorm, with one program
+per row. "then FP8 norm" is the time of the two separate kernels that the "+FP8 norm" kernel replaces. The
+torch functions come from `torch.distributed._symmetric_memory` and run without NVLink multicast.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`python -m engine.bench.layouts`: compare the two ways to distribute experts over several ranks.
+"""`python -m engine.bench.layouts`: compare the two ways of distributing experts over several ranks.
 
     python -m engine.bench.layouts --shape qwen3-30b-a3b --fp8 --tensor-parallel-size 4 b1_decode prefill
 
 Every argument is passed to `python -m engine.bench`. The benchmark runs twice: once with a slice of every
 expert on each rank ("split"), and once with a subset of whole experts on each rank (`--expert-parallel`). The
-table shows each workload's results in both layouts, and their ratio. A ratio above 1 means that whole experts
-are better.
+table shows each workload's results in both layouts, and their ratio. A ratio above 1 means that the layout
+with whole experts is better.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The limit of a workload: the best result that the hardware allows, on one device or on several identical
-devices.
+"""Computes the limit of a workload: the best result that the hardware allows, on one device or on several
+identical devices.
 
 The limit is derived from the number of bytes that each device must read, the number of operations that it
 must perform, and its peak rates. No engine can be faster, so results are printed as a fraction of the limit.
 Communication between devices is not counted.
 
 A decode step reads every matrix once, and the keys and values of every sequence once. In an MoE layer, a step
-is assumed to read as many distinct experts as are expected if every token is equally likely to choose any
+is assumed to read the expected number of distinct experts if every token is equally likely to choose any
 expert. With large batches, the GEMMs of a decode step are compute-bound instead of memory-bound. A prefill
 computes its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because each
 layer needs the result of the previous one.
@@ -37,7 +37,7 @@ def limit(
     """
     weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
     per_s = device.gemm_rate(weights)
-    # The following counts are parameters per rank.
+    # The following variables count parameters per rank.
     head = config.vocab_size * config.hidden_size / ranks
     matrices = layer_parameters(config) / ranks
     at_once = 1 if workload.one_at_a_time else workload.requests
@@ -54,7 +54,7 @@ def limit(
     # A prefill reads every matrix at least once.
     prefill_s = max(prefill_s, read_s(at_once * prompt))
 
-    # With more ranks than KV heads, several ranks store the same head.
+    # If there are more ranks than KV heads, several ranks store the same head.
     kv_per_token = kv_bytes_per_block(config, kv_cache_dtype, ranks) / BLOCK_TOKENS
     mean_context = prompt + output / 2
     step_s = max(

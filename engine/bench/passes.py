@@ -1,13 +1,14 @@
-"""`python -m engine.bench.passes`: time one pass of a prompt on several GPUs with different collectives.
+"""`python -m engine.bench.passes`: time a forward pass of one prompt on several GPUs with different
+collectives.
 
     python -m engine.bench.passes --gpus 4 --shape llama-3.1-70b --layers 16 --fp8 --kv-fp8
     python -m engine.bench.passes --gpus 2 --shape llama-3.1-8b --tokens 256 512 1024
 
-The model has a few layers of a public shape and random weights. All ranks start a pass at the same time,
-without plan channels. For each variant, the table shows the time on the device, in milliseconds, of the first
-and the second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is the
-median time that the host needs to launch a pass. "differs" is the relative difference between the logits and
-those of the eager variant. The variants are:
+The model has random weights and a few layers of a public model's shape. All ranks start a pass at the same
+time, without plan channels. For each variant, the table shows the time on the device, in milliseconds, of the
+first and the second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is
+the median time that the host needs to launch a pass. "differs" is the relative difference between the logits
+and those of the eager variant. The variants are:
 
     default      as in serving: CUDA graphs, and the collectives of `engine.peer_limits`
     layers       one CUDA graph per layer (`engine.layer_graphs`), also for short prompts
@@ -123,7 +124,7 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 class _Alone(parallel.Collectives):
-    """The collectives of a rank that adds only its own part instead of the sum over all ranks."""
+    """Collectives that do not communicate: a rank uses its own part instead of the sum over all ranks."""
 
     def __init__(self, ranks: PeerRanks) -> None:
         self.size, self.rank = ranks.size, ranks.rank
@@ -163,7 +164,7 @@ class _Bench:
             if graphs is not None:
                 graphs.capture(no_progress)
         self._expected: dict[int, torch.Tensor] = {}
-        """Logits of the eager variant, keyed by the number of tokens."""
+        """Logits of the eager variant, by number of tokens."""
         self._blocks = -(-self._longest // BLOCK_TOKENS) + 1
         self._kv = self._decoder.allocate_kv(self._blocks)
         self._tables = SlotTables(8, self._blocks, config.vocab_size, self._device)
@@ -232,7 +233,8 @@ class _Bench:
 
     @contextlib.contextmanager
     def _variant(self, variant: str) -> Iterator[Decoder]:
-        """Provide a decoder that launches the kernels of a variant until the context ends."""
+        """Provide a decoder that launches the kernels of a variant. The variant is active until the `with`
+        statement ends."""
         ranks, decoder = self._ranks, copy.copy(self._decoder)
         ops, limits, pdl, overlap_from = decoder.ops, ranks.limits, ranks.pdl, ranks.overlap_from
         assert isinstance(ops, CudaOps)

@@ -1,6 +1,6 @@
-"""Counts the distinct experts that the tokens of a workload's decode steps choose. The counts show whether
-the tokens spread over the experts of a model with random weights as evenly as the limits assume
-(`engine.ceilings.expected_experts`)."""
+"""Counts the distinct experts that tokens choose in the decode steps of a workload. The limits assume that
+every expert is equally likely to be chosen (`engine.ceilings.expected_experts`). The counts show whether this
+holds for a model with random weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DistinctExperts:
 
     counted: float
     expected: float
-    """Expected number of distinct experts if every token is equally likely to choose any expert."""
+    """Expected number of distinct experts if every expert is equally likely to be chosen."""
     experts: int
     """Number of experts in a layer."""
 
@@ -40,10 +40,10 @@ class DistinctExperts:
 
 
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
-    """Run as many short sequences as the workload decodes at a time, and count the experts that their tokens
-    choose. Returns None if the model has no experts, or if no step decodes all sequences. Also returns None
-    with several ranks: the counted steps do not use CUDA graphs, so the other ranks would not take part in
-    them."""
+    """Run as many short sequences as the workload decodes at the same time, and count the experts that their
+    tokens choose. Returns None if the model has no experts, or if no step decodes all sequences. Also returns
+    None with several ranks: the counted steps do not use CUDA graphs, so the other ranks would not take part
+    in them."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None
@@ -68,13 +68,14 @@ def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExpe
 
 @contextmanager
 def _watched(decoder: Decoder, tokens: int) -> Iterator[list[int]]:
-    """Until the context ends, count the distinct experts of each layer in decode steps of `tokens` tokens."""
+    """Count the distinct experts per layer in decode steps of `tokens` tokens, until the `with` statement
+    ends."""
     watch = _Watch(tokens)
     forward = decoder.forward
 
     def watched(inputs: ForwardInput, kv: Any) -> Any:
         attention = inputs.attention
-        # A padded step has at least as many slots as tokens.
+        # Because of padding, a step has at least as many slots as tokens.
         watch.decoding = not attention.chunks and attention.tiles is None and len(attention.slots) >= tokens
         return forward(inputs, kv)
 
@@ -95,7 +96,7 @@ class _Watch:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.decoding = False
-        """Whether the current pass is a decode step of all tokens."""
+        """Whether the current pass is a decode step with all sequences."""
         self.counts: list[int] = []
 
 

@@ -5,10 +5,10 @@ token afterwards.
     python -m engine.bench.sleep --shape llama-3.1-70b --fp8 --tensor-parallel-size 4 --json out.json
 
 The model has random weights unless --model is given. Each round puts the replica to sleep, wakes it, and
-generates one token for a new prompt. The time to the first token is measured from the request to wake.
-"device" is the memory that all processes together use on the first GPU, while the replica sleeps and after
-the round. "host" is the resident memory of this process, which is rank 0. Neither may grow from round to
-round. The tokens of a greedy answer must be the same in all rounds.
+generates one token for a new prompt. The time to the first token is measured from the request to wake. The
+columns "device" show the memory that all processes together use on the first GPU, while the replica sleeps
+and after the round. The column "host" shows the resident memory of this process, which is rank 0. These
+values must not grow from round to round. The tokens of a greedy answer must be the same in all rounds.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _round(engine: LocalEngine) -> Round:
     woken = _change(engine, False)
     _answer(engine, 1)
     first_token_s = time.perf_counter() - began
-    # The copies in host memory are deleted in the background. This call waits until they have been deleted.
+    # Wait until the copies in host memory, which are deleted in the background, have been deleted.
     engine.runner.memory.check(engine.info.tensor_parallel_size)
     return Round(
         sleep_s=slept.seconds,
@@ -118,8 +118,8 @@ def _change(engine: LocalEngine, asleep: bool) -> MemoryChanged:
 
 
 def _answer(engine: LocalEngine, tokens: int) -> list[int]:
-    """Return a greedy answer to a fixed prompt. The prompt is always computed, never found in the prefix
-    cache."""
+    """Return a greedy answer to a fixed prompt. The prompt is always computed, because the prefix cache never
+    contains it."""
     prompt = [(7 * place + 3) % engine.info.vocab_size for place in range(_WORKLOAD.prompt_tokens)]
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     ((sample,),) = engine.generate([prompt], sampling, cache_salt=str(time.perf_counter_ns()))

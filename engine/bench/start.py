@@ -38,7 +38,7 @@ FAILURES = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options that `started` reads."""
+    """Add the command-line options that `started` uses."""
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="public shape (%(default)s)"
     )
@@ -75,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def started(
     arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
 ) -> Iterator[LocalEngine]:
-    """Start an engine for the sequences in `workloads`, and close it at the end of the context.
+    """Start an engine for the sequences in `workloads`. The engine is closed when the `with` statement ends.
 
     The engine is configured like a replica, with the options of `add_options`. Progress is shown on standard
     error if it is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the
@@ -87,8 +87,8 @@ def started(
 
 @contextmanager
 def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
-    """Close the engine at the end of the context. If the body raises RankLost, raise it again, with the cause
-    of the loss if it is known."""
+    """Close the engine when the `with` statement ends. If its body raises RankLost, add the cause of the loss
+    to the exception, if the cause is known."""
     try:
         yield engine
     except RankFailureError as error:
@@ -98,7 +98,7 @@ def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit the process immediately, because torch.distributed's threads can block a normal exit."""
+    """Exit the process immediately, because threads of torch.distributed can block a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

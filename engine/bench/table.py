@@ -1,4 +1,5 @@
-"""Formats the benchmark's table. A line shows a workload's result, its limit, and statistics of its steps."""
+"""Formats the benchmark's table. Each line shows the result of a workload, the limit, and statistics of the
+steps."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ HEADING = (
     f"{'workload':14}{'result':>11}{'unit':>8}{'limit':>9}{'%':>7}"
     f"{'decode':>8}{'ms':>8}{'idle':>7}{'max':>7}{'mixed':>7}{'ms':>8}{'idle':>7}{'max':>7}"
 )
-"""Column headings. "%" is the result as a fraction of the limit. Decode-only and mixed steps each have four
+"""Column headings. "%" is the result as a percentage of the limit. Decode-only and mixed steps each have four
 columns: the number of steps, their mean duration, the median run's idle fraction, and the maximum idle
 fraction over all runs."""
 
@@ -23,7 +24,7 @@ def median_run(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> Work
 
 
 def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], limit: float | None) -> str:
-    """Format a workload's line of the table. `limit` is None if the device's peak rates are unknown."""
+    """Format the line of a workload. `limit` is None if the device's peak rates are unknown."""
     run = median_run(workload, runs)
     fraction = ""
     if limit is not None:
@@ -35,7 +36,7 @@ def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], li
 
 
 def plans_line(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> str:
-    """Format the mean time per step that rank 0 spent sending plans to the other ranks in the median run."""
+    """Format the mean time per step that rank 0 needed to send plans to the other ranks in the median run."""
     run = median_run(workload, runs)
     kinds = [(name, steps) for name, steps in (("decode", run.decode), ("mixed", run.mixed)) if steps.count]
     spent = ", ".join(f"{steps.plan_us:.0f} µs per {name} step" for name, steps in kinds)

@@ -17,7 +17,7 @@ from engine.messages import SamplingParams
 class EngineWorkload:
     """A workload that sends `requests` prompts of random tokens, either all at the same time or one after
     another. Each request generates exactly `output_tokens` tokens, because end-of-sequence tokens are
-    ignored. No request has a hit in the prefix cache."""
+    ignored. No prompt is found in the prefix cache."""
 
     requests: int
     prompt_tokens: int
@@ -58,14 +58,14 @@ WORKLOADS: dict[str, EngineWorkload] = {
 @dataclass(slots=True)
 class StepStats:
     """Statistics of a run's decode-only steps or mixed steps: their number, their mean duration, and the mean
-    time that the device waited for the host before a step."""
+    time for which the device waited for the host before a step."""
 
     count: int
     ms: float
     idle_us: float
     idle_fraction: float
     plan_us: float = 0.0
-    """Mean time per step that rank 0 spent sending the plan to the other ranks."""
+    """Mean time per step that rank 0 needed to send the plan to the other ranks."""
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ def _generate(engine: LocalEngine, prompts: list[list[int]], workload: EngineWor
         top_p=workload.top_p,
         seed=seed,
     )
-    # A new salt per call prevents hits in the prefix cache.
+    # Use a new salt for each call to prevent hits in the prefix cache.
     for samples in engine.generate(prompts, sampling, cache_salt=f"{seed}/{time.perf_counter_ns()}"):
         if len(samples[0].token_ids) != workload.output_tokens:
             raise RuntimeError(

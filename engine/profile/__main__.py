@@ -4,10 +4,11 @@
     python -m engine.profile --shape llama-3.1-8b --fp8 --kv-fp8 --workload n1024 --kind mixed
     python -m engine.profile --shape llama-3.1-70b --tensor-parallel-size 4 --workload b1_decode
 
-The profiler runs a workload of `engine.bench` and prints a table. The model has a public shape and random
-weights, or is a checkpoint given by --model. --trace also writes the Chrome trace, for chrome://tracing or
-ui.perfetto.dev. On a CPU, the table shows torch's operations. With several ranks, this process is rank 0 of a
-replica, and the table shows its device. The profiler requires the same packages as `engine.bench`.
+The profiler runs a workload of `engine.bench` and prints a table. The model is the checkpoint given by
+--model, or has random weights and the shape of a public model. --trace also writes the Chrome trace, for
+chrome://tracing or ui.perfetto.dev. On a CPU, the table shows torch's operations. With several ranks, this
+process is rank 0 of a replica, and the table shows the device of rank 0. The profiler requires the same
+packages as `engine.bench`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> int:
                 dtypes = f"weights {info.weights}, KV {info.kv_cache_dtype}"
                 on = devices_text(info)
                 print(f"{model_name}: {arguments.workload}, {kind} steps; {dtypes} on {on}", flush=True)
-                # Warm up before recording.
+                # Warm up the workload before recording it.
                 run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)
                 shapes = record(engine, workload, kind, arguments.steps, arguments.skip, trace)
         except (UnwritableError, MissingStepsError, *FAILURES) as error:

@@ -1,5 +1,5 @@
-"""Formats a profile as a table. It shows each kernel's time, memory traffic and operations, and the idle gaps
-between kernels."""
+"""Formats a profile as a table. The table shows the time, memory traffic and operations of each kernel, and
+the idle gaps between kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KernelRow:
     share: float
     """Fraction of the total time, including idle gaps."""
     work: KernelWork | None
-    """The kernel's minimum memory traffic and its operations, or None if unknown."""
+    """The kernel's minimum memory traffic and its operations, or None if they are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def kernel_rows(
     for name, call in zip(names, timeline.calls, strict=True):
         us[name] += call.us
         calls[name] += 1
-    # On a CPU, operations run on several threads in parallel, so the sum of their times may exceed the
+    # On a CPU, operations run in parallel on several threads. The sum of their times may therefore exceed the
     # elapsed time.
     whole = timeline.us if timeline.on_gpu else sum(us.values())
     kinds: dict[str, int] = defaultdict(int)
@@ -99,7 +99,7 @@ def lines(
 
 
 def _kind(name: str) -> str:
-    """Return the name under which a kernel is listed by `work_by_kernel`."""
+    """Return the name under which `work_by_kernel` lists a kernel."""
     return name.partition(" (")[0]
 
 

@@ -22,13 +22,13 @@ Kind = Literal["decode", "mixed"]
 
 
 class MissingStepsError(RuntimeError):
-    """The workload has no steps of the requested kind."""
+    """Raised if the workload has no steps of the requested kind."""
 
 
 _ORIGIN = "profile"
 _SETTLE: dict[Kind, int] = {"decode": 3, "mixed": 0}
-"""Default number of skipped steps before the recording starts. It is 0 for mixed steps, because some
-workloads have only one."""
+"""Default number of skipped steps before the recording starts. The number is 0 for mixed steps, because some
+workloads have only one mixed step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class StepShape:
     """The token counts of one step."""
 
     contexts: list[int]
-    """Context length of each decode: the number of cached tokens of its sequence, including the new token."""
+    """Context length of each decode: the number of tokens of the sequence, including the new token."""
     chunks: list[tuple[int, int]]
     """For each prefill chunk, the number of preceding tokens and the number of tokens in the chunk."""
     logit_rows: int
@@ -48,7 +48,7 @@ class StepShape:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A step runner that records consecutive steps of the requested kind. It wraps another runner."""
+    """A step runner that wraps another runner, and records consecutive steps of the requested kind."""
 
     runner: StepRunner
     kind: Kind
@@ -105,14 +105,14 @@ def record(
 
     The first `skip` steps of this kind are not recorded. None selects a default for the kind. The recording
     is shorter if a step of the other kind follows or the workload ends. All requests of the workload are
-    submitted together, or only one request if the workload sends one at a time. They are cancelled after the
-    recording. Raises NoSuchStepsError if the workload has no steps of this kind.
+    submitted together. If the workload sends one request at a time, only one is submitted. The requests are
+    cancelled after the recording. Raises MissingStepsError if the workload has no steps of this kind.
     """
     gpu = engine.runner.device.type == "cuda"
     skip = _SETTLE[kind] if skip is None else skip
     recorder = _Recorder(engine.runner, kind, skip, profile(**_options(gpu)), gpu)
-    # There is no way to synchronise the runner on a CPU. Don't overlap steps there, so that every step has
-    # finished before the recording stops.
+    # A runner on a CPU cannot be synchronised. Do not overlap steps on a CPU, so that every step has finished
+    # before the recording stops.
     core = EngineCore(engine.scheduler, recorder, overlap=gpu, plans=engine.core.plans)
     for submit in _submits(workload, engine.info.vocab_size):
         engine.scheduler.add(_ORIGIN, submit)
@@ -147,7 +147,7 @@ def _submits(workload: EngineWorkload, vocabulary: int) -> list[Submit]:
         top_p=workload.top_p,
     )
     requests = 1 if workload.one_at_a_time else workload.requests
-    # A new salt prevents prefix cache hits on the prompts of earlier recordings.
+    # Use a new salt, so that the prefix cache does not contain the prompts of earlier recordings.
     salt = f"profile/{time.perf_counter_ns()}"
     return [
         Submit(
@@ -162,8 +162,8 @@ def _submits(workload: EngineWorkload, vocabulary: int) -> list[Submit]:
 
 
 def _options(gpu: bool) -> dict[str, Any]:
-    """Return the options of torch's profiler. On a GPU, only kernels are recorded, because recording the host
-    would slow it down."""
+    """Return the options of torch's profiler. On a GPU, only kernels are recorded, because recording the
+    operations of the host would slow down the host."""
     if gpu:
         return {"activities": [ProfilerActivity.CUDA]}
     # Steps run on the runner's thread instead of the calling thread.

@@ -20,8 +20,8 @@ class TraceCall:
     """Name of the kernel, as returned by `short_name`."""
     us: float
     """Time, in microseconds, that the call adds to the timeline. On a GPU, a kernel may start before the
-    previous kernel ends (programmatic dependent launch); only the time after the previous kernel's end
-    counts. On a CPU, the time of nested operations is excluded."""
+    previous kernel ends (programmatic dependent launch). In this case, only the time after the end of the
+    previous kernel counts. On a CPU, the time of nested operations is excluded."""
     gap_us: float
     """Idle time, in microseconds, before the call. It is 0 on a CPU."""
 
@@ -34,12 +34,12 @@ class TraceTimeline:
     """The calls, ordered by start time."""
     on_gpu: bool
     us: float
-    """Time in microseconds from the start of the first call to the end of the last."""
+    """Time, in microseconds, from the start of the first call to the end of the last call."""
 
 
 def read_timeline(path: Path) -> TraceTimeline:
     """Read the GPU calls of a trace, or the CPU calls if it has no GPU calls. Raises ValueError if the trace
-    contains neither."""
+    contains no calls."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     on_gpu = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: e["ts"])
     if on_gpu:
@@ -85,7 +85,7 @@ def short_name(name: str) -> str:
     """Return a kernel's name without template arguments, parameters and namespaces.
 
     Names of Triton kernels are unchanged. CUTLASS kernels get the prefix "cutlass", because many of them
-    share one name. The name of torch's elementwise kernels includes their functor.
+    share one name. The names of torch's elementwise kernels include the functor.
     """
     symbol, _, arguments = name.removeprefix("void ").partition("<")
     *spaces, bare = symbol.partition("(")[0].strip().split("::")

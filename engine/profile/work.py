@@ -2,8 +2,8 @@
 
 Kernels are recognised by name. Triton kernels have the names of their functions, and the names of library
 GEMMs contain "gemm" or a similar substring. The GEMMs of a layer are distinguished by their order, which is
-the same in every step. For a mixture of experts, the traffic is computed from the average number of experts
-that a step's tokens choose if every expert is equally likely.
+the same in every step. For a mixture of experts, the traffic is computed from the expected number of experts
+that the tokens of a step choose, if every expert is equally likely to be chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.sizing import EXPANSION_BLOCKS, FP8
 _TRITON_GEMMS = ("_gemv", "_dot", "_stream", "_tiles")
 _LIBRARY_GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma", re.IGNORECASE)
 _REDUCTION = re.compile(r"reduce", re.IGNORECASE)
-"""Matches the reduction kernel that follows a library GEMM split over K."""
+"""Matches the name of the reduction kernel that follows a library GEMM if the GEMM is split along K."""
 _EXPERTS_KERNELS = {
     "_route": "route",
     "_logits": "route",
@@ -40,20 +40,21 @@ _GROUPED = "_grouped"
 """The kernel that a mixture-of-experts layer launches twice: first for "experts up", then for "experts
 down"."""
 _PLACE = "_place"
-"""Name shared by two kernels: the last kernel of "sort", directly before "experts up", and a kernel that runs
-at the start of decode steps."""
+"""Name that two kernels share: the last kernel of "sort", which runs directly before "experts up", and a
+kernel that runs at the start of decode steps."""
 _ALL_GEMMS = "gemms"
 """Label of GEMMs that cannot be distinguished."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """Memory traffic in bytes and operations, summed over all calls of a kernel."""
+    """Memory traffic (in bytes) and operations of a kernel, summed over all of its calls."""
 
     bytes: float
     operations: float = 0.0
     per_s: float | None = None
-    """The device's peak rate for these operations, per second, or None if they cannot be the bottleneck."""
+    """The device's peak rate for these operations, per second. It is None if the operations cannot be the
+    bottleneck."""
 
     def __add__(self, other: KernelWork) -> KernelWork:
         return KernelWork(self.bytes + other.bytes, self.operations + other.operations, self.per_s)
@@ -102,7 +103,8 @@ def _layer_gemms(config: ModelConfig) -> list[str]:
 
 
 def is_gemm(name: str) -> bool:
-    """Return whether a kernel is a GEMM with a single weight matrix. Experts' kernels have several."""
+    """Return whether a kernel is a GEMM with a single weight matrix. The kernels of experts have several
+    weight matrices."""
     if name in _EXPERTS_KERNELS:
         return False
     return name in _TRITON_GEMMS or (
@@ -120,9 +122,9 @@ def work_by_kernel(
 ) -> dict[str, KernelWork]:
     """Return the work of each kernel or label on rank 0, summed over all `shapes`.
 
-    `norms` is the number of norm kernels launched per step, which is lower if GEMMs fuse some norms. None
-    assumes one launch per norm. `launched` contains the names of all launched kernels, because the work of
-    some kernels depends on whether others ran, e.g. the Hopper attention kernel.
+    `norms` is the number of norm kernels that a step launches. The number is lower if GEMMs fuse some norms.
+    None assumes one launch per norm. `launched` contains the names of all launched kernels, because the work
+    of some kernels depends on whether certain other kernels ran, e.g. the Hopper attention kernel.
 
     The result contains two approximations. Captured passes never use the Hopper kernel, but are counted as if
     they did. Chunks that read an FP8 cache directly are counted as if the cache had been expanded first.
@@ -176,7 +178,7 @@ def _of_step(
     sparse = [count for count, kind in kinds if kind == EXPERTS]
     fp8, number = info.weights != info.dtype, DTYPE_BYTES[info.dtype]
     weight = 1 if fp8 else number
-    # Bytes of one token's key or value per head, including the scale if the cache is FP8.
+    # Size, in bytes, of the key or value of one token and head. An FP8 cache also has a scale.
     of_kv = config.head_dim + 4 if info.kv_cache_dtype == FP8 else config.head_dim * number
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q, both = config.heads * config.head_dim, 2 * config.kv_heads
@@ -253,7 +255,7 @@ def _of_mixture(
     read = expected_experts(experts, tokens) * matrix * weight
     # After GEMMs on sorted tokens, "combine" adds the results of each token's experts to the residual.
     written = choices if _GROUPED in launched else 2 * tokens
-    # Some kernels quantise their own results.
+    # Some kernels quantise their results themselves.
     quantised = choices * width * {"_down_gemv", "_down_stream"}.isdisjoint(launched)
     return {
         "route": KernelWork(

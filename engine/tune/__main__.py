@@ -7,14 +7,15 @@ this GPU's table.
     python -m engine.tune --config FOLDER --both --whole-layer --tried tune.json
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
-docs/kernels.md). The tuner times our kernels and the library's kernels inside complete decoder layers without
-attention. It uses CUDA graphs, and weights that are not in the L2 cache. Each winner is compared with the
-reference implementation and added to the table (kernels/tuned/<gpu>.json, or --out). Existing entries are
-kept unless --again is given.
+docs/kernels.md). The tuner times the product's kernels and the library's kernels (cuBLAS) in complete decoder
+layers without attention. It uses CUDA graphs, and weights that are not in the L2 cache. The result of each
+fastest kernel is compared with that of the reference implementation. The kernel is then added to the table
+(kernels/tuned/<gpu>.json, or --out). Existing entries are kept unless --again is given.
 
---whole-layer refines the table by coordinate descent over whole layers, including attention. It starts from
-the table's plans, from the rule-based plans, and from a plan that uses the `tiles` kernel for every linear.
-It changes one linear at a time, and replaces a plan if the whole layer becomes at least 0.3 % faster.
+--whole-layer refines the table by coordinate descent over whole layers, including attention. The search
+starts from the table's plans, from the rule-based plans, and from a plan that uses the `tiles` kernel for
+every linear. It changes the plan of one linear at a time, and keeps the change if the whole layer becomes at
+least 0.3 % faster.
 """
 
 from __future__ import annotations

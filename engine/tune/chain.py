@@ -1,11 +1,11 @@
-"""Chains of layers that the tuner times. A chain contains copies of a decoder's layers or of its output
-matrix, and its kernel plans can be replaced.
+"""Defines the chains of layers that the tuner times. A chain contains copies of a decoder's layers or of its
+output matrix. The kernel plans of a chain can be replaced.
 
 The linears to tune are found by running the decoder: they are the linears that look up a plan in the table.
-Each copy of a layer has separate weights, so that no weight is in the L2 cache when it is read. A linear's
-cost is the time that it adds to the entire layer. The cost therefore includes the linear's effects on
-neighbouring kernels, which overlap with it (programmatic dependent launch), and the time of norms that are
-not fused into it.
+Each copy of a layer has separate weights, so that no weight is in the L2 cache when it is read. The cost of a
+linear is the time that it adds to the entire layer. The cost therefore includes the effects on neighbouring
+kernels, which overlap with the linear (programmatic dependent launch), and the time of norms that are not
+fused into the linear.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kernels.triton.linear_table import Product, Table
 from kernels.tune.graphs import graph_microseconds
 
 _CACHES = 8
-"""Total size of a chain's weights, as a multiple of the L2 cache size. It is large enough that a weight is no
-longer cached when it is read again."""
+"""Total size of a chain's weights, as a multiple of the L2 cache size. The size is large enough that a weight
+is no longer cached when it is read again."""
 _CHAIN_BYTES = 5 << 30
-"""Minimum number of bytes of weights that a graph reads. It is large enough that the time to start a graph
-(about 10 µs) is only a small part of the measured time."""
+"""Minimum number of bytes of weights that a graph reads. The number is large enough that the time to start a
+graph (about 10 µs) is only a small part of the measured time."""
 _VOCABULARY = 1024
-"""Vocabulary size of a decoder that is built to time its layers. The embeddings and the output matrix are not
-timed."""
+"""Vocabulary size of a decoder that is built only to time its layers. The size is small, because the
+embeddings and the output matrix are not timed."""
 _SEED = 1
 
 
@@ -53,12 +53,13 @@ class LayerChain:
         self.device = device
         self.rows = 0
         self.products: list[Product] = []
-        """Linears found in the layers. Linears that write the residual come first."""
+        """Linears that were found in the layers. Linears whose results are added to the residual come
+        first."""
         self._context = context
         self._ops = WatchedOps(TunedOps(gpu, attention=context is not None))
         kinds = _kinds(served)
         small = replace(served.config.with_layers(kinds), vocab_size=_VOCABULARY, tie_word_embeddings=True)
-        # One copy is built on meta tensors first, to determine its size in bytes.
+        # First, build one copy on meta tensors to determine the size of a copy in bytes.
         of_one = _decoder(replace(served, config=small), self._ops, torch.device("meta"), context)
         size = _layer_bytes(of_one)
         copies = _copies(size, device)
@@ -127,8 +128,8 @@ class LayerChain:
 
 
 class HeadChain:
-    """A chain of copies of the final norm and the output matrix, which always has the model's dtype.
-    Implements `kernels.tune.search.Chain`."""
+    """A chain of copies of the final norm and the output matrix. The output matrix always has the model's
+    dtype. Implements `kernels.tune.search.Chain`."""
 
     def __init__(self, served: ReplicaModel, device: torch.device, gpu: GpuModel) -> None:
         self.device = device
@@ -206,7 +207,8 @@ def _layer_bytes(decoder: Decoder) -> int:
 
 
 def _randomise_gains(decoder: Decoder) -> None:
-    """Set the norms' gains to random values, so that results are wrong if a kernel omits a gain."""
+    """Set the gains of the norms to random values, so that the results are wrong if a kernel does not apply a
+    gain."""
     for piece in decoder.weight_shards():
         if piece.target is not None and piece.target.dim() == 1 and "norm" in piece.name:
             piece.target.uniform_(0.5, 1.5)

@@ -5,9 +5,9 @@ results to this GPU's table.
     python -m engine.tune.experts --config FOLDER --fp8 --tensor-parallel 4 --expert-parallel --tokens 1 8 64
 
 FOLDER contains the model's config.json (see docs/kernels.md). Each layer is timed as a whole, in CUDA graphs,
-with weights that are not in the L2 cache (`kernels.tune.experts`). Winners are compared with the reference
-implementation. The table is kernels/tuned/<gpu>.json, or --out. Existing entries are kept unless --again is
-given.
+with weights that are not in the L2 cache (`kernels.tune.experts`). The results of the fastest kernels are
+compared with those of the reference implementation. The table is kernels/tuned/<gpu>.json, or --out. Existing
+entries are kept unless --again is given.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 Wanted = list[tuple[ReplicaModel, ExpertsShape, int]]
-"""Models, the shapes of their experts, and token counts."""
+"""What to tune: models, the shapes of their experts, and token counts."""
 
 
 def shape_of(served: ReplicaModel) -> ExpertsShape:
@@ -89,7 +89,7 @@ def shape_of(served: ReplicaModel) -> ExpertsShape:
 
 
 def _launch(wanted: Wanted, gpu: compiling.GpuModel) -> None:
-    """Launch every plan that the search can try."""
+    """Launch the kernels of every plan that the search can try."""
     for chain, tokens in _chains(wanted, torch.device("meta"), gpu.pdl):
         for family in families(chain.shape, tokens, gpu.shared_bytes):
             for plans in family.changes():

@@ -1,5 +1,5 @@
-"""The decoder's operations, extended for the tuner. The tuner can replace kernel plans, record the linears
-that use a plan, skip the operations of one linear, and compare results with the reference implementation."""
+"""Extends the decoder's operations for the tuner. The tuner can replace kernel plans, record the linears that
+use a plan, skip the operations of one linear, and compare results with the reference implementation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.triton.linear_table import Product, Table
 
 
 class TunedOps(CudaOps):
-    """GPU operations with a replaceable table of plans. They record which linears look up a plan in the
+    """GPU operations whose table of plans can be replaced. They record which linears look up a plan in the
     table.
 
     If `attention` is false, attention is not computed (see `attend`).
@@ -74,20 +74,22 @@ class _NotingTable:
 
 
 class WatchedOps:
-    """Wraps `TunedOps`. It can skip the operations of one linear, or compare their results with the reference
-    implementation."""
+    """Wraps `TunedOps`. It can skip the operations of one linear, or compare the results of operations with
+    the reference implementation."""
 
     def __init__(self, backend: TunedOps) -> None:
         self.backend = backend
         self.without: Product | None = None
         self.errors: list[float] | None = None
-        """Relative errors of the operations that were compared, or None if operations are not compared."""
+        """Relative errors of the operations that were compared. None means that operations are not
+        compared."""
         self._results: dict[tuple[str, Product | None], Any] = {}
-        """Results that the linears' operations returned during `find`, by operation name and linear."""
+        """Results that the operations of the linears returned during `find`, by operation name and linear."""
         self._finding = False
 
     def find(self, run: Callable[[], object]) -> list[Product]:
-        """Return the linears that look up a plan during `run`. Linears that write the residual come first."""
+        """Return the linears that look up a plan during `run`. Linears whose results are added to the
+        residual come first."""
         self.without, self._finding = None, True
         self._results.clear()
         self.backend.asked.clear()
@@ -121,7 +123,7 @@ class WatchedOps:
             if self.errors is not None and products:
                 expected = _reference(name, arguments, options)
                 result = operation(*arguments, **options)
-                # Only the library's linears need a separate quantisation. Their results are not compared.
+                # Do not compare the results of separate quantisations, which only the library's linears need.
                 if not isinstance(result, Fp8Activation):
                     self.errors.append(_difference(result, expected))
                 return result
@@ -135,8 +137,9 @@ class WatchedOps:
 
 
 def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Return the result of the reference implementation, computed in float32. For e4m3 weights, the input
-    keeps its dtype, because the kernels also quantise the rounded activations."""
+    """Return the result of the reference implementation, computed in float32. With e4m3 weights, the input is
+    not converted to float32, because the kernels also quantise activations that were rounded to the model's
+    dtype."""
     exact = not any(isinstance(one, Fp8Weight) for one in arguments)
     return getattr(reference, name)(*(_copied(one, exact) for one in arguments), **options)
 

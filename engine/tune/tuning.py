@@ -1,4 +1,5 @@
-"""The tuner's two searches for a model's kernel plans, and the enumeration of the kernels that they launch.
+"""Defines the tuner's two searches for the kernel plans of a model, and enumerates the kernels that the
+searches launch.
 
 `search_linears` tries every candidate plan of each linear, in a chain of layers without attention. `descend`
 starts from the resulting table, and tries a few candidates in whole layers with attention.
@@ -39,7 +40,8 @@ from kernels.tune.shortlist import Tried, covering, shortlist, starts
 _CUDA = torch.device("cuda")
 _META = torch.device("meta")
 _COMPARED_LAYERS = 12
-"""Number of layers per CUDA graph in a descent. It is small because a descent captures hundreds of graphs."""
+"""Number of layers per CUDA graph in a descent. The number is small because a descent captures hundreds of
+graphs."""
 
 Options = dict[Product, list[GemmPlan | None]]
 
@@ -92,7 +94,7 @@ def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterat
     layers.set_rows(1)
     yield layers
     del layers
-    if not served.fp8:  # both dtypes share the output matrix
+    if not served.fp8:  # the output matrix is the same for both dtypes
         yield HeadChain(served, device, gpu)
 
 
@@ -175,7 +177,7 @@ def _plan_descent(
 def _without_wrong(
     layers: LayerChain, begun: list[Choice], options: Options, gpu: GpuModel, report: Report
 ) -> tuple[list[Choice], Options]:
-    """Remove plans that fail to run or have incorrect results. The table's own plans are kept."""
+    """Remove plans that fail to run or have incorrect results. Plans from the table are always kept."""
     wrong = set()
     for product in options:
         for plan in {*options[product], *(choice[product] for choice in begun)}:
@@ -218,8 +220,8 @@ class _Timer:
 
 
 def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
-    """Return the relative difference ‖b − a‖ / ‖a‖ between the hidden states a and b of two choices of
-    plans."""
+    """Return the relative difference ‖b − a‖ / ‖a‖ between hidden states a and b, which were computed with
+    different plans."""
     hidden = []
     for choice in (first, second):
         layers.use(table_of(choice, layers.rows))

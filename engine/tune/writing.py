@@ -1,5 +1,5 @@
-"""Compiles the kernels that a tuner launches, and writes the table of its results. The tuners of linears and
-of experts share these functions."""
+"""Compiles the kernels that a tuner launches, and writes the table of the tuner's results. The tuners of
+linears and of experts use these functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def compile_launches(gpu: compiling.GpuModel, launch: Callable[[], object]) -> N
     began = time.perf_counter()
     torch.set_num_threads(1)  # avoids OpenMP threads, which must not exist when this process forks
     jobs = compiling.record(gpu.target, launch)
-    # Plans that the compiler rejects also fail when they are measured, and are skipped there.
+    # Compiler errors are ignored here, because plans that the compiler rejects also fail during the
+    # measurement, which skips them.
     failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
     seconds = time.perf_counter() - began
     print(f"{len(jobs)} kernels compiled in {seconds:.0f} s, {len(failures)} failed", flush=True)
