@@ -8,6 +8,10 @@ from datetime import datetime, timedelta
 
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
+MAX_SPAN_S = 36525 * 86400.0
+"""One hundred years. Times that are no further than this from now can be stored and displayed."""
+_FIRST_YEAR, _LAST_YEAR = 1971, 2999
+_MAX_QUOTED = 40
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?")
 
 
@@ -105,20 +109,49 @@ def clock_time(text: str, now: float) -> float | None:
 
 
 def past_time(text: str, now: float) -> float:
-    """Parse a past time, and return it as unix time.
-
-    Valid texts are 14:03, 14:03:20, 20m or -20m (both mean 20 minutes ago), and ISO 8601 dates. A time
-    without an offset is a local time. Raises ValueError, whose message explains how to write a time.
-    """
-    text = text.strip()
+    """Parse a past time and return it as unix time. Accepts 14:03, 14:03:20, 20m or -20m (both mean 20
+    minutes ago), and ISO 8601 dates. Times are local unless they carry an offset. Raises ValueError with a
+    message that says how to fix the input."""
     if (at := clock_time(text, now)) is not None:
         return at
-    seconds = span_seconds(text.removeprefix("-"))
-    if seconds is not None and seconds <= now:
-        return now - seconds
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError, OSError):
+    if (seconds := span_seconds(text.strip().removeprefix("-"))) is not None:
+        return now - _allowed(text, seconds, min(now, MAX_SPAN_S))
+    return _date(text, "a time such as 14:03, 14:03:20, -20m or 2026-11-20T14:03")
+
+
+def future_time(text: str, now: float) -> float:
+    """Parse a future time and return it as unix time. Accepts a time span from now, such as 90d, and ISO 8601
+    dates. Times are local unless they carry an offset. Raises ValueError with a message that says how to fix
+    the input."""
+    if (seconds := span_seconds(text)) is not None:
+        return now + _allowed(text, seconds, MAX_SPAN_S)
+    at = _date(text, "a time span such as 90d, or a date such as 2026-11-20 or 2026-11-20T14:30")
+    if at <= now:
         raise ValueError(
-            f"{text[:40]!r} is not a time: enter, for example, 14:03, 14:03:20, -20m or 2026-11-20T14:03"
-        ) from None
+            f"{quoted(text)} is in the past: use a future date, or a time span from now such as 90d"
+        )
+    return at
+
+
+def quoted(text: str) -> str:
+    """Return the beginning of a text in quotation marks, for messages."""
+    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…")
+
+
+def _allowed(text: str, seconds: float, max_s: float) -> float:
+    """Return the length of a time span, unless it is too long. Raises ValueError."""
+    if seconds > max_s:
+        days = span_text(max_s // 86400 * 86400)
+        raise ValueError(f"{quoted(text)} is too long: use at most {days}")
+    return seconds
+
+
+def _date(text: str, expected: str) -> float:
+    """Parse an ISO 8601 date. `expected` says what may be entered. Raises ValueError."""
+    try:
+        date = datetime.fromisoformat(text.strip())
+        if _FIRST_YEAR <= date.year <= _LAST_YEAR:
+            return date.timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(f"{quoted(text)} is not valid: use {expected}") from None
+    raise ValueError(f"{quoted(text)} is out of range: use a date from {_FIRST_YEAR} to {_LAST_YEAR}")

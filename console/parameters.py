@@ -9,14 +9,13 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from functools import cache
 from typing import Any, Literal
 
 import msgspec
 
 from appliance.actions import Action, Danger, flag
-from appliance.quantities import span_seconds, span_text
+from appliance.quantities import future_time, span_seconds, span_text
 from console import units
 
 Values = dict[str, Any]
@@ -156,14 +155,12 @@ class Parameter:
 
     def _time(self, text: str) -> float:
         """Return a future time, given as a time span from now, as a date or in unix seconds."""
-        if (seconds := span_seconds(text)) is not None:
-            return time.time() + seconds
         with contextlib.suppress(ValueError):
             return float(text)
         try:
-            return datetime.fromisoformat(text).timestamp()
-        except (ValueError, OverflowError, OSError):
-            raise self.invalid(text) from None
+            return future_time(text, time.time())
+        except ValueError as error:
+            raise CommandError(f"{self.flag} {error}") from None
 
     def cli_text(self, text: Any) -> str:
         """Return a value as the CLI expects it."""

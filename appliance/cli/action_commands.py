@@ -17,7 +17,7 @@ import typer
 from appliance.actions import Action, action_named, flag
 from appliance.cli.fields import field_option
 from appliance.cli.options import Json, RunDir, Yes
-from appliance.quantities import span_text
+from appliance.quantities import MAX_SPAN_S, span_text
 from store.fields import Declared
 
 WhatIf = Annotated[
@@ -81,7 +81,7 @@ class _Parameter:
     def value(self, text: Any) -> Any:
         """Convert the text of an option or argument to the parameter's value. Raises CommandLineError."""
         from appliance.cli.peers import by_number
-        from appliance.cli.times import MAX_SPAN_S, moment, span_s
+        from appliance.cli.times import moment, span_s
 
         if self.is_span:
             return span_s(text, flag(self.name), self.max or MAX_SPAN_S)

@@ -111,6 +111,8 @@ def test_no_value_causes_a_traceback(
             outcome = cli(*words, *others, *required(command, parameter), *given)
             said = f"{words} {parameter.name} {value[:40]!r}: {outcome}"
             assert "Traceback" not in outcome.err, said
+            if value == "-5d" and parameter.name in ("since", "until", "at"):
+                continue  # It means 5 days ago.
             assert outcome.code in ((2,) if is_number else (0, 1, 2, 78)), said
             assert outcome.code == 0 or (outcome.err + outcome.out).strip(), said
 

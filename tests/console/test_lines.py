@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+import re
+from datetime import UTC, datetime
 
 import pytest
 
-from appliance.quantities import past_time
+from appliance.quantities import future_time, past_time
 from console import units
 from console.filters import FilterError, FilterField, matcher, sort_rows
 from console.glyphs import GLYPH_SETS, GlyphSet, bar, bar_legend, chart, meter
@@ -54,8 +55,33 @@ def test_a_time_beyond_the_calendar_is_shown_as_a_number() -> None:
 
 def test_a_time_before_1970_is_refused() -> None:
     for text in ("999999999999999w", "-30000d"):
-        with pytest.raises(ValueError, match="is not a time"):
+        with pytest.raises(ValueError, match="is too long: use at most 20777d"):
             past_time(text, _NOON)
+    with pytest.raises(ValueError, match="'1969-12-31' is out of range: use a date from 1971 to 2999"):
+        past_time("1969-12-31", _NOON)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("soon", "'soon' is not valid: use a time span such as 90d, or a date such as 2026-11-20"),
+        ("14:03", "'14:03' is not valid"),
+        ("-20m", "'-20m' is not valid"),
+        ("2026-11-20", "'2026-11-20' is in the past: use a future date, or a time span from now such as 90d"),
+        ("99999d", "'99999d' is too long: use at most 36525d"),
+        ("3000-01-01", "'3000-01-01' is out of range: use a date from 1971 to 2999"),
+        ("9" * 50, "'9999999999999999999999999999999999999999…' is not valid"),
+    ],
+)
+def test_a_message_about_a_future_time_names_the_value_and_the_remedy(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        future_time(text, _NOON)
+
+
+def test_a_future_time_is_a_time_span_or_a_date() -> None:
+    assert future_time("90d", _NOON) == _NOON + 90 * 86_400
+    assert future_time(" 2026-11-21 ", _NOON) == datetime(2026, 11, 21).timestamp()
+    assert future_time("2026-11-20T12:01+00:00", 0.0) == datetime(2026, 11, 20, 12, 1, tzinfo=UTC).timestamp()
 
 
 def test_unknown_values_are_two_dashes_and_never_zero() -> None:

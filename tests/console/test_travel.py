@@ -76,7 +76,7 @@ def test_t_goes_to_a_time_and_reports_an_invalid_one() -> None:
         dialog = app.screen
         assert "Recorded from 2026-" in str(dialog.query(".note").last().render())
         await pilot.press(*"soon", "enter")
-        await until(pilot, lambda: "'soon' is not a time" in str(dialog.query_one("#error").render()))
+        await until(pilot, lambda: "'soon' is not valid" in str(dialog.query_one("#error").render()))
         dialog.query_one(Input).value = _local(FIXED_TIME + 15)
         await pilot.press("enter")
         await until(pilot, lambda: app.session.past is not None)
@@ -260,7 +260,7 @@ def test_a_slice_is_exported_from_the_console(tmp_path: Path) -> None:
         dialog.query_one("#to", Input).value = "never"
         dialog.query_one("#file", Input).value = str(target)
         dialog.query_one("#export", Button).press()
-        await until(pilot, lambda: "'never' is not a time" in str(dialog.query_one("#error").render()))
+        await until(pilot, lambda: "'never' is not valid" in str(dialog.query_one("#error").render()))
         dialog.query_one("#to", Input).value = _local(FIXED_TIME + 20)
         dialog.query_one("#file", Input).value = "~no-such-user/incident.db"
         dialog.query_one("#export", Button).press()
