@@ -212,7 +212,8 @@ def test_a_conversation_remembers_until_it_is_reset(terminal: Terminal, api: Api
     assert said == [["one"], ["one", "Hello.", "two"], ["three"]]
 
 
-def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(terminal: Terminal, api: ApiService) -> None:
+def stream_until_stopped(api: ApiService) -> threading.Event:
+    """Answer requests with a stream that continues until the returned event is set."""
     stop = threading.Event()
 
     def endless(handler: object) -> None:
@@ -221,6 +222,11 @@ def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(terminal: Terminal, api: A
             write_chunk(handler, delta("word "))  # type: ignore[arg-type]
 
     api.script = endless
+    return stop
+
+
+def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(terminal: Terminal, api: ApiService) -> None:
+    stop = stream_until_stopped(api)
     terminal.wait_for("> ")
     terminal.type("go on for ever\n")
     terminal.wait_for("word word")
@@ -265,14 +271,7 @@ def test_an_answer_cannot_control_the_terminal(terminal: Terminal, api: ApiServi
 
 
 def test_ctrl_c_ends_a_single_answer_with_exit_code_130(api: ApiService, run_dir: Path) -> None:
-    stop = threading.Event()
-
-    def endless(handler: object) -> None:
-        open_stream(handler)  # type: ignore[arg-type]
-        while not stop.wait(0.02):
-            write_chunk(handler, delta("word "))  # type: ignore[arg-type]
-
-    api.script = endless
+    stop = stream_until_stopped(api)
     terminal = Terminal(run_dir, "go on")
     try:
         terminal.wait_for("word")

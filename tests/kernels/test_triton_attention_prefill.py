@@ -19,6 +19,7 @@ from kernels.reference_attention import paged_attention_prefill
 triton = pytest.importorskip("triton")
 from kernels.triton import attention_prefill as kernel  # noqa: E402
 from tests.kernels.closeness import check_as_torch, error, worst_error  # noqa: E402
+from tests.kernels.decode_cases import fp8_cache  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
 needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs only on machines without a GPU")
@@ -262,17 +263,6 @@ def test_one_wrong_head_of_one_token_is_detected() -> None:
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _quantise(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = pool.float().abs().amax(-1) / 448
-    return (pool.float() / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales
-
-
-def _fp8(case: Case) -> Case:
-    keys, k_scales = _quantise(case.keys)
-    values, v_scales = _quantise(case.values)
-    return replace(case, keys=keys, values=values, k_scales=k_scales, v_scales=v_scales)
-
-
 GPU_CHUNKS = {
     **CHUNKS,
     "long": [(0, 2000)],
@@ -307,7 +297,7 @@ def test_the_error_is_at_most_twice_that_of_torch(
     tested, because the rounding of the product with the scale depends on the head size.
     """
     case = make(GPU_CHUNKS[chunks], *shape, window, dtype=dtype, device="cuda", blocks=90)
-    case = _fp8(case) if fp8 else case
+    case = fp8_cache(case) if fp8 else case
     exact = case.expected()
     found = case.run(out=torch.zeros_like(case.q))
     torchs = case.expected(torch.float16 if fp8 else dtype).to(dtype)
@@ -321,7 +311,7 @@ def test_the_error_is_at_most_twice_that_of_torch(
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_all_bits_are_the_same_in_every_run_and_without_pdl(fp8: bool) -> None:
     case = make(GPU_CHUNKS["mixed"], *LLAMA, dtype=torch.bfloat16, device="cuda")
-    case = _fp8(case) if fp8 else case
+    case = fp8_cache(case) if fp8 else case
     first = case.run(out=torch.zeros_like(case.q))
     expanded = case.run_expanded(scratch_blocks=150)[0] if fp8 else None
     for pdl in (True, False) * 5:
@@ -339,7 +329,7 @@ def test_a_chunk_of_a_64k_sequence_in_fp8_stays_near_float32() -> None:
     in torch."""
     for sharpness in (0.0, 1.0, 30.0):
         case = make([(65_000, 536)], *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=1024)
-        case = _fp8(replace(case, q=case.q * sharpness))
+        case = fp8_cache(replace(case, q=case.q * sharpness))
         exact = case.expected(torch.float32).double()
         found = case.run(out=torch.zeros_like(case.q))
         assert error(found, exact) < 3e-3 and worst_error(found, exact) < 5e-3

@@ -209,13 +209,21 @@ class Site:
         self.traffic(unit).queued = 0
         self.traffic(unit).uses.end(tenant, self.now)
 
+    async def loaded(self, unit: str) -> None:
+        """Wait until the unit is in memory."""
+        await self.until(lambda: self.manager.loaded(unit), f"the load of {unit}")
+
+    async def serve(self, unit: str) -> None:
+        """Send a request for the unit, wait until the unit is in memory, and answer the request."""
+        self.ask(unit)
+        await self.loaded(unit)
+        self.answer(unit)
+
     async def exchange(self, loaded: str, wanted: str) -> None:
-        """Wait until `loaded` is loaded, send a request that makes the service replace it with `wanted`, and
-        answer the request."""
-        await self.until(lambda: self.manager.loaded(loaded), f"the load of {loaded}")
-        self.ask(wanted)
-        await self.until(lambda: self.manager.loaded(wanted), f"the exchange for {wanted}")
-        self.answer(wanted)
+        """Wait until `loaded` is loaded, and serve a request that makes the service replace it with
+        `wanted`."""
+        await self.loaded(loaded)
+        await self.serve(wanted)
 
     async def until(self, condition: Callable[[], bool], description: str) -> None:
         """Advance the clock until the condition is true, for at most 60 s of real time. Simulated time

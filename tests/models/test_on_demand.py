@@ -25,7 +25,7 @@ def test_a_version_is_announced_on_demand_and_loaded_and_forgotten_when_unused(t
         await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the introduction")
         assert site.manager.history == []
         site.ask("chat@1", keep_alive_s=60.0)
-        await site.until(lambda: site.manager.loaded("chat@1"), "the load")
+        await site.loaded("chat@1")
         site.answer("chat@1")
         ended = site.now
         await site.until(lambda: site.manager.is_parked("chat@1"), "the end of the time to live")
@@ -44,7 +44,7 @@ def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Pat
 
     async def scenario() -> None:
         site.ask("a", "acme")
-        await site.until(lambda: site.manager.loaded("a"), "the load")
+        await site.loaded("a")
         site.answer("a", "acme")
         ended = site.now
         site.ask("a", "other", keep_alive_s=0.0)
@@ -54,7 +54,7 @@ def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Pat
         # Tenant "acme" no longer uses the model, so the model is unloaded when the keep-alive of tenant
         # "other" ends.
         site.ask("a", "other", keep_alive_s=0.0)
-        await site.until(lambda: site.manager.loaded("a"), "the second load")
+        await site.loaded("a")
         site.answer("a", "other")
         ended = site.now
         await site.until(lambda: site.manager.is_parked("a"), "the second end")
@@ -78,7 +78,7 @@ def test_a_failed_load_refuses_requests_for_a_while_and_is_then_tried_again(tmp_
         await site.until(lambda: site.traffic("chat@1").failure is None, "the end of the refusals")
         assert not site.routing.routes()[0].listed
         site.ask("chat@1")
-        await site.until(lambda: site.manager.loaded("chat@1"), "the load")
+        await site.loaded("chat@1")
         await site.until(lambda: site.routing.routes()[0].listed, "the listing")
 
     play(site, scenario)
@@ -108,7 +108,7 @@ def test_a_change_of_its_files_ends_the_failure_of_a_model(
         os.utime(site.world.folders[0] / "config.json", (0, 0))  # as if the file had been copied again
         await site.until(lambda: site.routing.routes()[0].listed, "the listing")
         if by_command:
-            await site.until(lambda: site.manager.loaded("chat@1"), "the load")
+            await site.loaded("chat@1")
         else:
             assert site.traffic("chat@1").failure is None and site.manager.is_parked("chat@1")
 
@@ -141,10 +141,10 @@ def test_optional_models_of_the_settings_are_loaded_at_startup_as_far_as_they_fi
     site.manager.capacity = 2
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("b"), "the second load")
+        await site.loaded("b")
         assert site.manager.history == ["load a", "load b"] and site.manager.is_parked("c")
         site.ask("c")
-        await site.until(lambda: site.manager.loaded("c"), "the exchange")
+        await site.loaded("c")
         assert site.manager.history == ["load a", "load b", "park a", "load c"]
 
     play(site, scenario)
@@ -157,10 +157,8 @@ def test_a_command_loads_an_optional_model_of_the_settings(tmp_path: Path) -> No
     site.manager.capacity = 2
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
-        site.ask("kept")
-        await site.until(lambda: site.manager.loaded("kept"), "the pinned model")
-        site.answer("kept")
+        await site.loaded("b")
+        await site.serve("kept")
         loaded = [one for one in "ab" if site.manager.loaded(one)]
         [parked] = {"a", "b"} - set(loaded)
         loading = asyncio.ensure_future(site.on_demand.load_declared(parked))
@@ -181,7 +179,7 @@ def test_a_command_unloads_idle_models_to_free_memory_but_no_pinned_ones(tmp_pat
     site.manager.capacity = 2
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
+        await site.loaded("b")
         loading = asyncio.ensure_future(site.on_demand.load(site.world.version(1)))
         await site.until(loading.done, "the load")
         await loading
@@ -198,16 +196,14 @@ def test_models_that_must_be_loaded_together_are_loaded_and_unloaded_together(tm
     site.manager.capacity = 2
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("chat@1"), "the load of both at startup")
+        await site.loaded("chat@1")
         assert site.manager.history == ["load a", "load chat@1"]
         site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        await site.loaded("b")
         assert site.manager.is_parked("a") and site.manager.is_parked("chat@1")
         site.answer("b")
-        site.ask("chat@1")
-        await site.until(lambda: site.manager.loaded("chat@1"), "the load of the first")
-        site.answer("chat@1")
-        await site.until(lambda: site.manager.loaded("a"), "the load of the second")
+        await site.serve("chat@1")
+        await site.loaded("a")
         assert site.manager.is_parked("b")
 
     play(site, scenario)
@@ -219,7 +215,7 @@ def test_a_unit_that_is_still_being_removed_from_memory_is_not_loaded(tmp_path: 
     site.manager.capacity = 9
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
+        await site.loaded("b")
         async with site.on_demand._changing:
             site.manager.parked, site.manager.leaving = {"a", "b"}, {"a"}
             site.ask("b")
@@ -237,10 +233,10 @@ def test_models_that_exclude_each_other_take_turns_although_both_fit(tmp_path: P
     site.manager.capacity = 9
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        await site.loaded("a")
         assert site.manager.is_parked("b")
         site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        await site.loaded("b")
         assert site.manager.is_parked("a")
         assert site.on_demand.stats("a").evictions == {"memory": 0, "group": 1, "idle": 0}
 
@@ -251,13 +247,13 @@ def test_a_model_with_a_long_queue_does_not_get_its_memory_back_at_once(tmp_path
     site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}))
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        await site.loaded("a")
         site.ask("a")
         await site.until(lambda: site.now > 10_100.0, "the wait")
         site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        await site.loaded("b")
         assert site.manager.history == ["load a", "park a", "load b"]
-        await site.until(lambda: site.manager.loaded("a"), "the return")
+        await site.loaded("a")
 
     play(site, scenario)
 
@@ -279,7 +275,7 @@ def test_a_request_wakes_a_sleeping_version_or_loads_it_again_if_it_does_not_fit
         await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the request's unit")
         assert site.manager.loaded("chat@1") == fits and not site.operations.asleep
         site.ask("chat@1")
-        await site.until(lambda: site.manager.loaded("chat@1"), "the load")
+        await site.loaded("chat@1")
         ended = [] if fits else ["unload chat@1", "load chat@1"]
         assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1", *ended]
 
@@ -294,7 +290,7 @@ def test_an_eviction_ends_if_new_settings_keep_the_model_loaded(tmp_path: Path) 
             """Simulate a reload that makes the model required while its requests are finishing."""
             site.manager.history.append(f"kept {unit}")
 
-        await site.until(lambda: site.manager.loaded("m"), "the load of m")
+        await site.loaded("m")
         site.manager.park = park  # type: ignore[method-assign]
         async with asyncio.timeout(60):
             await site.on_demand._evict(("m",), "memory", "a test needs the memory")

@@ -59,9 +59,7 @@ def test_a_sleeping_model_that_a_command_unloads_is_not_unloaded_again_at_the_li
 
     async def scenario() -> None:
         for name in "abc":
-            site.ask(name)
-            await site.until(lambda name=name: manager.loaded(name), f"the load of {name}")
-            site.answer(name)
+            await site.serve(name)
             await site.until(lambda end=site.now + 20.0: site.now > end, "the minimum residence")
         assert manager.asleep == {"a", "b"}
         park = manager.park

@@ -23,7 +23,7 @@ def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(
         assert not site.on_demand.stats("a").in_memory and site.on_demand.expires_at("a") is None
         assert site.on_demand.stats("a").evictions["memory"] == 1
         site.ask("a")
-        await site.until(lambda: site.manager.loaded("a"), "the return")
+        await site.loaded("a")
         assert site.manager.history == ["load a", "sleep a", "load b", "sleep b", "wake a"]
 
     with caplog.at_level("INFO"):
@@ -83,9 +83,7 @@ def test_a_model_sleeps_at_the_end_of_its_time_to_live(tmp_path: Path) -> None:
     site = Site(tmp_path, sleepy(a=optional(idle_unload_s=60.0)))
 
     async def scenario() -> None:
-        site.ask("a")
-        await site.until(lambda: site.manager.loaded("a"), "the load")
-        site.answer("a")
+        await site.serve("a")
         await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
         ended = site.now
         await site.until(lambda: site.now > ended + 1200.0, "the time after which models are forgotten")
@@ -110,9 +108,7 @@ def test_the_least_recently_used_sleeping_model_is_unloaded_at_the_limit(tmp_pat
 
     async def scenario() -> None:
         for name in "abcd":
-            site.ask(name)
-            await site.until(lambda name=name: site.manager.loaded(name), f"the load of {name}")
-            site.answer(name)
+            await site.serve(name)
             await site.until(lambda end=site.now + 20.0: site.now > end, "the minimum residence")
         assert site.manager.asleep == {"b", "c"}
         assert site.manager.history[-3:] == ["park a", "sleep c", "load d"]
@@ -128,7 +124,7 @@ def test_a_sleeping_model_that_is_about_to_wake_is_not_unloaded_at_the_limit(tmp
     async def scenario() -> None:
         await site.exchange("a", "b")
         site.ask("a")
-        await site.until(lambda: site.manager.loaded("a"), "the return")
+        await site.loaded("a")
         assert site.manager.history == ["load a", "sleep a", "load b", "park b", "wake a"]
 
     play(site, scenario)
@@ -153,7 +149,7 @@ def test_a_sleeping_model_that_cannot_wake_is_loaded_again(tmp_path: Path) -> No
     async def scenario() -> None:
         await site.exchange("a", "b")
         site.ask("a")
-        await site.until(lambda: site.manager.loaded("a"), "the return")
+        await site.loaded("a")
         assert site.manager.history[2:] == ["load b", "park a", "sleep b", "load a"]
 
     play(site, scenario)
@@ -206,7 +202,7 @@ def test_only_models_on_the_same_gpus_leave_for_a_model_that_wakes(tmp_path: Pat
     async def scenario() -> None:
         await site.exchange("b", "c")
         site.ask("a")
-        await site.until(lambda: site.manager.loaded("a"), "the return")
+        await site.loaded("a")
         assert site.manager.history[2:] == ["sleep a", "load c", "sleep c", "wake a"]
 
     play(site, scenario)

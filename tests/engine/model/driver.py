@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from engine.families import read_config
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
-from kernels import AttentionInput, ChunkSpan
+from engine.model.loader import load
+from engine.parallel import single
+from engine.progress import no_progress
+from kernels import AttentionInput, ChunkSpan, select_backend
 
 
 @dataclass
@@ -135,3 +140,20 @@ def greedy(driver: Driver, prompt: list[int], count: int, chunk_size: int) -> tu
         if len(tokens) == count:
             return tokens, gaps
         rows = driver.run([(sequence, tokens[-1])], [])
+
+
+def load_decoder(folder: Path, *, quantised: bool = False, max_model_len: int | None = None) -> Decoder:
+    """Return the checkpoint's decoder for one rank on a CPU, in float32. Its matrices are quantised if those
+    of the checkpoint are, or if `quantised` is set."""
+    config = read_config(folder)
+    decoder = Decoder(
+        config,
+        single(),
+        select_backend("cpu"),
+        torch.float32,
+        torch.device("cpu"),
+        max_model_len=max_model_len,
+        fp8=config.fp8 or quantised,
+    )
+    load(decoder, folder, no_progress)
+    return decoder

@@ -13,13 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
-from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.layers import WeightShard
-from engine.model.loader import load
-from engine.parallel import single
-from engine.progress import no_progress
-from kernels import Fp8Weight, Weight, select_backend
+from kernels import Fp8Weight, Weight
 from kernels.reference import quantise_fp8
 
 from .checkpoints import (
@@ -36,7 +32,7 @@ from .checkpoints import (
     quantise,
     quantised_oracle,
 )
-from .driver import Driver, teacher_forced
+from .driver import Driver, load_decoder, teacher_forced
 
 LLAMA = Case("llama", "llama", {"attention_bias": True})
 FORMS = [
@@ -59,20 +55,6 @@ EQUAL = 0.5
 100), a sum lies so close to the boundary between two e4m3 values that its last bits determine which of the
 two it is rounded to. An error in loading would affect every sequence."""
 SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
-
-
-def _load(folder: Path, quantised: bool = False) -> Decoder:
-    config = read_config(folder)
-    decoder = Decoder(
-        config,
-        single(),
-        select_backend("cpu"),
-        torch.float32,
-        torch.device("cpu"),
-        fp8=config.fp8 or quantised,
-    )
-    load(decoder, folder, no_progress)
-    return decoder
 
 
 def _equal(decoder: Decoder, model: Any) -> float:
@@ -102,7 +84,7 @@ def _saved(meant: dict[str, torch.Tensor], folder: Path) -> Path:
 @pytest.mark.parametrize("how", FORMS, ids=lambda how: how.name)
 def test_a_quantised_checkpoint_gives_the_logits_of_transformers(how: Fp8, tmp_path: Path) -> None:
     meant = quantise(make(LLAMA, tmp_path), how)
-    decoder = _load(tmp_path)
+    decoder = load_decoder(tmp_path)
     assert decoder.config.fp8
     for index, layer in enumerate(decoder.layers):
         for part, weight in (
@@ -135,7 +117,7 @@ MIXTURES = [
 @pytest.mark.parametrize(("case", "how"), MIXTURES, ids=lambda value: value.name)
 def test_quantised_experts_give_the_logits_of_transformers(case: Case, how: Fp8, tmp_path: Path) -> None:
     meant = quantise(make(case, tmp_path), how)
-    decoder = _load(tmp_path)
+    decoder = load_decoder(tmp_path)
     for name in meant:
         if name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")) and not any(
             part in name for part in how.quantised
@@ -152,7 +134,7 @@ def test_quantised_matrices_are_read_directly_into_the_weights(
     make(Case("plain", "llama"), tmp_path)
     meant = quantise(tmp_path, Fp8("direct", per_channel))
     monkeypatch.delattr(WeightShard, "fill_quantised")
-    layer = _load(tmp_path).layers[1]
+    layer = load_decoder(tmp_path).layers[1]
     expected = meant["model.layers.1.mlp.down_proj.weight"]
     assert torch.equal(_dense(layer.mlp.down.weight), expected)
 
@@ -161,7 +143,7 @@ def test_the_comparison_detects_missing_activation_rounding(tmp_path: Path) -> N
     """Tests the comparison itself: a wrong scale must change the results. Otherwise, the comparison could not
     detect wrong scales."""
     meant = quantise(make(LLAMA, tmp_path), FORMS[1])
-    assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
+    assert _equal(load_decoder(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
 
 
 def test_without_fp8_in_the_config_a_quantised_matrix_is_expanded(tmp_path: Path) -> None:
@@ -170,13 +152,13 @@ def test_without_fp8_in_the_config_a_quantised_matrix_is_expanded(tmp_path: Path
     config = json.loads(path.read_text())
     del config["quantization_config"]
     path.write_text(json.dumps(config))
-    assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 1
+    assert _equal(load_decoder(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 1
 
 
 def test_a_plain_checkpoint_is_quantised_per_output_while_it_loads(tmp_path: Path) -> None:
     make(LLAMA, tmp_path)
     plain = load_file(tmp_path / "model.safetensors")
-    decoder = _load(tmp_path, quantised=True)
+    decoder = load_decoder(tmp_path, quantised=True)
     assert not decoder.config.fp8
     layer = decoder.layers[1]
     for name, weight in (
@@ -206,7 +188,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
     change(tensors)
     save_file(tensors, file)
     with pytest.raises(CheckpointError) as caught:
-        _load(folder)
+        load_decoder(folder)
     assert message.format(folder=folder, file=file) in str(caught.value)
 
 
@@ -307,4 +289,4 @@ def test_a_missing_file_of_scales_is_named(tmp_path: Path) -> None:
     quantise(make(LLAMA, tmp_path), Fp8("apart", scales_apart=True))
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors: no such file, but model"):
-        _load(tmp_path)
+        load_decoder(tmp_path)

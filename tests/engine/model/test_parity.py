@@ -17,7 +17,7 @@ from engine.progress import no_progress
 from kernels import select_backend
 
 from .checkpoints import EXPERTS, OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, Case, make, oracle
-from .driver import Driver, greedy, teacher_forced
+from .driver import Driver, greedy, load_decoder, teacher_forced
 
 TOLERANCE = 2e-5
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 190, 300]
@@ -170,20 +170,6 @@ CASES = [
 ]
 
 
-def _load(folder: Path, max_model_len: int | None = None) -> Decoder:
-    config = read_config(folder)
-    decoder = Decoder(
-        config,
-        single(),
-        select_backend("cpu"),
-        torch.float32,
-        torch.device("cpu"),
-        max_model_len=max_model_len,
-    )
-    load(decoder, folder, no_progress)
-    return decoder
-
-
 def _tokens(count: int, vocab_size: int) -> list[int]:
     return torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(7)).tolist()
 
@@ -192,7 +178,7 @@ def _tokens(count: int, vocab_size: int) -> list[int]:
 def test_logits_and_greedy_tokens_equal_those_of_transformers(case: Case, tmp_path: Path) -> None:
     folder = make(case, tmp_path)
     model = oracle(folder)
-    decoder = _load(folder)
+    decoder = load_decoder(folder)
     tokens = _tokens(max(LENGTHS) + DECODES, decoder.config.vocab_size)
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
@@ -220,7 +206,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(case: Case, tmp_pa
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_any_chunk_size_gives_the_logits_of_transformers(chunk: int, tmp_path: Path) -> None:
     folder = make(Case("window", "mistral", {"sliding_window": 90}), tmp_path)
-    decoder = _load(folder)
+    decoder = load_decoder(folder)
     tokens = _tokens(310, decoder.config.vocab_size)
     with torch.no_grad():
         expected = oracle(folder)(torch.tensor([tokens])).logits[0]
@@ -238,7 +224,7 @@ def test_dynamic_rope_is_frozen_at_the_maximum_length(tmp_path: Path) -> None:
     tokens = _tokens(300, 157)
     with torch.no_grad():
         expected = oracle(folder)(torch.tensor([tokens])).logits[0]
-    decoder = _load(folder, max_model_len=300)
+    decoder = load_decoder(folder, max_model_len=300)
     (found,) = teacher_forced(Driver(decoder, blocks=8), tokens, [290], [64], 10)
     assert (found - expected).abs().max() < TOLERANCE
     with torch.no_grad():
@@ -248,7 +234,7 @@ def test_dynamic_rope_is_frozen_at_the_maximum_length(tmp_path: Path) -> None:
 
 def test_weights_in_bfloat16_are_run_in_float32_as_transformers_does(tmp_path: Path) -> None:
     folder = make(Case("bf16", "qwen3", {"head_dim": 16}), tmp_path, torch.bfloat16)
-    decoder = _load(folder)
+    decoder = load_decoder(folder)
     assert decoder.config.dtype == "bfloat16"
     tokens = _tokens(80, decoder.config.vocab_size)
     with torch.no_grad():
@@ -265,7 +251,7 @@ def test_a_decoder_in_half_precision_stays_near_float32(dtype: torch.dtype, tmp_
     load(decoder, folder, no_progress)
     tokens = _tokens(140, config.vocab_size)
     (found,) = teacher_forced(Driver(decoder, blocks=4), tokens, [130], [64], 10)
-    (exact,) = teacher_forced(Driver(_load(folder), blocks=4), tokens, [130], [64], 10)
+    (exact,) = teacher_forced(Driver(load_decoder(folder), blocks=4), tokens, [130], [64], 10)
     assert found.dtype == dtype
     found = found.float()
     assert (found - exact).abs().max() < (0.15 if dtype == torch.bfloat16 else 0.02)
