@@ -1,5 +1,5 @@
 """The alerts in `history.db`: every alert with its start, end and acknowledgement, and the silences that
-operators have set. `AlertLog` writes through the writer thread and never blocks."""
+operators have set. `AlertLog` writes through the database's writer thread and never blocks."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ class AlertLog:
         self._writer = writer
 
     def save(self, alert: AlertRow) -> bool:
-        """Queue the current state of an alert for writing. Returns False if it was dropped."""
+        """Queue an alert's current state for writing. Returns False if the write was dropped."""
         return self._writer.submit(partial(_execute, SAVE_ALERT, msgspec.structs.astuple(alert)))
 
     def save_silence(self, silence: Silence) -> bool:
-        """Queue a silence for writing. Returns False if it was dropped."""
+        """Queue a silence for writing. Returns False if the write was dropped."""
         return self._writer.submit(partial(_execute, _SAVE_SILENCE, msgspec.structs.astuple(silence)))
 
     def remove_silence(self, silence_id: str) -> bool:
-        """Queue the removal of a silence. Returns False if the removal was dropped."""
+        """Queue the removal of a silence. Returns False if the write was dropped."""
         return self._writer.submit(partial(_execute, "DELETE FROM silences WHERE id = ?", (silence_id,)))
 
 
@@ -99,8 +99,8 @@ class AlertReader:
         )
 
     def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
-        """Return up to `limit` alerts that were active at a time (unix seconds) or had ended at most
-        `ended_s` seconds earlier, newest first. Suppressed alerts are left out."""
+        """Return up to `limit` alerts that were active at a time (unix seconds) or ended at most `ended_s`
+        seconds before that time, newest first. Suppressed alerts are left out."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) AND suppressed_by = '' "
             "ORDER BY since DESC LIMIT ?",

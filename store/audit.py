@@ -1,11 +1,11 @@
 """The hash chain of operator actions in `control.db`. Every action has two rows with the same action id
-(`act`). The `intent` row is written before the action begins, and the `result` row contains the outcome.
+(`act`). The `intent` row is written before the action begins; the `result` row records its outcome.
 
-A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. The JSON (RFC
-8259, sorted keys, no spaces, ASCII) contains all non-null columns except the two hashes. Changing, removing
-or inserting a row therefore breaks every later hash. A column added by a later version leaves the hashes of
-older rows unchanged. Rewriting the whole chain, or removing rows from its end, is only detectable with a
-chain head that was recorded elsewhere (`store.heads`).
+A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. This JSON
+(RFC 8259, sorted keys, no spaces, ASCII) contains all non-null columns except the two hashes. Changing,
+removing or inserting a row therefore breaks every later hash. Older rows keep their hashes when a later
+version adds a column, because the column is null in these rows. Only a chain head that was recorded elsewhere
+(`store.heads`) reveals that the whole chain was rewritten or that rows were removed from its end.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
             "transaction as the change that it records"
         )
     previous = head(connection)
-    # Use a seq above every seq ever used, so that numbers are not reused even if the chain has lost its last
-    # rows.
+    # Choose a seq higher than any seq used before. Numbers are then never reused, even if the chain has lost
+    # its last rows.
     seq = max(previous.seq, highest_seq_given(connection)) + 1
     unhashed = AuditRow(seq=seq, previous_hash=previous.hash, hash="", **entry._asdict())
     row = unhashed._replace(hash=row_hash(unhashed))
@@ -196,7 +196,7 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
 
 
 def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
-    """Return whether the chain already contains this phase of this action."""
+    """Return whether the chain already contains the given phase of an action."""
     found = connection.execute(
         "SELECT 1 FROM audit WHERE act = ? AND phase = ? LIMIT 1", (entry.act, entry.phase)
     ).fetchone()
@@ -204,7 +204,7 @@ def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
 
 
 def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
-    """Search the newest `among` rows, and return the intents that have no result, oldest first."""
+    """Return the intents without a result among the newest `among` rows, oldest first."""
     found = connection.execute(
         f"SELECT {_COLUMNS} FROM audit AS intended "
         f"WHERE phase = ? AND seq > (SELECT max(seq) FROM audit) - ? "
@@ -216,7 +216,7 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
     """Return the seq of the newest row that names the key with this id as the signing key. Returns 0 if no
-    row names the key, because then the chain has been signed with it from the start."""
+    row names the key. In that case, heads have been signed with this key from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
@@ -243,7 +243,7 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and check that it contains every head in `recorded` (heads that were kept
+    """Check the whole chain, and check that the chain contains every head in `recorded` (heads that were kept
     outside the database). Returns the fault with the lowest seq.
 
     Without recorded heads, two kinds of tampering go undetected: rewriting the whole chain, and removing the
@@ -280,8 +280,8 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
 
 
 def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: int) -> tuple[int, str] | None:
-    """Check one row, assuming that the preceding row is valid. Returns the seq of the first wrong or missing
-    row and a description of the fault, or None if the row is valid."""
+    """Check one row, given that the preceding row is valid. Returns the seq of the first wrong or missing row
+    and a description of the fault, or None if the row is valid."""
     if row.seq != last.seq + 1:
         found = f"row {last.seq} is followed by row {row.seq}"
         return last.seq + 1, f"missing: {found if last.seq else f'the chain begins with row {row.seq}'}"

@@ -3,8 +3,8 @@ final name.
 
 SQLite's backup API copies each database in one read transaction, over a read-only connection. The copy is
 therefore a consistent snapshot, and it does not block the service's writer. The connection runs no
-checkpoints, because only the writer may run them (see `store.database`). During the copy, the write-ahead log
-grows by the amount of data that the service writes in that time.
+checkpoints, because only the writer may run them (see `store.database`). The write-ahead log therefore grows
+while a backup is being made.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from store.spool import SPOOL_FILE
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# These files are copied before the databases, so the copied chain contains all copied heads. If an entry
-# moves from the spool to the chain during the backup, both copies contain it.
+# These files are copied before the databases, so the copied chain contains every copied chain head. An audit
+# entry that moves from the spool to the chain during the backup is in both copies.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 
@@ -89,8 +89,8 @@ def back_up(
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
-    # isdir() returns False if the path cannot be searched. In that case, creating the target raises the
-    # error.
+    # isdir() returns False for a path in a folder that cannot be searched. Creating the target then raises
+    # the error.
     if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
@@ -134,7 +134,7 @@ def _fill(
         if (state_dir / name).exists() and not _is_reserve(state_dir / name):
             _copy(state_dir / name, folder / name)
     for name in _DATABASES:
-        # State directories of earlier versions do not have this file.
+        # State directories of earlier versions do not contain `contents.db`.
         if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
             continue
         _copy_database(state_dir / name, folder / name)
@@ -198,8 +198,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Complete the copied heads file: append the heads that have been recorded since it was copied, except
-    heads of rows after `seq`."""
+    """Append to the copied heads file the heads that have been recorded since it was copied, except heads of
+    rows after `seq`."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

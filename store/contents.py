@@ -20,8 +20,8 @@ from store.structs import KeptText
 from store.writer import Writer
 
 MAX_WAITING_BYTES = 32 << 20
-"""Maximum total size of the texts waiting in memory to be committed. Additional texts are dropped and
-counted."""
+"""Maximum total size of the texts that wait in memory to be committed. Texts beyond this limit are dropped
+and counted."""
 
 
 class Content(KeptText, frozen=True, kw_only=True):
@@ -54,7 +54,8 @@ class ContentLog:
         return self._dropped
 
     def keep(self, contents: Iterable[Content]) -> bool:
-        """Queue the contents of one request for writing. Never blocks; returns False if they were dropped."""
+        """Queue the contents of one request for writing. Never blocks. Returns False if the contents were
+        dropped."""
         rows = [msgspec.structs.astuple(content) for content in contents]
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         with self._lock:

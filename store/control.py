@@ -2,8 +2,8 @@
 `ControlStore.change`, which writes the change and its audit row, with the old and new values, in one
 transaction. Every commit is flushed to disk (`synchronous=FULL`).
 
-Reads need no I/O because all records are kept in memory (`ControlStore.policies`), so keys still work while
-the disk is failing.
+All records are also kept in memory (`ControlStore.policies`). Reads therefore need no I/O, and keys still
+work while the disk is failing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ControlStore:
             raise
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish the changes in progress and close the file, which can then be read without write
+        """Finish the changes in progress and close the file. Afterwards, the file can be read without write
         permission."""
         self.trail.close()
         self._writer.close(timeout_s)

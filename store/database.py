@@ -40,8 +40,8 @@ Synchronous = Literal["FULL", "NORMAL"]
 _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 PAGE_CACHE_BYTES = 512 << 10
-"""Maximum size of a writer's page cache. SQLite's default is 2 MiB, which a service with little traffic fills
-so slowly that its memory seems to leak. Other pages are read from the kernel's page cache."""
+"""Maximum size of a writer's page cache. With SQLite's default of 2 MiB, an idle service fills the cache so
+slowly that it seems to leak memory. Other pages are read from the kernel's page cache."""
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _CHECKED_INSTRUCTIONS = 20_000
 """Number of SQLite instructions between two checks of a query's time limit. These instructions take about a
@@ -51,7 +51,8 @@ _COPIED_PAGES = 1000
 
 
 class WritableDatabase:
-    """The only connection that writes to a database. Use and close it on the thread that opened it.
+    """The only connection that writes to a database. Use and close the connection on the thread that opened
+    it.
 
     With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive a crash of
     the process, but a power failure can lose the commits since the last checkpoint.
@@ -76,8 +77,8 @@ class WritableDatabase:
 
     def displaced(self) -> str:
         """Return a message if a file of the open database was deleted or replaced on disk, otherwise an empty
-        string. No data has been lost yet, because the connection still writes to the original file, although
-        that file no longer has a name."""
+        string. No data has been lost at this point: the connection still writes to the original file, which
+        no longer has a name."""
         for path, found in self._identities().items():
             known = self._files[path]
             if known is None:
@@ -155,7 +156,7 @@ class WritableDatabase:
         read without write permission.
 
         Leaving WAL mode needs exclusive access. If a reader keeps the file open, the file stays in WAL mode.
-        This is logged, but harmless: the next startup opens the file as it is.
+        This is logged but harmless, because the next startup can open a file in WAL mode.
         """
         try:
             self._leave_wal()
@@ -371,5 +372,5 @@ def _lock(path: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # the process id is only for information; the lock is valid without it
+        pass  # The process id is informational; the lock does not depend on it.
     return descriptor

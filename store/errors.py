@@ -51,8 +51,7 @@ class OutcomeUnknownError(StoreError):
 
 
 class WriterClosedError(StoreError):
-    """The operation was submitted after `Writer.close()`, or was still waiting when the writer gave up on
-    closing cleanly."""
+    """The operation was submitted after `Writer.close()`, or it was still waiting when closing timed out."""
 
 
 class UnknownRecordError(StoreError):
@@ -84,8 +83,8 @@ def primary_code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-# Errors that are caused by the operation itself and would occur on every attempt. All other errors are caused
-# by the disk or a lock.
+# SQLite returns these errors because of the operation itself, so every attempt would fail. All other errors
+# are caused by the disk or a lock.
 _OWN_FAULTS = frozenset(
     {
         sqlite3.SQLITE_ERROR,
@@ -107,7 +106,7 @@ def is_own_fault(error: BaseException) -> bool:
     return primary_code(error) in _OWN_FAULTS or primary_code(error) == 0
 
 
-# Errors that a retry may resolve. All other errors need an operator's attention.
+# A retry may succeed after these errors. All other errors need an operator's attention.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 

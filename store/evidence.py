@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     head: Head
     source: str
     signed: SignedHead | None = None
-    """The head with its signature. None if an auditor kept the head without its signature."""
+    """The head with its signature. None if an auditor recorded the head without its signature."""
 
 
 class Findings(NamedTuple):
@@ -46,11 +46,11 @@ class Findings(NamedTuple):
     problems: list[str]
     """Descriptions of the faults. A fault in the chain comes first."""
     notes: list[str]
-    """Remarks, such as which checks could not be made."""
+    """Remarks, for example about checks that could not be made."""
     sources: dict[str, int]
     """Number of recorded heads that the chain was checked against, by source."""
     confirmed_seq: int
-    """Seq of the newest row that a recorded head confirms."""
+    """Seq of the newest row that is confirmed by a recorded head."""
     spooled: int
 
     @property
@@ -162,7 +162,8 @@ def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) 
 
 
 def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
-    """Return whether an action matches the conditions. The conditions mean the same as in `read_actions`."""
+    """Return whether an action matches the conditions. The conditions have the same meaning as in
+    `read_actions`."""
     actor, action, since, until = wanted
     by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
     named = (

@@ -167,6 +167,6 @@ def without_none(hint: Any) -> Any:
 
 
 def either(words: tuple[str, ...]) -> str:
-    """Return "a, b or c"."""
+    """Join alternatives into a phrase such as "a, b or c"."""
     *others, last = words
     return f"{', '.join(others)} or {last}" if others else last

@@ -6,11 +6,12 @@ to the database:
 
 In the log, ` of ` and the path of the state directory follow, because a journal may also contain the heads of
 other services. `sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its first startup and
-only its user can read. `key` is the id of that key, which changes when the key is replaced.
+only its user can read. `key` is the id of that key; a replaced key has another id.
 
 The signature proves that this service wrote the head. It does not protect against attackers who can read the
 key, because they can sign any head. Only a head that was copied off the machine before the attack, for
-example in a forwarded journal or on paper, reveals their changes."""
+example in a forwarded journal or on paper, reveals their changes.
+"""
 
 from __future__ import annotations
 
@@ -172,8 +173,8 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file if it does not exist. The file is created before the chain has any
-        rows, so if the chain has rows but the file is missing, the file must have been removed."""
+        """Create the file if it does not exist. The service creates the file before the chain has any rows.
+        If the chain has rows but the file is missing, somebody must have removed the file."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:

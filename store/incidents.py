@@ -98,12 +98,12 @@ class IncidentWriter:
 
     def _finish(self) -> None:
         """Give the file its final name. Raises FileExistsError if another program has created a file with
-        this name meanwhile."""
+        this name in the meantime."""
         try:
             os.link(self._partial, self.path)
         except FileExistsError:
             raise
-        except OSError:  # The file system has no hard links.
+        except OSError:  # The file system does not support hard links.
             self._partial.rename(self.path)
         else:
             self._partial.unlink()
@@ -118,8 +118,8 @@ class IncidentWriter:
     def samples(
         self, resolution_s: int, rows: Iterable[tuple[int, int, int, bytes]], layouts: Mapping[int, bytes]
     ) -> None:
-        """Add rows of a telemetry table. Each is a tuple: time in milliseconds, layout id, number of samples,
-        and packed numbers. `layouts` maps layout ids to layout documents."""
+        """Add rows of a telemetry table. Each row is a tuple: time in milliseconds, layout id, number of
+        samples, and packed numbers. `layouts` maps layout ids to layout documents."""
         table = next(one.table for one in RESOLUTIONS if one.seconds == resolution_s)
         ids = {one: self._layout(document) for one, document in layouts.items()}
         self._insert(
@@ -128,8 +128,8 @@ class IncidentWriter:
         )
 
     def details(self, rows: Iterable[tuple[int, bool, bytes]]) -> None:
-        """Add rows of the table of details. Each is a tuple: time in milliseconds, whether the document is a
-        full frame, and the document."""
+        """Add rows of the table of details. Each row is a tuple: time in milliseconds, whether the document
+        is a full frame, and the document."""
         self._insert(f"INSERT OR IGNORE INTO {DETAILS} (at, whole, document) VALUES (?, ?, ?)", list(rows))
 
     def requests(self, rows: Iterable[LoggedRequest]) -> None:
@@ -145,11 +145,11 @@ class IncidentWriter:
         self._insert(SAVE_ALERT, [msgspec.structs.astuple(row) for row in rows])
 
     def actions(self, rows: Iterable[tuple[float, int | None, str]]) -> None:
-        """Add operators' actions. Each is a tuple: time in unix seconds, seq, and document."""
+        """Add operators' actions. Each action is a tuple: time in unix seconds, seq, and document."""
         self._insert("INSERT INTO incident_actions (at, seq, document) VALUES (?, ?, ?)", list(rows))
 
     def lines(self, rows: Iterable[tuple[float, int, str]]) -> None:
-        """Add log lines. Each is a tuple: time in unix seconds, number of the line, and document."""
+        """Add log lines. Each line is a tuple: time in unix seconds, number of the line, and document."""
         self._insert("INSERT INTO incident_lines (at, number, document) VALUES (?, ?, ?)", list(rows))
 
     @property

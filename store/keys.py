@@ -1,5 +1,5 @@
-"""Operations that change keys. Each runs inside the caller's transaction. This module generates the keys'
-secrets; the database stores only the secrets' hashes."""
+"""Operations that change keys. Each operation runs inside the caller's transaction. This module generates the
+secrets of keys; the database stores only hashes of the secrets."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShadowRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A share of a name's requests that is copied to another model or version. The copies' answers are
-    compared with the original answers and then discarded."""
+    """A shadow: a share of a name's requests is also sent to another model or version. The answers to these
+    copies are compared with the original answers and then discarded."""
 
     name: str
     """A name that applications use."""

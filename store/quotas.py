@@ -1,9 +1,9 @@
 """Stores in `history.db` how much of each quota remains, so a restart does not refill the quotas. The
 remaining amounts (levels) are written as a snapshot every few seconds instead of after each request.
 
-After a crash, the request log supplies the usage since the last snapshot. Each row contains its request's
-tokens (`quota_tokens`), and `QuotaState.used` lists the usage that the levels do not include. The request
-log's writer also writes the snapshots, so each snapshot records the last row that it includes.
+After a crash, the usage since the last snapshot is read from the request log, whose rows contain the tokens
+of each request (`quota_tokens`). `QuotaState.used` lists the usage that the levels do not include. The
+request log's writer also writes the snapshots, so each snapshot records the last row that it includes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from store.writer import Writer
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     """The remaining amount of each limit of one tenant or key.
 
-    The usage of requests whose rows are still open has not been subtracted. Those rows record that usage.
+    Requests whose rows are still open have not been subtracted; their rows record their usage.
     """
 
     scope: QuotaScope

@@ -22,8 +22,8 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# Clients can choose the text of some fields (model, error). Truncate long texts to keep the rows waiting in
-# memory small.
+# Clients can choose the text of some fields (model, error). Truncate long texts, so that rows waiting in
+# memory stay small.
 _TEXT_LIMIT_CHARS = 2000
 MAX_EXAMINED = 20_000
 """Maximum number of requests that `RequestReader.unfinished` examines."""
@@ -80,7 +80,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     user: str | None = None
     """Field `user` of the request body, in which the client identifies its end user."""
     unit: str | None = None
-    """The unit that answered the request: a model from the settings, or NAME@VERSION for a version in the
+    """The model that answered the request: its name in the settings, or NAME@VERSION for a version in the
     registry. It differs from `model` if `model` is an alias, a split name, or a model in the registry."""
     fallback_of: str | None = None
     """The requested model, if its fallback `model` was used instead."""
@@ -123,7 +123,7 @@ class RequestLog:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._last_sequence: int | None = None  # used by the writer thread only
+        self._last_sequence: int | None = None  # Only the writer thread uses this attribute.
 
     def open(self, row: RequestRow) -> bool:
         """Log an admitted request. Never blocks; returns False if the row was dropped (counted in the
@@ -140,8 +140,8 @@ class RequestLog:
 
     def end(self, row: RequestRow) -> bool:
         """Log the end of a request. `row` replaces the open row, or is inserted if there is none. Never
-        blocks; returns False if the row was dropped. If this is called more than once for a request, the
-        first call's row is kept, and `double_ends` counts the other calls.
+        blocks; returns False if the row was dropped. If this is called more than once for a request, only the
+        first call's row is kept, and `double_ends` counts the later calls.
 
         Raises `ValueError` for a row without `finished_at`.
         """
@@ -154,8 +154,8 @@ class RequestLog:
     def seal_open_rows(self, reason: str) -> Future[int]:
         """Close all open rows, with status 500 and finish reason `interrupted`. Called at startup after a
         crash, before the first `open`. The future returns the number of closed rows. Callers need not wait
-        for the future: even if the disk refuses writes at first, the open rows are closed before any later
-        row is written."""
+        for the future, because the open rows are always closed before any later row is written, even if the
+        disk refuses writes at first."""
         return self._writer.submit_for_result(partial(self._write_seals, reason, time.time()))
 
     def _write_open(self, row: RequestRow, connection: sqlite3.Connection) -> None:
@@ -198,7 +198,8 @@ class RequestLog:
             return connection.execute(sql, [_storable(value) for value in values]).rowcount
 
     def _next_sequence(self, connection: sqlite3.Connection) -> int:
-        # Sequence numbers of a rolled-back transaction are not reused, so gaps have no meaning.
+        # Sequence numbers of a rolled-back transaction are not reused, so a gap does not mean that a row is
+        # missing.
         if self._last_sequence is None:
             found = connection.execute("SELECT max(sequence) FROM requests").fetchone()[0]
             self._last_sequence = 0 if found is None else int(found)

@@ -1,8 +1,8 @@
 """Removes rows of the request log, telemetry and stored contents after their retention time, and returns free
 pages to the file system.
 
-Batches are small, so other operations never wait long. Functions that take a connection are meant to be
-submitted to the database's writer.
+Rows are removed in small batches, so that other operations never wait long. Functions that take a connection
+are meant to be submitted to the database's writer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT_FREE = 0.1
 """Maximum fraction of a file that may consist of free pages."""
 
 
-# Each recursion step is one index lookup; DISTINCT would read the whole index.
+# Each recursion step is one index lookup, whereas DISTINCT would read the whole index.
 _TENANTS = """
 WITH RECURSIVE found (name) AS (
     SELECT min(tenant) FROM contents
@@ -39,7 +39,7 @@ class Removed(NamedTuple):
     pages: int
     """Number of pages returned to the file system."""
     more: bool
-    """Whether there may be more rows or pages to remove."""
+    """Whether more rows or pages may remain to be removed."""
 
 
 def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
@@ -120,7 +120,7 @@ class Emptying:
 
 
 def empty_log(writer: Writer) -> Future[Emptying]:
-    """Copy the write-ahead log into the database and empty the log. Otherwise, the log would keep removed
+    """Copy the write-ahead log into the database and empty the log. Without this, the log would keep removed
     data until new data overwrites it. Does not wait for readers, because waiting would block pending writes.
     If `Emptying.done` is False, call this function again later. The future raises `StoreError`."""
 

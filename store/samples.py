@@ -1,5 +1,5 @@
-"""Telemetry samples. Each sample is a tree of structs, lists and values, and is split into a row of numbers
-and a layout.
+"""Telemetry samples. Each sample is a tree of structs, lists and values. It is stored in two parts: a row of
+numbers and a layout.
 
 The numbers change with every sample. The layout contains everything else: the names, the texts and the
 positions of the numbers. The layout rarely changes, so each layout is stored once and samples refer to it.

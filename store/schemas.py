@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from store.migrations import Migration, Schema
 
-# Times are unix seconds. A request is open while finished_at is null. All changes to rows are numbered, and
-# sequence is the number of the row's last change. Readers that follow the log select the rows with a higher
-# sequence than the last row that they have read.
+# Times are unix seconds. A request is open while finished_at is null. Every change to a row gets a number,
+# and sequence is the number of the row's last change. A reader that follows the log selects the rows with a
+# higher sequence than that of the last row it has read.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -127,9 +127,9 @@ _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 _UNIT = ("ALTER TABLE requests ADD COLUMN unit TEXT",)
 _FALLBACK = ("ALTER TABLE requests ADD COLUMN fallback_of TEXT",)
 
-# Usage rows are kept longer than request rows. Tokens are counted only for requests that ran to their end:
-# a refused request has no quota_tokens, and the tokens of an interrupted request are not known. Names of
-# unknown models, which have no version, are chosen by clients, so these names are not kept.
+# Usage rows are kept longer than request rows. Tokens are counted only for requests that ran to their end: a
+# refused request has no quota_tokens, and the tokens of an interrupted request are not known. Clients can
+# send any model name, so the names of unknown models (requests without a version) are not kept.
 _USAGE_OF_REQUESTS = """
 SELECT
     date(finished_at, 'unixepoch'), ifnull(tenant, ''), ifnull(key_id, ''),
@@ -172,7 +172,7 @@ ADD_USAGE = (
 """Adds the ended request with the given id to the daily usage."""
 
 # Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
-# the format of store.samples.pack. The indexes are used to find layouts that no row uses any more.
+# the format of store.samples.pack. The indexes serve to find layouts that are no longer used by any row.
 _TELEMETRY = (
     """
 CREATE TABLE telemetry_layouts (
@@ -251,8 +251,8 @@ CREATE TABLE silences (
 
 _ALERT_DESCRIPTION = ("ALTER TABLE alerts RENAME COLUMN what TO description",)
 
-# The prompts and answers that are stored because of tenants' log policies. Only the service's user can read
-# this file.
+# This database stores the prompts and answers that tenants' log policies require. Only the service's user can
+# read the file.
 _CONTENTS = (
     """
 CREATE TABLE contents (

@@ -38,8 +38,8 @@ class SpoolState(NamedTuple):
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service is killed, only its log still contains these
-    entries."""
+    """Number of entries that are not in the file. If the service is killed, these entries exist only in its
+    log."""
     path: Path | None
     """File that contains the spooled entries; None if the file contains no entries."""
     since: str | None

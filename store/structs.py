@@ -14,8 +14,8 @@ class KeptText(msgspec.Struct, frozen=True):
     number: int
     """Index of this text among the request's prompts or answers."""
     sha256: str
-    """SHA-256 (hex) of `text`. If only hashes are kept, it is the SHA-256 of the whole original text. The
-    original text of a conversation is its JSON without spaces; that of token ids is the decoded text."""
+    """SHA-256 (hex) of `text`. If only hashes are kept, it is the SHA-256 of the whole original text. For a
+    conversation, the original text is its JSON without spaces; for token ids, it is the decoded text."""
     bytes: int
     """Size of the whole original text, in bytes."""
     text: str | None = None
@@ -42,8 +42,8 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of operations dropped because too many were waiting in memory, or because they were still
     waiting when the writer closed."""
     rejected_rows: int
-    """Number of operations dropped because the database cannot store them. This indicates a bug and is logged
-    each time."""
+    """Number of operations dropped because the database cannot store them. Each of these indicates a bug and
+    is logged."""
     restored: str = ""
     """How the file was deleted or replaced while it was open, and how the writer restored it. Empty if it
     was neither deleted nor replaced."""

@@ -2,7 +2,7 @@
 resolutions before that.
 
 There is one table per resolution. Coarse rows contain the mean, the minimum and the maximum of each metric,
-which keeps short incidents visible. `TelemetryLog` writes through the writer thread and never blocks.
+so that short incidents remain visible. `TelemetryLog` writes through the writer thread and never blocks.
 `store.telemetry_reader` reads the tables. The details of a second, such as the unfinished requests, are
 documents in a format that only the caller knows.
 """
@@ -21,7 +21,7 @@ from store.samples import TelemetryLayout, TelemetrySample, pack, rounded, unpac
 from store.writer import Writer
 
 _MAX_FAILING_S = 60.0
-"""If the database has refused writes for this long, samples are dropped, because they would take memory that
+"""Time after which samples are dropped while the database refuses writes, because they would take memory that
 waiting rows of the request log need."""
 _MAX_WAITING_ROWS = 10_000
 _COARSE_BITS = 10

@@ -26,8 +26,8 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 WITHIN_S = 5.0
-"""Maximum time, in seconds, that a write to the control database waits before it starts. After that, a change
-fails and the caller gets an error; an audit entry goes to the spool."""
+"""Maximum time, in seconds, that a write to the control database waits before it starts. A change that has
+waited longer fails with an error; an audit entry that has waited longer is spooled."""
 _LOOKED_THROUGH = 10_000
 """Number of the newest rows that are searched at startup for intents without a result."""
 
@@ -84,8 +84,8 @@ class AuditTrail:
         self, actor: Actor | str, action: str, params: Mapping[str, object]
     ) -> tuple[Actor, Future[None]]:
         """Record the intent of an action. Returns the actor with this action's id (`act`), and a future that
-        resolves when the intent is recorded. The future never fails: if the database refuses the entry, it
-        goes to the spool, and if it cannot be written to the spool file, it is kept in memory and logged.
+        resolves when the intent is recorded. The future never fails. If the database refuses the entry, the
+        entry is spooled. If the spool file cannot be written either, the entry is kept in memory and logged.
 
         Raises the same errors as `canonical_json` for `params`.
         """
@@ -147,8 +147,9 @@ class AuditTrail:
     def committed(self, appended: Appended) -> None:
         """Record the new head and remove the appended entries from the spool. Call this after the transaction
         has been committed."""
-        # Record the head before removing entries from the spool. If the process died in between, rows with
-        # neither a recorded head nor a spooled entry would look as if heads had been removed.
+        # Record the head before removing entries from the spool. In the reverse order, a crash between the
+        # two steps would leave rows with neither a recorded head nor a spooled entry, as if heads had been
+        # removed.
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)

@@ -1,7 +1,7 @@
 """The thread that writes a database. Each database has exactly one.
 
-Operations are functions that take the connection. They run in the order in which they were submitted. There
-are two methods for submitting them:
+Operations are functions that take the connection. They run in the order in which they were submitted. Two
+methods submit operations:
 
 - `submit` never blocks and never raises. Operations share commits: a commit follows after at most 200 ms or
   500 operations. While the disk refuses writes, operations wait in memory, up to a limit. A full disk
@@ -45,7 +45,7 @@ _LOOK_EVERY_S = 2.0
 _PROGRESS_EVERY_S = 0.1
 """Interval at which `close` checks whether the writer makes progress."""
 
-# Errors that leave the connection usable once their cause has been removed.
+# After these errors, the connection is usable again as soon as their cause has been removed.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
@@ -56,12 +56,12 @@ class _Item(NamedTuple):
     future: Future[Any] | None
     """Future for the result. If it is set, a caller is waiting, so the item is committed immediately."""
     once: bool
-    """Whether to run the operation in a separate transaction and only once. If the operation fails, it is not
-    retried, and the future raises the error."""
+    """Whether the operation runs in a separate transaction and only once. If it fails, it is not retried, and
+    the future raises the error."""
     after_commit: Callable[[Any], None] | None
     begin_by: float | None = None
-    """Latest time at which the operation may start, from `time.monotonic()`. If it has not started by then,
-    the item fails."""
+    """Latest time at which the operation may start, on the clock `time.monotonic()`. If the operation has not
+    started by then, it fails."""
 
 
 class Writer:
@@ -169,7 +169,7 @@ class Writer:
         stop the thread.
 
         Operations that the disk still refuses `timeout_s` after the latest commit are lost, counted and
-        logged. A second call does nothing.
+        logged. Calling this method again does nothing.
         """
         with self._condition:
             if self._close_by is None:
@@ -178,7 +178,7 @@ class Writer:
         if self._thread.ident is None:
             return
         # In addition to the time for the next commit, allow time for a checkpoint and for readers to close
-        # the file. Time in which this thread does not run does not count.
+        # the file. Time during which this thread is not scheduled is not counted.
         limit_s = left_s = timeout_s + 10.0
         while self._thread.is_alive() and left_s > 0:
             before = self._busy_since, self._committed_rows
@@ -275,7 +275,7 @@ class Writer:
         with self._condition:
             while True:
                 now = time.monotonic()
-                # While the writer closes, it gives up only if the disk refuses to write.
+                # While it is closing, the writer gives up only if the disk refuses writes.
                 give_up_at = self._close_by if self._refused else None
                 if give_up_at is not None and now >= give_up_at:
                     return None
@@ -331,8 +331,8 @@ class Writer:
                 self._note_failure(str(self._explained(error)))
 
     def _write_one_by_one(self, database: WritableDatabase, batch: list[_Item]) -> None:
-        # One operation in the batch can never be written. Write each one separately, so that it does not
-        # block the rest.
+        # One operation in the batch can never be written. Write each operation separately, so that the faulty
+        # one does not block the rest.
         for item in batch:
             try:
                 self._commit(database, [item])
