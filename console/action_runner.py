@@ -91,7 +91,10 @@ class ActionRunner:
             if name is not None:
                 self.begin(action_named(name), {})
 
-        title = f"Actions (selected: {', '.join(names[:3])})" if names else "Actions"
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        title = f"Actions (selected: {shown})" if names else "Actions"
+        if not self._app.session.context.write:
+            title += ": not permitted, start the console with --write"
         self._app.push_screen(
             ChoiceDialog(title, [Choice(one.name, one.title, one.name) for one in choices]), chosen
         )
@@ -205,7 +208,9 @@ class ActionRunner:
                     ActionDialog(
                         action,
                         values,
-                        impact=Impact(action, self._app.session.newest),
+                        impact=Impact(
+                            action, self._app.session.newest, lambda: self._app.session.state.error
+                        ),
                         what_if=self._forecast if action.name in _WITH_FORECAST else None,
                         place=place,
                         earlier=[one.text for one in outcomes if one.kind == "failed"],

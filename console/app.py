@@ -26,7 +26,7 @@ from console.dialogs import TextDialog
 from console.files import ExportedFiles, path_of
 from console.fingerprints import peer_name
 from console.history import History
-from console.keymap import DEFAULT_KEYMAP, Keymap
+from console.keymap import DEFAULT_KEYMAP, QUIT_KEYS, Keymap
 from console.keys import NO_KEY, SCREENS
 from console.palette import ConsoleCommands, ConsolePalette
 from console.parameters import CommandError
@@ -45,8 +45,6 @@ _ROWS_EVERY_S = 3.0
 _DIALOG_ROWS_EVERY_S = 0.5
 """Interval at which a list is reread if the impact shown in an open dialog depends on it."""
 _CHAIN_IS_PRESENT = "only the current audit chain can be verified: return to live with the command :live"
-_END_KEYS = ("ctrl+c", "ctrl+q")
-"""Keys that end the console in every mode."""
 
 
 class ConsoleApp(App[int]):
@@ -58,7 +56,6 @@ class ConsoleApp(App[int]):
     COMMAND_PALETTE_BINDING = NO_KEY
     """Disables Textual's own key for the command palette. The key table assigns a key to the palette instead,
     so that a keymap can change it."""
-    BINDINGS: ClassVar = [(key, "quit", "Quit") for key in _END_KEYS]
     ESCAPE_TO_MINIMIZE = False
 
     def __init__(
@@ -114,6 +111,9 @@ class ConsoleApp(App[int]):
         if not isinstance(event, events.Key) or event.is_forwarded:
             await super().on_event(event)
             return
+        if event.key in QUIT_KEYS:  # In a dialog, these keys would have other meanings.
+            self.exit(0)
+            return
         if self.focused is self.frame_widget:
             used = self._jump(event) or await self._check_bindings(event.key)
         else:
@@ -157,6 +157,7 @@ class ConsoleApp(App[int]):
                 snapshot = await self.source.next()
             except SourceError as error:
                 self.session.fail(str(error))
+                self.action_runner.show_impact()
                 self.redraw()
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -258,8 +259,8 @@ class ConsoleApp(App[int]):
 
     def _jump(self, event: events.Key) -> bool:
         """Handle a key press in jump mode: go to the row or panel with that letter, or only leave jump mode.
-        Return False outside of jump mode, and for the keys that always end the console."""
-        if not self.session.context.jumping or event.key in _END_KEYS:
+        Return False outside of jump mode."""
+        if not self.session.context.jumping:
             return False
         self.session.jump(event.character or "")
         self.redraw()

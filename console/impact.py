@@ -23,6 +23,7 @@ from console.fingerprints import (
     silenced_alerts,
 )
 from console.present import present_values
+from console.target_state import state_lines
 
 _SHOWN_TENANTS = 3
 """Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
@@ -39,10 +40,14 @@ _ROUTING = ("models.split", "models.alias", "models.shadow")
 class Impact:
     """The impact of an action, which its dialog shows and keeps up to date."""
 
-    def __init__(self, action: Action, context: Callable[[], Context]) -> None:
-        """`context` returns the newest state."""
+    def __init__(
+        self, action: Action, context: Callable[[], Context], problem: Callable[[], str] = str
+    ) -> None:
+        """`context` returns the newest state, and `problem` the reason why it is outdated, or an empty
+        string."""
         self._action = action
         self._context = context
+        self._problem = problem
         self._shown: dict[str | None, Fingerprint] = {}
         """For each target: its state when the operator first saw the action's impact on it."""
 
@@ -53,7 +58,12 @@ class Impact:
         before = self._shown.setdefault(target, now)
         if before.listed is None or not before.observed:
             self._shown[target] = Fingerprint(before.observed or now.observed, now.listed)
-        return impact(self._action, target, context)
+        problem = self._problem()
+        return [
+            *([f"not up to date: {problem}"] if problem else []),
+            *state_lines(self._action, target, context),
+            *impact(self._action, target, context),
+        ]
 
     def present(self, target: str | None) -> Mapping[str, Any]:
         """Return the present values of the action's parameters."""
@@ -130,7 +140,7 @@ def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:
 def _request(action: Action, target: str | None, snapshot: Snapshot) -> list[str]:
     one = next((one for one in snapshot.requests if one.request_id == target), None)
     if one is None:
-        return [f"request {target} has ended"]
+        return [f"request {target} has ended"] if action.name == "requests.cancel" else []
     done = f"{units.count(one.generated_tokens)} output tokens"
     lines = [f"tenant {one.tenant}, model {one.model}, age {units.seconds(one.age_s)}, {done}"]
     if action.name != "requests.cancel":

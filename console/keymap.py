@@ -33,7 +33,7 @@ _NAMES = {name: key for key, name in CHARACTERS.items()} | {
 """Alternative names of keys: the characters, and the names shown in the help."""
 _SAME_CODE = {"ctrl+i": "tab", "ctrl+m": "enter", "ctrl+h": "backspace", "ctrl+left_square_bracket": "escape"}
 """Keys that terminals cannot distinguish from another key, because both send the same code."""
-_QUIT_KEYS = ("ctrl+c", "ctrl+q")
+QUIT_KEYS = ("ctrl+c", "ctrl+q")
 """Keys that always quit the console, so that no keymap can prevent quitting."""
 
 
@@ -106,7 +106,7 @@ def _keymap(path: Path, text: str, table: dict[str, object]) -> Keymap:
         for given in value if isinstance(value, list) else [value]:
             try:
                 key = _key(given)
-                if key in _QUIT_KEYS and command != "quit":
+                if key in QUIT_KEYS and command != "quit":
                     raise _KeyError("this key always ends the console: choose another key")
             except _KeyError as error:
                 problems.append(f'{where}: "{command}" = {given!r}: {error}')
@@ -124,7 +124,7 @@ def _keymap(path: Path, text: str, table: dict[str, object]) -> Keymap:
 def _applied(chosen: dict[str, tuple[str, ...]], used: set[str]) -> Keymap:
     """Return the key table with the chosen keys. Commands lose their default keys that are in `used`."""
     if "quit" in chosen:
-        chosen["quit"] = tuple(dict.fromkeys((*chosen["quit"], *_QUIT_KEYS)))
+        chosen["quit"] = tuple(dict.fromkeys((*chosen["quit"], *QUIT_KEYS)))
     bound, overrides = [], {}
     for one in ALL_COMMANDS:
         keys = chosen.get(one.command, tuple(key for key in one.keys if key not in used))

@@ -1,0 +1,79 @@
+"""Says in an action's dialog if its target does not exist, or is already in the state that the action leads
+to."""
+
+from __future__ import annotations
+
+from appliance.actions import Action
+from appliance.protocol import Key, PeerMapping
+from appliance.snapshot import Snapshot
+from console import units
+from console.context import Context
+from console.fingerprints import is_drained, peer_name, registered, silence_with
+
+
+def state_lines(action: Action, target: str | None, context: Context) -> list[str]:
+    """Return what an operator should know about the target's state before the action."""
+    snapshot = context.snapshot
+    if snapshot is None:
+        return []
+    match action.target:
+        case "model":
+            return _model(action, target or "", context, snapshot)
+        case "tenant":
+            return _tenant(action, target, snapshot)
+        case "key" if target and "callers" in context.rows:
+            return _key(target, context, snapshot)
+        case "peer" if action.name == "peers.unmap" and target and "callers" in context.rows:
+            peers = context.rows_of("callers", PeerMapping)
+            return [] if any(peer_name(one) == target for one in peers) else [_unlisted("mapping", target)]
+        case "alert" if action.name == "alerts.unsilence" and target and "silences" in context.rows:
+            return [] if silence_with(target, context) else [_unlisted("silence", target)]
+        case "alert" if action.name == "alerts.ack" and target:
+            return [] if any(one.id == target for one in snapshot.alerts) else [_unlisted("alert", target)]
+    return []
+
+
+def _unlisted(kind: str, name: str) -> str:
+    return f"no {kind} {name} is listed: check the name"
+
+
+def _model(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
+    name = target.partition("@")[0]
+    is_known = registered(name, context) is not None or any(
+        one.name.partition("@")[0] == name for one in snapshot.models
+    )
+    if (
+        name
+        and not is_known
+        and "models" in context.rows
+        and action.name not in ("models.add", "models.alias")
+    ):
+        return [_unlisted("model", name)]
+    if action.name != "drain":
+        return []
+    return [
+        f"already draining, grace left {units.seconds(one.grace_left_s)}"
+        for one in snapshot.drains
+        if is_drained(target, one.model, context)
+    ]
+
+
+def _tenant(action: Action, target: str | None, snapshot: Snapshot) -> list[str]:
+    tenant = next((one for one in snapshot.tenants if one.name == target), None)
+    if tenant is None:
+        return []
+    if action.name == "tenants.suspend" and tenant.suspended_at is not None:
+        return [f"already suspended since {units.date(tenant.suspended_at)}"]
+    if action.name == "tenants.resume":
+        since = tenant.suspended_at
+        return ["not suspended" if since is None else f"suspended since {units.date(since)}"]
+    return []
+
+
+def _key(target: str, context: Context, snapshot: Snapshot) -> list[str]:
+    key = next((one for one in context.rows_of("callers", Key) if one.id == target), None)
+    if key is None or key.valid_at(snapshot.at):
+        return []
+    if key.revoked_at is not None:
+        return [f"already revoked at {units.date(key.revoked_at)}"]
+    return [f"expired at {units.date(key.expires_at)}"]

@@ -1,0 +1,151 @@
+"""Tests of dialogs in special states: a service that stops, targets that do not exist, a read-only console,
+and keys that end the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from textual.command import CommandPalette
+from textual.pilot import Pilot
+from textual.screen import Screen
+from textual.widgets import Button, Input, Static
+
+from appliance.actions import action_named
+from appliance.protocol import Key
+from console.action_dialog import ActionDialog
+from console.app import ConsoleApp
+from console.context import Context
+from console.dialogs import ChoiceDialog, TextDialog
+from console.past_dialogs import TimeDialog
+from console.target_state import state_lines
+from tests.console.frames import session
+from tests.console.pilots import console, opened, run, shown, until
+
+
+def text_of(screen: Screen[object], selector: str) -> str:
+    return str(screen.query_one(selector, Static).render())
+
+
+OPENERS: dict[str, Callable[[ConsoleApp], object]] = {
+    "action": lambda app: app.run_line("tenants set mobile"),
+    "list": lambda app: app.action_runner.choose(),
+    "text": lambda app: app.push_screen(TextDialog("Result", ["text"])),
+    "time": lambda app: app.push_screen(TimeDialog(now=0.0, note="Recorded")),
+    "palette": lambda app: app.action_run("palette"),
+}
+
+
+@pytest.mark.parametrize("key", ["ctrl+c", "ctrl+q"])
+@pytest.mark.parametrize("name", OPENERS)
+def test_the_keys_that_end_the_console_also_work_in_dialogs(name: str, key: str) -> None:
+    app = console(write=True)
+
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(OPENERS[name], app)
+        await until(pilot, lambda: len(app.screen_stack) == 2 and app.screen.is_current)
+        kinds = (ActionDialog, ChoiceDialog, TextDialog, TimeDialog, CommandPalette)
+        assert isinstance(app.screen, kinds)
+        if fields := list(app.screen.query(Input)):
+            fields[0].focus()
+        await pilot.press(key)
+        await until(pilot, lambda: app.return_value == 0)
+
+    run(steps, app)
+
+
+def test_a_dialog_says_that_the_service_does_not_answer_and_stays_open() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.run_line, "tenants suspend mobile")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        before = text_of(dialog, "#impact")
+        app.source.steps = 1_000  # type: ignore[attr-defined]
+        app.source.away = "the service on /run/appliance/admin.sock has stopped"  # type: ignore[attr-defined]
+        message = "not up to date: the service on /run/appliance/admin.sock has stopped"
+        await until(pilot, lambda: text_of(dialog, "#impact").startswith(f"{message}\n{before.split()[0]}"))
+        app.source.away = ""  # type: ignore[attr-defined]
+        await until(pilot, lambda: "not up to date" not in text_of(dialog, "#impact"))
+        assert app.screen is dialog
+
+    run(steps, console(write=True))
+
+
+def test_an_action_that_the_stopped_service_does_not_perform_fails_with_the_reason() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.run_line, "models load qwen3-8b")
+        await until(pilot, lambda: opened(app))
+        app.screen.query_one("#confirm", Button).press()
+        await until(pilot, lambda: isinstance(app.screen, TextDialog))
+        await until(pilot, lambda: text_of(app.screen, "#title") == "Load model failed")
+        await pilot.press("escape")
+        await until(pilot, lambda: "Load model qwen3-8b: failed: the demo does not simulate" in shown(app))
+
+    run(steps, console(write=True))
+
+
+def test_the_menu_of_a_read_only_console_says_so() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("4", "a")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await until(pilot, lambda: "start the console with --write" in text_of(app.screen, "#title"))
+
+    run(steps, console())
+
+
+def made() -> Context:
+    return session(steps=3, write=True).context
+
+
+def lines(name: str, target: str, context: Context) -> list[str]:
+    return state_lines(action_named(name), target, context)
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "known"),
+    [
+        ("models.load", "model", "qwen3-8b"),
+        ("models.remove", "model", "qwen3-8b@1"),
+        ("models.split", "model", "default"),
+        ("peers.unmap", "mapping", "uid:1004"),
+        ("alerts.ack", "alert", ""),
+        ("alerts.unsilence", "silence", ""),
+    ],
+)
+def test_a_dialog_says_that_its_target_does_not_exist(action: str, kind: str, known: str) -> None:
+    context = made()
+    assert lines(action, "nosuch", context) == [f"no {kind} nosuch is listed: check the name"]
+    assert lines(action, known, context) == []
+    assert lines("models.add", "nosuch", context) == lines("models.alias", "nosuch", context) == []
+
+
+def test_a_dialog_says_that_its_target_already_has_the_state() -> None:
+    context = made()
+    snapshot = context.snapshot
+    assert snapshot is not None
+    name = snapshot.tenants[0].name
+    assert lines("tenants.resume", name, context) == ["not suspended"]
+    assert lines("tenants.suspend", name, context) == []
+    context.snapshot = msgspec.structs.replace(
+        snapshot, tenants=[msgspec.structs.replace(one, suspended_at=0.0) for one in snapshot.tenants]
+    )
+    assert lines("tenants.suspend", name, context)[0].startswith("already suspended since ")
+    assert lines("tenants.resume", name, context)[0].startswith("suspended since ")
+    key = context.rows_of("callers", Key)[0]
+    assert lines("keys.revoke", key.id, context) == []
+    for field, text in (("revoked_at", "already revoked at "), ("expires_at", "expired at ")):
+        context.rows["callers"] = [msgspec.structs.replace(key, **{field: 1.0})]
+        assert lines("keys.revoke", key.id, context)[0].startswith(text)
+
+
+def test_a_dialog_says_that_the_service_is_already_draining() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await app.source.act(action_named("drain").parameters(grace_s=60.0))
+        before = app.session.newest().snapshot
+        await until(pilot, lambda: app.session.newest().snapshot is not before)
+        app.call_later(app.run_line, "drain")
+        await until(pilot, lambda: opened(app))
+        assert "already draining, grace left" in text_of(app.screen, "#impact")
+
+    run(steps, console(write=True))
