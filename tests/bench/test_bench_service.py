@@ -59,26 +59,27 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
 TINY = "--shape tiny --max-num-seqs 16 --max-num-batched-tokens 256 --fronts 1 --set threads=1"
 
 
-def test_the_service_is_compared_with_its_engine(tmp_path: Path) -> None:
-    words = f"{TINY} --set max_mixed_tokens=64"
-    loads = "--requests 3 --one-output-tokens 4 --streams 5 --prompt-tokens 40 --output-tokens 12"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words.split(), *loads.split(), "--json", str(tmp_path / "out.json")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def measure(folder: Path, options: str) -> tuple[Any, str]:
+    """Run the benchmark with a tiny model. Return its measurements and its output."""
+    out = folder / "out.json"
+    command = [sys.executable, str(SCRIPT), *TINY.split(), *options.split(), "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    made = json.loads((tmp_path / "out.json").read_text())
+    return json.loads(out.read_text()), done.stdout
+
+
+def test_the_service_is_compared_with_its_engine(tmp_path: Path) -> None:
+    loads = "--requests 3 --one-output-tokens 4 --streams 5 --prompt-tokens 40 --output-tokens 12"
+    made, output = measure(tmp_path, f"--set max_mixed_tokens=64 {loads}")
     for measured in (made["engine"], made["service"]):
         assert all(run["output_tok_s"] > 0 and run["ttft_ms"]["p50"] > 0 for run in measured["runs"])
         assert [run["output_tokens"] for run in measured["runs"]] == [3 * 4, 5 * 12]
         assert measured["start_s"] > 0
     longest_ms = made["engine"]["longest_step_ms"][1]
-    assert longest_ms > 0 and f"{longest_ms:.1f} ms" in done.stdout
+    assert longest_ms > 0 and f"{longest_ms:.1f} ms" in output
     five, cpu_s = made["service"]["runs"][1], made["service"]["cpu_s"][1]
     assert five["failures"] == {} and cpu_s["fronts"] > 0
-    lines = done.stdout.splitlines()
+    lines = output.splitlines()
     assert [line.split()[:3] for line in lines if " streams " in line] == [
         ["5", "streams", "engine"],
         ["5", "streams", "service"],
@@ -88,17 +89,11 @@ def test_the_service_is_compared_with_its_engine(tmp_path: Path) -> None:
 
 def test_a_first_burst_is_answered_by_a_new_service(tmp_path: Path) -> None:
     loads = "--first-burst --no-engine --streams 24 --prompt-tokens 40 --output-tokens 12"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *TINY.split(), *loads.split(), "--json", str(tmp_path / "out.json")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (burst,) = json.loads((tmp_path / "out.json").read_text())["first_bursts"]
+    made, output = measure(tmp_path, loads)
+    (burst,) = made["first_bursts"]
     for run in (burst["burst"], burst["again"]):
         assert (run["succeeded"], run["failures"]) == (24, {})
-    assert "first burst of 24: 24 answered, failed: none" in done.stdout
+    assert "first burst of 24: 24 answered, failed: none" in output
 
 
 def test_every_token_of_the_measured_model_has_its_own_text(tmp_path: Path) -> None:

@@ -94,18 +94,24 @@ def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tok
     """Each sequence generates 12 tokens, the first of them in the prompt's step. Prompts end before, at and
     after a block boundary. Slots that use logits processors are sampled outside the graphs."""
     prompts = [[(7 * place + i) % 90 + 3 for place in range(62 + 2 * i)] for i in range(len(params))]
-    reference, engine = made(), made()
-    expected = reference.generate(prompts, params)
+    engine = made()
     runner = engine.runner
     graphs = EagerGraphs(runner.decoder, runner.steps.kv, runner.steps.tables, runner.steps.sampler, 4)
     runner.steps.graphs = graphs
-    found = engine.generate(prompts, params)
+    check_same_outputs(engine, made(), prompts, params)
+    assert graphs.replayed == replayed
+
+
+def check_same_outputs(
+    engine: LocalEngine, reference: LocalEngine, prompts: list[list[int]], params: list[SamplingParams]
+) -> None:
+    """Check that two engines generate the same tokens and log probabilities, and close both."""
+    expected, found = reference.generate(prompts, params), engine.generate(prompts, params)
     reference.close()
     engine.close()
     for [mine], [other] in zip(found, expected, strict=True):
         assert mine.token_ids == other.token_ids
         assert [entry.top for entry in mine.logprobs] == [entry.top for entry in other.logprobs]
-    assert graphs.replayed == replayed
 
 
 class EagerPromptGraphs(PromptGraphs):
@@ -146,17 +152,11 @@ def test_a_short_prompt_pass_is_padded_to_a_captured_size_and_gives_the_same_tok
 ) -> None:
     tokens = [[(5 * place + 11 * i) % 90 + 3 for place in range(count)] for i, count in enumerate(prompts)]
     params = [(GREEDY, PLAIN, FULL, PENALISED)[i % 4] for i in range(len(prompts))]
-    reference, engine = made(), made()
-    expected = reference.generate(tokens, params)
+    engine = made()
     runner = engine.runner
     graphs = EagerPromptGraphs(runner.decoder, runner.steps.kv, runner.steps.tables, 200)
     runner.steps.prompt_graphs = graphs
-    found = engine.generate(tokens, params)
-    reference.close()
-    engine.close()
-    for [mine], [other] in zip(found, expected, strict=True):
-        assert mine.token_ids == other.token_ids
-        assert [entry.top for entry in mine.logprobs] == [entry.top for entry in other.logprobs]
+    check_same_outputs(engine, made(), tokens, params)
     fits = sum(prompts) <= 192
     assert graphs.replayed == ([next(size for size in graphs.sizes if size >= sum(prompts))] if fits else [])
 
