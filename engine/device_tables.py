@@ -198,8 +198,8 @@ class SlotTables:
     def _add_chunks(self, forward: ForwardInput, plan: StepPlan) -> torch.Tensor:
         """Append the plan's prefill chunks and the padding to the forward pass, in one transfer.
 
-        Returns the next prompt token after each appended token, or 0 if there is none: `[chunk and padding
-        tokens]` int64.
+        Returns the next prompt token after each appended token, or 0 if there is none:
+        `[chunk and padding tokens]` int64.
         """
         first, columns = len(plan.decodes), []
         for chunk in plan.chunks:

@@ -171,8 +171,9 @@ class Decoder:
         return first, second
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits of `hidden`, which contains rows of `forward`'s result: `[rows, vocabulary on
-        this rank]` in the model's dtype. If `out` is given, the logits are written to it.
+        """Return the logits of `hidden`, which contains rows of `forward`'s result:
+        `[rows, vocabulary on this rank]` in the model's dtype. If `out` is given, the logits are written to
+        it.
 
         Column i belongs to token `shard.first_vocab + i`. The number of columns is equal on every rank. If
         the vocabulary size is not divisible by the number of ranks, columns from `shard.vocab_real` onwards

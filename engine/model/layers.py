@@ -306,8 +306,8 @@ class Attention:
     def __call__(
         self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute attention on this rank's heads, and return the input of the output projection `o`: `[rows,
-        heads × head_dim]`.
+        """Compute attention on this rank's heads, and return the input of the output projection `o`:
+        `[rows, heads × head_dim]`.
 
         `qkv` is `[tokens, (heads + 2 kv_heads) × head_dim]`. The result has one row per token, or one row per
         entry of `inputs.kept`. If `out` is given, the result is written to it.
