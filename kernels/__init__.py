@@ -1,8 +1,8 @@
-"""Defines a decoder's operations (`Ops`) and their data types, and selects a backend.
+"""Defines the operations of a decoder (`Ops`) and their data types, and selects a backend.
 
 `kernels.reference` implements every operation in plain torch. It is the CPU backend, and the tests compare
-the GPU kernels with it. Each operation combines all steps that touch the same data, so that one fused kernel
-can implement it.
+the results of the GPU kernels with its results. Each operation combines all steps that touch the same data,
+so that one fused kernel can implement it.
 
 In the shapes, *tokens* is the number of packed tokens in one forward pass, and *heads* and *kv_heads* are the
 numbers of heads on this rank. A *page* holds the 64 tokens of one block for one KV head. It is contiguous in
@@ -28,17 +28,17 @@ PDL_FROM = 90
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """An FP8 weight matrix with one scale per output row, or one scale per block of rows and columns. Only
+    """An FP8 weight matrix. It has one scale per output row, or one scale per block of rows and columns. Only
     the reference implementation supports one scale per block."""
 
     values: torch.Tensor
     """Quantised matrix: [out, in] float8_e4m3fn."""
     scales: torch.Tensor
-    """Scale of each row: [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`. With
-    `block`, the scale of each block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
+    """Scale of each row: [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`. If `block`
+    is set: scale of each block, [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
-    """Rows and columns of a block, or None if there is one scale per row. Activations are then quantised with
-    one scale per token and group of `columns` inputs."""
+    """Numbers of rows and columns of a block, or None if there is one scale per row. With blocks, activations
+    are quantised with one scale per token and group of `columns` inputs."""
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -80,9 +80,9 @@ class Residual:
     values: torch.Tensor
     """Residual values, [tokens, hidden]."""
     deferred_norm: DeferredNorm | None = None
-    """Deferred norm of `values`, which the next GEMM reads. None if it has not been computed."""
+    """Deferred norm of `values`, which the next GEMM reads, or None if this norm has not been computed."""
     normed: Fp8Activation | None = None
-    """Quantised norm of `values`, which the next GEMM reads. None if it has not been computed."""
+    """Quantised norm of `values`, which the next GEMM reads, or None if this norm has not been computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,18 @@ class Experts:
     router: torch.Tensor
     """The router's matrix, in the model's dtype: [experts of all ranks, hidden]."""
     gate_up: Weight
-    """Gate and up matrices, [experts, 2 × intermediate, hidden]. Each expert's gate rows precede its up
-    rows."""
+    """Gate and up matrices, [experts, 2 × intermediate, hidden]. For each expert, the rows of the gate matrix
+    precede those of the up matrix."""
     down: Weight
-    """[experts, hidden, intermediate]."""
+    """Down matrices, [experts, hidden, intermediate]."""
     top_k: int
     """Number of experts that each token chooses."""
     normalised: bool
-    """Whether the softmax covers only the chosen experts' logits, in which case their weights add up to one.
-    Otherwise, it covers the logits of all experts."""
+    """Whether the softmax covers only the logits of the chosen experts, so that their weights add up to one.
+    Otherwise, the softmax covers the logits of all experts."""
     first: int = 0
-    """Router row of the first expert in `gate_up` and `down`. Experts that are only on other ranks contribute
-    zero."""
+    """Row of the router that belongs to the first expert in `gate_up` and `down`. Experts that are only on
+    other ranks contribute zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class ChoiceCount:
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivation:
-    """The activations of the experts that each token has chosen. Only the backend that computed them can read
-    `values`."""
+    """The activations of the experts that each token has chosen. Only the backend that computed the
+    activations can read `values`."""
 
     chosen: torch.Tensor
     """Chosen experts of each token, sorted by decreasing logit: [tokens, top_k] int32. Among equal logits,
@@ -153,8 +153,8 @@ class Rotation:
     cos_sin: torch.Tensor
     """Cosines and sines, [positions, head_dim] float32, from `kernels.rope.cos_sin_table`."""
     q_norm: torch.Tensor | None = None
-    """RMSNorm gain applied to each query head, [head_dim]. None if the model has no QK-norm; k_norm is then
-    also None."""
+    """RMSNorm gain applied to each query head, [head_dim]. If the model has no QK-norm, q_norm and k_norm are
+    None."""
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
 
@@ -176,7 +176,7 @@ class KvPool:
     v_scales: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the pool. The first dimension of each tensor indexes the blocks. FP8 tensors
+        """Return all tensors of the pool. The first dimension of each tensor is the block number. FP8 tensors
         are returned as byte views, because torch cannot index FP8."""
         scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
         if not scales:
@@ -215,8 +215,8 @@ class ChunkSpan:
 
 @dataclass(slots=True)
 class AttentionInput:
-    """The keys that each token of a forward pass attends to. Decode tokens come first in the pass, one per
-    sequence, followed by the prompt chunks."""
+    """Determines the keys to which each token of a forward pass attends. In the pass, the decode tokens come
+    first, one per sequence, followed by the prompt chunks."""
 
     block_table: torch.Tensor
     """Block table on the device: [slots, columns] int64. Entries past the end of a sequence contain arbitrary
@@ -227,26 +227,27 @@ class AttentionInput:
     """Number of cached tokens in each decode sequence, including the new token: [decodes] int64. 0 marks a
     padding entry of a captured pass."""
     columns: int
-    """Maximum number of block-table columns that any decode sequence uses, computed on the host."""
+    """Number of block-table columns that the longest decode sequence uses, computed on the host."""
     chunks: list[ChunkSpan]
     tiles: Mapping[int | None, torch.Tensor] | None = None
     """Prefill tiles by attention window, in the format of `kernels.triton.attention_prefill.plan_tiles`.
-    Captured passes use them instead of `chunks`. They are overwritten in place before each replay."""
+    Captured passes use the tiles instead of `chunks`. The tiles are overwritten in place before each
+    replay."""
     queries: torch.Tensor | None = None
     """Indices of the tokens for which attention is computed, [decodes] int64: the last token of each
-    sequence. The other tokens are only written to the cache. If None, attention is computed for every
-    token."""
+    sequence. For the other tokens, only keys and values are written to the cache. None means that attention
+    is computed for every token."""
 
 
 class Ops(Protocol):
-    """The operations that a backend implements. All inputs are on the backend's device, and no gradients are
-    computed."""
+    """The operations of a decoder, which each backend implements. All inputs are on the backend's device, and
+    no gradients are computed."""
 
     name: str
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Return the weight in the layout that this backend's GEMMs prefer. Other backends cannot read the
-        result."""
+        """Return the weight in the layout that is fastest for this backend's GEMMs. Other backends cannot
+        read the result."""
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
@@ -275,8 +276,9 @@ class Ops(Protocol):
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `linear(rms_norm(x.values))`, written to `out` if given. If `x.deferred_norm` or `x.normed`
-        is present, it must have been computed with the same `norm_weight` and `eps`."""
+        """Return `linear(rms_norm(x.values))`. If `out` is given, the result is written to it. If `x`
+        contains a deferred or quantised norm, this norm must have been computed with the same `norm_weight`
+        and `eps`."""
 
     def norm_gate_up(
         self,
@@ -287,8 +289,8 @@ class Ops(Protocol):
         bias: torch.Tensor | None,
     ) -> Activation:
         """Apply SwiGLU (Shazeer 2020) to `norm_linear(x)`: return `silu(gate) × up`, of shape
-        `[tokens, out / 2]`. The gate is the first half of the columns. With an `Fp8Weight`, the result may
-        already be quantised, because an FP8 GEMM follows."""
+        `[tokens, out / 2]`. The gate is the first half of the columns. If `weight` is an `Fp8Weight`, the
+        result may already be quantised, because an FP8 GEMM follows."""
 
     def linear_add(
         self,
@@ -300,7 +302,7 @@ class Ops(Protocol):
     ) -> Residual:
         """Return `residual + linear(x)`. The result may overwrite `residual.values`.
 
-        next_gain: gain `[out]` of the norm that follows, or None if no norm follows. If it is given, the
+        next_gain: gain `[out]` of the norm that follows, or None if no norm follows. If a gain is given, the
         returned residual may contain a deferred norm.
         """
 
@@ -321,8 +323,8 @@ class Ops(Protocol):
         count: ChoiceCount | None = None,
     ) -> ExpertActivation:
         """Choose the experts of each token by the logits `rms_norm(x.values) @ router.T`, which are computed
-        in float32, and return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP.
-        count: the counter to which the choices are added, or None."""
+        in float32. Return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP. count:
+        the counter to which the choices are added, or None."""
 
     def experts_sum(
         self, x: ExpertActivation, experts: Experts, out: torch.Tensor | None = None
@@ -372,10 +374,10 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
     expansion_blocks: see `kernels.cuda.CudaOps`; only an FP8 cache uses expansion blocks.
 
     On a GPU, a float32 model runs in plain torch, because the Triton kernels support only 16-bit dtypes.
-    float32 is used on GPUs only for comparisons.
+    float32 models are used on GPUs only for comparisons.
 
-    Raises ValueError if no backend supports the device. The caller chooses the device: a backend never moves
-    work to another one.
+    Raises ValueError if no backend supports the device. The caller chooses the device, and a backend never
+    moves work to another device.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device_type!r}; supported devices: cpu, cuda")

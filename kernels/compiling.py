@@ -2,12 +2,12 @@
 
 `record` runs code that launches kernels on meta tensors, and records each specialisation that Triton would
 compile. Nothing is compiled or executed, so no GPU is needed. `compile_jobs` compiles the recorded
-specialisations into Triton's cache (TRITON_CACHE_DIR), where later launches find them.
+specialisations and stores them in Triton's cache (TRITON_CACHE_DIR), where later launches find them.
 
-Triton compiles a separate specialisation of a kernel depending on the dtypes of its arguments, on constexprs
-and launch options, on arguments that are None, on integers that are 1 or multiples of 16, and on addresses
-that are multiples of 16. A dry run passes the same arguments as a real run, so this module does not need to
-reimplement these rules.
+Triton compiles a separate specialisation of a kernel for each combination of the dtypes of its arguments,
+constexprs and launch options. Arguments that are None, integers that are 1 or multiples of 16, and addresses
+that are multiples of 16 also lead to separate specialisations. The recorded run passes the same arguments as
+a real run, so this module does not need to reimplement these rules.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GpuModel:
 
     @classmethod
     def of(cls, name: str, capability: int) -> GpuModel:
-        """Return the GPU model with this name. capability: compute capability times ten."""
+        """Return the GPU model with the given name. capability: compute capability times ten."""
         return cls(name, GPUTarget("cuda", capability, 32))
 
     @property
@@ -84,7 +84,7 @@ class GpuModel:
     @property
     def pdl(self) -> bool:
         """Whether the GPU supports programmatic dependent launch (PDL). Kernels that use PDL do not compile
-        for GPUs without it."""
+        for GPUs that do not support it."""
         return bool(self.target.arch >= PDL_FROM)
 
 
@@ -128,7 +128,7 @@ def record(target: GPUTarget, run: Callable[[], object]) -> list[CompileJob]:
     def note(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         job = CompileJob(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
         found.setdefault((job.name, job.specialisation), job)
-        return True  # returning True prevents Triton from compiling and launching the kernel
+        return True  # True prevents Triton from compiling and launching the kernel
 
     with _offline(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
@@ -143,8 +143,9 @@ def compile_jobs(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CompileFailure]:
     """Compile the jobs that are missing from Triton's cache, and return the jobs that failed. Compilation
-    runs in forked processes, so this process must not have initialised CUDA. Raises CompilerError."""
-    triton_key()  # hash Triton's sources once in this process, so that the workers inherit the result
+    runs in forked processes, so this process must not have initialised CUDA. Raises CompilerError if the
+    compiler processes exit early."""
+    triton_key()  # hash Triton's sources in this process, so that the workers inherit the result
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     results = context.SimpleQueue()
@@ -207,7 +208,8 @@ def _launcher_class() -> Any:
 
 
 class _Offline:
-    """The part of Triton's driver interface that compilation uses. This implementation needs no GPU."""
+    """Implements the part of Triton's driver interface that compilation needs. This implementation needs no
+    GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

@@ -49,28 +49,28 @@ class _ChunkPlan:
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
     hopper: bool = False
-    """Whether `attention_prefill_hopper` computes the tiles that have keys and values in the model's dtype.
-    With an FP8 cache, these are the expanded tiles; otherwise, they are the direct tiles."""
+    """Whether the kernel `attention_prefill_hopper` computes the tiles whose keys and values have the model's
+    dtype. With an FP8 cache, these are the expanded tiles. Otherwise, they are the direct tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """Chunk plans, keyed by attention window. The first layer with a given window creates the window's
-    plan."""
+    """Chunk plans by attention window. The first layer with a given window creates the plan for this
+    window."""
 
 
 class CudaOps:
-    """Implements `kernels.Ops` on an NVIDIA GPU. An instance owns its kernels' workspaces, so each replica
-    and each stream needs a separate instance.
+    """Implements `kernels.Ops` on an NVIDIA GPU. An instance owns the workspaces of its kernels, so each
+    replica and each stream needs a separate instance.
 
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
     before attention (`attention_prefill.Expansion`); 0 disables the conversion. table: measured GEMM plans of
     the device, or None if rules choose all plans. pdl: whether the device supports programmatic dependent
-    launch (`kernels.PDL_FROM`). Kernels with PDL do not compile for devices without it.
-    hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), which uses a
-    separate kernel for long prompts; 0 for other GPUs.
+    launch (`kernels.PDL_FROM`). Kernels that use it do not compile for other devices. hopper_multiprocessors:
+    number of multiprocessors of a Hopper GPU (compute capability 9), which uses a separate kernel for long
+    prompts; 0 for other GPUs.
     """
 
     name = "cuda"
@@ -92,7 +92,7 @@ class CudaOps:
         self._product_workspace: Workspace | None = None
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Return the weight unchanged, because the GPU's GEMMs need no special layout."""
+        """Return the weight unchanged, because GEMMs on the GPU need no special layout."""
         return weight
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
@@ -175,7 +175,7 @@ class CudaOps:
         """Return the plan of a GEMM if the GEMM can share a norm with an adjacent GEMM, otherwise None.
 
         float16 GEMMs never share norms. A shared norm stores x × gain before the norm's factor is applied,
-        and this product may exceed float16's range.
+        and this product may exceed the range of float16.
         """
         if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
             return None
@@ -183,7 +183,7 @@ class CudaOps:
         return plan if plan is not None and plan.tiled else None
 
     def _plan(self, rows: int, weight: torch.Tensor) -> GemmPlan | None:
-        """Return the plan of a GEMM, or None if cuBLAS computes it."""
+        """Return the plan of a GEMM, or None if cuBLAS computes the GEMM."""
         outputs, inputs = weight.shape
         return self._table.choose(rows, outputs, inputs, weight.dtype)
 
@@ -380,7 +380,7 @@ class CudaOps:
         return self._decode_workspaces[key]
 
     def _scratch(self, keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scratch pool for expanded keys and values. Every layer overwrites it."""
+        """Return the scratch pool for expanded keys and values. Every layer overwrites this pool."""
         _, kv_heads, _, head_dim = keys.shape
         key = (kv_heads, head_dim, dtype)
         if key not in self._scratches:

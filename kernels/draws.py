@@ -1,9 +1,9 @@
 """Defines the sampling interface: its inputs, its constants and the operations (`SamplingOps`) that a backend
 implements.
 
-`kernels.sampling` is the reference implementation in plain torch. It samples on CPUs, and the tests compare
-the GPU kernels with it. `kernels.triton.sampling` samples on GPUs without a sort. Both use the random noise
-that `kernels.sampling` defines.
+`kernels.sampling` is the reference implementation in plain torch. It is used on CPUs, and the tests compare
+the GPU kernels with it. `kernels.triton.sampling` is used on GPUs and needs no sort. Both implementations use
+the random noise that `kernels.sampling` defines.
 
 Logits processors (`edit`) run first: penalties, then biases, then bans. For rows that are not greedy, the
 temperature is applied next, followed by top-k, top-p and min-p. These three filters also keep every token
@@ -33,8 +33,8 @@ Bans = tuple[torch.Tensor, torch.Tensor]
 
 
 class Variant(IntEnum):
-    """Variants of the sampling graph, from the simplest to the most general. Each variant also handles the
-    rows that simpler variants handle."""
+    """Variants of the sampling graph, from the simplest to the most general. Each variant can also sample the
+    rows for which a simpler variant suffices."""
 
     GREEDY = 0
     """Select the token with the largest logit."""
@@ -50,8 +50,8 @@ class Draws:
     sequence slot."""
 
     slots: torch.Tensor
-    """Sequence slot of each sampling row: [sampling rows] integers. A padding row has slot -1 and returns
-    BAD_TOKEN."""
+    """Sequence slot of each sampling row: [sampling rows] integers. The slot of a padding row is -1, and its
+    result is BAD_TOKEN."""
     positions: torch.Tensor
     """Position of each sampled token in its sequence: [sampling rows] int64."""
     noise_base: torch.Tensor
@@ -66,7 +66,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The logits to sample from. Columns at index `columns` and above are padding and are not read."""
+    """The logits to sample from. Columns from index `columns` onwards are padding and are not read."""
 
     values: torch.Tensor
     """[logit rows, at least `columns`] bfloat16, float16 or float32. The columns of a row are contiguous."""
@@ -95,12 +95,12 @@ class SamplingOps(Protocol):
         """Return the largest logit of each row and its token id. The lowest id wins a tie."""
 
     def plain(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row, return the largest value of logits / temperature + noise, and its token id. Greedy
-        and plain rows are supported."""
+        """For each row, return the largest value of logits / temperature + noise, and its token id. Supports
+        greedy rows and rows with only a temperature."""
 
     def full(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """For each row, return the largest value of logits / temperature + noise among the tokens that top-k,
-        top-p and min-p keep, and its token id. Rows of every variant are supported.
+        top-p and min-p keep, and its token id. Supports all rows.
 
         `logits` must contain the whole vocabulary. With tensor parallelism, the caller gathers the shards
         first.

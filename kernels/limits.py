@@ -4,10 +4,12 @@ from __future__ import annotations
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """Supported values of head_dim. Attention tiles need a power-of-two width, and tensor cores need at least 16.
-Keys and values of width 512 in two pipeline stages would exceed a multiprocessor's shared memory."""
+With a width of 512, keys and values in two pipeline stages would exceed the shared memory of a
+multiprocessor."""
 
 MAX_GROUP = 128
-"""Maximum number of query heads per KV head. Prefill attention packs them into the rows of one tile."""
+"""Maximum number of query heads per KV head. Prefill attention packs these query heads into the rows of one
+tile."""
 
 LARGEST_ROW = 65536
 """Maximum row length, in elements, for norms and quantisation. One program keeps a whole row in registers."""
@@ -23,10 +25,10 @@ MAX_TOP_K = 32
 """Maximum number of experts that a token can choose."""
 
 MIN_CAPABILITY = 80
-"""Minimum compute capability, times ten. It is the lowest that supports bfloat16."""
+"""Minimum compute capability, times ten. It is the lowest compute capability that supports bfloat16."""
 
 MIN_FP8_CAPABILITY = 89
-"""Minimum compute capability, times ten, for FP8. It is the lowest that supports e4m3."""
+"""Minimum compute capability, times ten, for FP8. It is the lowest compute capability that supports e4m3."""
 
 FP8_ALIGNMENT = 16
 """Both dimensions of an e4m3 matrix must be multiples of this number (a requirement of

@@ -1,5 +1,5 @@
-"""Implements every operation in plain torch. This module is the CPU backend, and the tests compare the GPU
-kernels with it.
+"""Implements every operation in plain torch. This module is the CPU backend, and the tests compare the
+results of the GPU kernels with its results.
 
 `kernels.Ops` documents shapes and semantics. The code is optimised for CPUs, where most of the time is spent
 in GEMMs, followed by copies of KV pages and the overhead of torch calls.
@@ -145,10 +145,10 @@ def experts_add(
 def route(
     x: torch.Tensor, router: torch.Tensor, top_k: int, normalised: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts that each token `x [tokens, hidden]` chooses, and their weights, as in
-    `kernels.ExpertActivation`."""
+    """Return the experts that each token in `x [tokens, hidden]` chooses, and the weights of these experts,
+    both in the format of `kernels.ExpertActivation`."""
     logits = F.linear(x.float(), router.float())
-    # torch.topk does not define the order of equal values.
+    # Use a stable sort, because torch.topk does not define the order of equal values.
     falling, experts = logits.sort(dim=-1, descending=True, stable=True)
     best = falling[:, :top_k]
     weights = best.softmax(dim=-1) if normalised else falling.softmax(dim=-1)[:, :top_k]
@@ -187,8 +187,8 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is the row's largest magnitude divided by 448, so no value saturates. A row of zeros has scale 0."""
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # Divide by a tensor: if the divisor were a Python number, torch would multiply by its reciprocal, which
-    # rounds twice.
+    # Divide by a tensor. If the divisor were a Python number, torch would multiply by the reciprocal of the
+    # number, which rounds twice.
     most = torch.full_like(largest, _FP8_MAX)
     inverse = most / torch.where(largest > 0, largest, 1.0)
     values = (x * inverse).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
@@ -196,8 +196,8 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise_blocks(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a matrix `x [out, in]` to e4m3 with one scale per block, as `quantise_fp8` does with one scale
-    per row. Return the quantised values and their scales (`kernels.Fp8Weight.scales`)."""
+    """Quantise a matrix `x [out, in]` to e4m3 with one scale per block. Otherwise, do the same as
+    `quantise_fp8`. Return the quantised values and their scales (`kernels.Fp8Weight.scales`)."""
     (out, inputs), (rows, columns) = x.shape, block
     whole = F.pad(x, (0, -inputs % columns, 0, -out % rows))
     blocks = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
@@ -212,7 +212,7 @@ def dequantise(weight: Fp8Weight) -> torch.Tensor:
     if weight.block is None:
         return found.mul_(weight.scales.unsqueeze(1))
     rows, columns = weight.block
-    # Scale one group of columns after another, so that no matrix of scales is needed.
+    # Scale the groups of columns one after another, so that no full matrix of scales is needed.
     scales = weight.scales.repeat_interleave(rows, dim=0)[: len(found)]
     for group, part in enumerate(found.split(columns, dim=1)):
         part.mul_(scales[:, group : group + 1])

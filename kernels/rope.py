@@ -1,7 +1,7 @@
 """Computes the frequencies of every RoPE scaling method and the cos/sin tables (RoFormer, Su et al. 2021).
 
-All computations use float32 in the same order of operations as transformers, because models were trained with
-that rounding. Different rounding causes visible errors at large positions.
+All computations use float32 and the same order of operations as transformers, because models were trained
+with the resulting rounding. Different rounding causes visible errors at large positions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def dynamic_frequencies(
     """Return the frequencies of dynamic NTK-aware scaling (bloc97 and emozilla 2023) for sequences of
     `length` tokens.
 
-    positions: the configured `max_position_embeddings`. Up to `positions` tokens, the frequencies are
-    unscaled. Above it, they equal the frequencies that transformers computes for a sequence of exactly
+    positions: the configured `max_position_embeddings`. If `length` is at most `positions`, the frequencies
+    are unscaled. Otherwise, they equal the frequencies that transformers computes for a sequence of exactly
     `length` tokens.
     """
     stretch = factor * max(length, positions) / positions - (factor - 1)
@@ -66,7 +66,7 @@ def yarn_frequencies(
 ) -> torch.Tensor:
     """Return the frequencies of YaRN (Peng et al. 2023), also called "NTK by parts". Dimensions that rotate
     more than `beta_fast` times within the original length keep their frequency. Dimensions that rotate fewer
-    than `beta_slow` times are interpolated. A linear ramp connects the two ranges."""
+    than `beta_slow` times are interpolated. Between the two ranges, a linear ramp is used."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -76,7 +76,7 @@ def yarn_frequencies(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # avoid a division by zero, as the authors' code does
+        high += 0.001  # avoid a division by zero, like the code of YaRN's authors
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     wavelengths = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     keep = 1 - ramp
@@ -85,9 +85,9 @@ def yarn_frequencies(
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     """Return the factor by which YaRN scales cos and sin, for checkpoints without `attention_factor`. The
-    result is `0.1 ln(factor) + 1`. If mscale and mscale_all_dim are given, the result is the quotient of
-    `0.1 mscale ln(factor) + 1` and `0.1 mscale_all_dim ln(factor) + 1`. For factors up to 1, the result
-    is 1."""
+    result is `0.1 ln(factor) + 1`. If mscale and mscale_all_dim are given, the result is
+    `0.1 mscale ln(factor) + 1` divided by `0.1 mscale_all_dim ln(factor) + 1`. For factors up to 1, the
+    result is 1."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

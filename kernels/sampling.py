@@ -1,5 +1,5 @@
-"""Implements sampling in plain torch: the reference implementation of `kernels.draws.SamplingOps`, and the
-noise, filters and penalties that it uses.
+"""Implements sampling in plain torch. Contains the reference implementation of `kernels.draws.SamplingOps`,
+with its noise, filters and penalties.
 
 Rows are independent: the result of a row never depends on the other rows of the batch. As in torch, a
 function with a name that ends in `_` modifies its first argument in place. `plain` and `full` inspect each
@@ -51,8 +51,8 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this limit select greedy sampling. Dividing logits by such a temperature would select
-the same token, or would overflow."""
+"""Temperatures below this limit select greedy sampling. Dividing logits by such a temperature would either
+select the same token or overflow."""
 
 # ── the operations: see `kernels.draws.SamplingOps` ──────────────────────────────────────────────────
 
@@ -147,8 +147,8 @@ def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, 
 def _best_narrowed(
     logits: torch.Tensor, noise: torch.Tensor, floats: torch.Tensor, top_k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's best score, and its column, among the tokens that top-k, top-p and min-p keep.
-    Modifies `logits` and `noise`."""
+    """For each row, return the best score among the tokens that top-k, top-p and min-p keep, and the column
+    of this score. Modifies `logits` and `noise`."""
     largest_k = int(top_k.max())
     _change(logits, top_k > 0, lambda rows, at: keep_top_k_(rows, top_k[at], largest_k))
     scores = noise.add_(logits)
@@ -166,8 +166,8 @@ def _best_narrowed(
 def _change(
     rows: torch.Tensor, some: torch.Tensor, change_: Callable[[torch.Tensor, torch.Tensor | slice], object]
 ) -> None:
-    """Apply an in-place operation to the rows selected by the mask `some`. The operation is called with these
-    rows and their indices."""
+    """Apply an in-place operation to the rows that the mask `some` selects. The operation is called with
+    these rows and their indices."""
     at = some.nonzero().squeeze(1)
     if len(at) == len(rows):
         change_(rows, slice(None))
@@ -227,7 +227,7 @@ def _fmix32_(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_hashes(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the hashes of the token ids from `first` to `first + count - 1`: [count] int32. They are
+    """Return the hashes of the token ids from `first` to `first + count - 1`: [count] int32. The hashes are
     computed once per vocabulary shard."""
     return _fmix32_(torch.arange(first, first + count, dtype=torch.int32, device=device))
 
@@ -329,11 +329,11 @@ def best_in_top_p(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `best(keep_top_p_(scores, logits, top_p))`, usually without a sort. Modifies `scores`.
 
-    Tokens are visited in order of decreasing score, and the first token in the nucleus is returned. A token
-    is in the nucleus if the total probability of all more likely tokens is below top_p. The result is the
-    same as with a sort, except for rounding at the boundary of the nucleus. About 1 / top_p attempts are
-    needed. After `tries` attempts, the row is sorted. The function reads results on the host, so it is meant
-    for CPUs.
+    Tokens are tried in order of decreasing score, and the first token that is in the nucleus is returned. A
+    token is in the nucleus if the total probability of all more likely tokens is below top_p. The result is
+    the same as with a sort, except for rounding at the boundary of the nucleus. On average, about 1 / top_p
+    tokens are tried. After `tries` tokens, the row is sorted. The function reads results on the host, so it
+    is meant for CPUs.
     """
     values, columns = best(scores)
     highest = logits.amax(dim=1, keepdim=True)

@@ -6,12 +6,14 @@ from pathlib import Path
 
 
 class UnwritableError(ValueError):
-    """An output file cannot be written. The message contains the option, the path and the reason."""
+    """Raised if an output file cannot be written. The message contains the option, the path and the
+    reason."""
 
 
 def check_writable(option: str, path: Path | None) -> None:
     """Create an output file's parent folder and check that the file can be written. An existing file is not
-    changed, and no new file is left behind. If `path` is None, nothing is checked. Raises UnwritableError."""
+    changed, and no new file is left behind. If `path` is None, nothing is checked. Raises UnwritableError if
+    the file cannot be written."""
     if path is None:
         return
     try:

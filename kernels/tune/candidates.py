@@ -9,15 +9,15 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Row counts that the tuner measures. The result for each count also applies to all smaller counts down to
-the previous entry."""
+"""Row counts that the tuner measures. The result for a row count also applies to all smaller row counts down
+to the previous entry."""
 
 _MANY = 16384
-"""A GEMM with at least this many outputs is assumed to need many waves of programs."""
+"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
-"""Shared memory per program, in bytes, at which two programs of the `tiles` kernel fit on one multiprocessor.
-Programs of the next GEMM can then load weights while programs of the current GEMM finish."""
+"""Maximum shared memory per program, in bytes, with which two programs of the `tiles` kernel fit on one
+multiprocessor. Programs of the next GEMM can then load weights while programs of the current GEMM finish."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
@@ -25,7 +25,7 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
     hopper: whether the GPU is a Hopper GPU. On other GPUs, `tiles` kernels crash the compiler.
 
-    A candidate may need more shared memory than the GPU has. The tuner skips it when its launch fails.
+    A candidate may need more shared memory than the GPU has. The tuner skips a candidate whose launch fails.
     """
     if rows == 1:
         plans = [*_gemvs(product), *_streams(product)]
@@ -43,8 +43,8 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
 def shared_bytes(plan: GemmPlan, product: Product) -> int:
     """Return the approximate shared memory of a program in bytes, accurate to one or two kilobytes. The
-    `tiles` and `dot` kernels use it for pipeline stages, and `stream` uses it for the input row in float16.
-    `gemv` uses almost none."""
+    kernels `tiles` and `dot` use shared memory for pipeline stages, and `stream` for the input row in
+    float16. `gemv` uses almost no shared memory."""
     if plan.form == "gemv":
         return 0
     if plan.form == "stream":
@@ -65,7 +65,7 @@ def _gemvs(product: Product) -> Iterable[GemmPlan]:
 
 def _streams(product: Product) -> Iterable[GemmPlan]:
     if product.k > 8192:
-        return  # the float16 row and the loads in flight would not both fit on a multiprocessor
+        return  # a multiprocessor cannot hold both the float16 row and the loads in flight
     for step, warps, ahead in ((256, 4, 2), (256, 4, 3), (128, 4, 3), (128, 4, 4), (256, 8, 2), (128, 8, 2)):
         yield GemmPlan("stream", 1, 16, step, warps, stages=ahead)
 
@@ -99,7 +99,7 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
     """Yield `tiles` plans with weight tiles of 64 rows by 128 or 256 bytes, or of 128 rows by 128 bytes. Each
-    plan has as many stages as possible while two programs still fit on a multiprocessor."""
+    plan has the largest number of stages with which two programs still fit on a multiprocessor."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))

@@ -1,10 +1,10 @@
 """Optimises the plans of a layer's linears by coordinate descent on the time of the whole layer.
 
-A plan that is fast on its own may be slow within a layer. With programmatic dependent launch (PDL), each
+A plan that is fast in isolation may be slow within a layer. With programmatic dependent launch (PDL), each
 linear loads weights while the previous kernel finishes, so neighbouring kernels compete for the
 multiprocessors. The search therefore changes the plan of one linear at a time, and keeps the new plan only if
-the *layer* becomes faster. It stops after a round with almost no gain. It finds only a local minimum, so it
-is run from several starting points.
+the *layer* becomes faster. It stops after a round with almost no gain. The search finds only a local minimum,
+so it is run from several starting points.
 
 The measurement function is a parameter, so this module needs no GPU.
 """
@@ -28,11 +28,11 @@ Replay = Callable[[Sequence[int]], list[float]]
 execution in microseconds."""
 
 ENOUGH = 0.003
-"""Minimum relative gain. The search stops after a round with a smaller gain. If the total gain is smaller,
-the original choice is kept."""
+"""Minimum relative gain. The search stops after a round with a smaller gain. If the total gain is smaller
+than this value, the original choice is kept."""
 NOISE = 0.001
-"""Expected relative difference between two medians of the same choice of plans, measured in interleaved
-runs."""
+"""Expected relative difference between two measured medians of the same choice of plans, if the runs are
+interleaved."""
 
 _SCREENING, _MORE = 4, 12
 """Number of rounds with all runners, and number of additional rounds with only the runners that are almost as
@@ -41,8 +41,8 @@ _NEAR = 0.015
 
 
 def race(replay: Replay, runners: int) -> list[float]:
-    """Return each runner's median time. Runs are interleaved, in reverse order every other round. After the
-    first rounds, slow runners are dropped."""
+    """Return each runner's median time. Runs are interleaved, and every other round runs in reverse order.
+    After the first rounds, slow runners are dropped."""
     times: list[list[float]] = [[] for _ in range(runners)]
 
     def run(those: list[int], turns: int) -> None:
@@ -62,8 +62,8 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
     """Return the local minimum that a descent from `start` reaches.
 
     Linears are visited in the order of `options`. A new plan replaces the current plan only if it is faster
-    twice: in a comparison of all plans, and in a comparison of only these two plans. A linear is visited
-    again only if another linear's plan has changed since its last visit.
+    in two comparisons: a comparison of all plans, and a comparison of only these two plans. A linear is
+    visited again only if the plan of another linear has changed since the previous visit.
     """
     best, judged = dict(start), dict[Product, Choice]()
     while True:
@@ -87,9 +87,9 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
 def search(
     starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
-    """Run a descent from each starting point. Return the fastest local minimum, its time, and the time of the
-    first starting point, both in microseconds. The first starting point must be the current choice, which is
-    kept unless a minimum is faster by more than ENOUGH."""
+    """Run a descent from each starting point. Return the fastest local minimum, its time in microseconds, and
+    the time of the first starting point in microseconds. The first starting point must be the current choice,
+    which is kept unless a minimum is faster by more than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:
         minimum = descend(start, options, compare)

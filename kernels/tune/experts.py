@@ -1,9 +1,9 @@
 """Searches for the fastest plans of the two GEMMs of mixture-of-experts layers.
 
 A layer is timed as a whole: norm, router, experts and residual. The search first varies the plan of one GEMM
-while the other keeps its rule-based plan, and then times the best plans of both together. Different kernels
-process few tokens and many tokens (`kernels.triton.experts_plans`). For some token counts, the search tries
-both kinds.
+while the other GEMM keeps its rule-based plan. It then times combinations of the best plans of both GEMMs.
+Different kernels process few tokens and many tokens (`kernels.triton.experts_plans`). For some token counts,
+the search tries both kinds of kernels.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAX_ERROR = 1e-2
 """Maximum relative error ‖out − ref‖ / ‖ref‖ of a pair of plans. FP8 plans reach 4e-3."""
 
 _LAYERS = 8
-"""Number of layers in a captured graph. The layers have different tokens, so they read different experts."""
+"""Number of layers in a captured graph. The layers have different tokens, so different experts are read."""
 
 _COPIES = 2
-"""Number of copies of the experts. Because of the copies and the different choices, no weight is in the L2
-cache when it is read."""
+"""Number of copies of the experts. Because of the copies, and because the layers choose different experts, no
+weight is in the L2 cache when it is read."""
 
 _REPLAYS = 5
 """Number of timed replays of a graph. The minimum is used."""
@@ -49,14 +49,14 @@ _GEMV_UP_TO, _DOT_UP_TO, _GROUPED_FROM = 4, 64, 16
 """Token counts for which each kernel variant is tried."""
 
 _MAX_SUMS = 160
-"""Maximum number of registers per thread for the sums of a tile. More would leave too few for everything
-else."""
+"""Maximum number of registers per thread for the sums of a tile. With more registers for sums, too few
+registers would remain for everything else."""
 
 EPS = 1e-6
 
 Report = Callable[[str], None]
 Timed = list[tuple[LayerPlans, float]]
-"""Pairs of plans, each with the layer's time in microseconds, the fastest first."""
+"""Pairs of plans with the resulting time of the layer in microseconds, the fastest pair first."""
 
 
 class ExpertsChain:
@@ -90,7 +90,7 @@ class ExpertsChain:
 
     def error(self, plans: LayerPlans) -> float:
         """Return the relative error of a layer's result. The reference implementation uses the experts that
-        the layer has chosen, because it might choose different experts if some logits are almost equal."""
+        the layer has chosen, because its own choice might differ if some logits are almost equal."""
         x, layer = self._inputs[0], self._layers[0]
         activation, found = self._compute(x, layer, plans)
         rows = reference.rms_norm(x, self._gain, EPS).repeat_interleave(layer.top_k, dim=0)
@@ -139,7 +139,7 @@ def search(chain: ExpertsChain, shared_bytes: int, report: Report) -> ExpertsEnt
     timed.sort(key=lambda one: one[1])
     timed = [(plans, us) for plans, us in timed if chain.error(plans) < MAX_ERROR]
     rule = rules(chain.shape, chain.tokens, shared_bytes)
-    # Clocks drift, so time the finalists and the rule-based plans again.
+    # Time the finalists and the rule-based plans again, because the GPU's clock may have drifted.
     again = _time(chain, [rule, *(plans for plans, _ in timed[:_FINALISTS])], rounds=3)
     rule_us = dict(again)[rule]
     best, us = again[0]
@@ -163,7 +163,7 @@ def rules(shape: ExpertsShape, tokens: int, shared_bytes: int) -> LayerPlans:
 
 
 class Family:
-    """Candidates for both GEMMs that can be combined with each other, and the plans from which the search
+    """Candidate plans for both GEMMs, which can be combined freely, and the plans from which the search
     starts."""
 
     def __init__(self, ups: Sequence[ExpertsPlan], downs: Sequence[ExpertsPlan], start: LayerPlans) -> None:
@@ -227,15 +227,16 @@ def _many(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) -
             plan = ExpertsPlan("grouped", row, block_n, width // size, warps, stages, programs)
             used = plan.programs * plan.stages * (block_n + row) * width
             sums = row * block_n // (32 * warps)
-            # Programs that use less than half of the shared memory keep too few bytes in flight.
+            # Skip programs that use less than half of the shared memory, because they keep too few bytes in
+            # flight.
             if sums <= min(_MAX_SUMS, plan.max_registers - 40) and 2 * used >= shared_bytes:
                 plans.append(plan)
     return [plan for plan in plans if problem(plan, tokens, shape, n, k, shared_bytes) is None]
 
 
 def _best(chain: ExpertsChain, tried: Family) -> Timed:
-    """Return the times of pairs of plans. Starting from the family's pair, each plan is first replaced
-    separately by every candidate; the best candidates for both GEMMs are then combined."""
+    """Return the times of pairs of plans. Starting from the family's pair, the search first replaces each of
+    the two plans by every candidate. It then combines the best candidates for both GEMMs."""
     timed = _time(chain, tried.changes())
     ups = _first(plans.up for plans, _ in timed if plans.down == tried.start.down)
     downs = _first(plans.down for plans, _ in timed if plans.up == tried.start.up)

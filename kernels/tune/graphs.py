@@ -1,5 +1,5 @@
-"""Measures the run time of CUDA graphs, alone or interleaved. Interleaving prevents clock drift from
-favouring one graph."""
+"""Measures the run time of CUDA graphs. The runs of several graphs can be interleaved, so that a drift of the
+GPU's clock does not favour one graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPLAYS = 11
 class Graphs:
     """Captures CUDA graphs on a separate stream, and times them.
 
-    The graphs share memory for their temporaries. They may run one after another in any order, but never at
+    The graphs share memory for temporary tensors. They may run one after another in any order, but never at
     the same time. A replay overwrites the results of earlier replays.
     """
 
@@ -29,8 +29,8 @@ class Graphs:
     def capture(
         self, run: Callable[[], object], before: Callable[[], object] | None = None
     ) -> torch.cuda.CUDAGraph:
-        """Return a CUDA graph of `run`. `before` is called first, without capture; the default is `run`. It
-        must load every kernel and allocate every workspace that `run` uses. Exceptions from launches
+        """Return a CUDA graph of `run`. First, `before` (by default `run`) is called without being captured.
+        It must load every kernel and allocate every workspace that `run` uses. Exceptions from launches
         propagate."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -47,7 +47,7 @@ class Graphs:
 
     def microseconds(self, graphs: Sequence[torch.cuda.CUDAGraph], order: Sequence[int]) -> list[float]:
         """Return the time of each replay in microseconds. `order` contains the indices of the graphs to
-        replay. The first graph is replayed once beforehand, untimed."""
+        replay. Before the timed replays, the first graph is replayed once."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]

@@ -23,7 +23,7 @@ MAX_ERROR = 1e-2
 """Maximum relative error ‖out − ref‖ / ‖ref‖ of a plan. FP8 linears with several rows reach 4e-3."""
 
 _FINALISTS = 3
-"""Number of plans per linear that are timed again together with the winners of the other linears."""
+"""Number of plans per linear that are timed again, together with the fastest plans of the other linears."""
 
 _ROUNDS = 2
 """Number of repetitions of each final measurement. The minimum is used."""
@@ -42,7 +42,8 @@ class Chain(Protocol):
 
     rows: int
     products: list[Product]
-    """The linears that look up their plan in the table. Linears that write the residual are listed first."""
+    """The linears that look up their plan in the table. Linears whose results are added to the residual are
+    listed first."""
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
         """Return the time for one layer with the plans of `table`, in microseconds. If `without` is given,
@@ -69,7 +70,7 @@ def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Mea
     to `report`."""
     rows = chain.rows
     rules = rule_plans(chain.products, rows)
-    # Known entries are kept, so a shape that two models share is measured once.
+    # Keep known entries, so that a shape that occurs in two models is measured only once.
     entries = {product: known.products.get(product, {}).get(rows) for product in chain.products}
     base = {product: rules[product] if entry is None else entry.plan for product, entry in entries.items()}
     searched = [product for product, entry in entries.items() if entry is None]
@@ -110,8 +111,8 @@ def measure_entries(
 
 
 def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> bool:
-    """Return whether a plan's results match the reference implementation, for the chain's row count and for
-    about half of it. The library's GEMM is not checked. Exceptions from launches propagate."""
+    """Return whether a plan's results match the reference implementation, both for the chain's row count and
+    for about half as many rows. The library's GEMM is not checked. Exceptions from launches propagate."""
     if plan is None:
         return True
     table = check_table(chain, product, plan, hopper)
@@ -119,14 +120,14 @@ def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool
 
 
 def check_table(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> Table:
-    """Return a table for checking one plan. It contains norm-sharing plans for the other linears, so that
-    shared norms are checked too."""
+    """Return a table for checking one plan. For the other linears, the table contains plans that share norms,
+    so that shared norms are also checked."""
     others = {one: _sharing_plan(one, chain.rows, hopper) for one in chain.products}
     return table_of({**others, product: plan}, chain.rows)
 
 
 def rule_plans(products: Iterable[Product], rows: int) -> dict[Product, GemmPlan | None]:
-    """Return the rule-based plan of each linear, which applies if the table has no entry."""
+    """Return the rule-based plan of each linear. A rule-based plan is used if the table has no entry."""
     return {one: linear_plans.choose(rows, one.n, one.k, one.dtype) for one in products}
 
 
@@ -185,8 +186,8 @@ def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -
 
 
 def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
-    """Return the fastest plan, or `plan` if the difference is within the measurement noise. As a result, the
-    table changes only if the gain is real."""
+    """Return the fastest plan, or `plan` if the difference is within the measurement noise. The table
+    therefore changes only if the gain is real."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 
 

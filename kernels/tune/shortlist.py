@@ -15,13 +15,13 @@ from kernels.tune.descent import Choice
 from kernels.tune.search import rule_plans
 
 Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
-"""The plans that a search tried, the fastest first, keyed by linear (as text) and row count."""
+"""The plans that a search has tried, by linear (as text) and row count. The fastest plans come first."""
 
 _PROGRAMS = 200
 """Target number of programs of a `tiles` plan. The fastest `tiles` plans on an H200 had 128 to 256 programs,
-one or two per multiprocessor."""
+which is one or two per multiprocessor."""
 _LIBRARY_FROM = 32
-"""Minimum row count at which the library's GEMM may be the fastest."""
+"""Minimum row count for which the library's GEMM may be the fastest."""
 
 
 def read_tried(path: Path) -> Tried:
@@ -52,7 +52,7 @@ def shortlist(
 ) -> list[GemmPlan | None]:
     """Return `known` and additional plans, with at most `most` plans in total.
 
-    If a search has tried this linear, the fastest plans that it found are added. Otherwise, two kinds of
+    If a search has timed plans for this linear, the fastest of these plans are added. Otherwise, two kinds of
     plans are added: `tiles` plans with about one wave of programs, and the plans that are most similar to a
     known plan.
     """
@@ -61,7 +61,7 @@ def shortlist(
     if (str(product), rows) in tried:
         usable = {*tiles, *others, None}
         ranked = [plan for plan in tried[str(product), rows] if plan in usable]
-        # Candidates that the search has not tried are listed first.
+        # List candidates first that the search has not tried.
         new = [plan for plan in tiles if plan not in ranked]
         return _some([*known, *new[:2], *ranked], most)
     like = next((plan for plan in known if plan is not None and plan.form != "tiles"), None)
@@ -73,8 +73,9 @@ def shortlist(
 
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
-    """Yield choices that together launch every kernel that any combination of these plans can launch. A
-    linear's kernel depends on its own plan and on the shared norm that the previous linear may compute."""
+    """Yield choices that together launch every kernel that any combination of these plans can launch. The
+    kernel of a linear depends on the linear's own plan and on the shared norm that the previous linear may
+    compute."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
         others = {one: sharers.get(block_n, options[one][0]) for one, sharers in left.items()}
@@ -94,9 +95,9 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For one
-    row, the candidates include plans with tiles of 8 rows, because these can share norms with neighbouring
-    linears, whereas one-row plans cannot."""
+    """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For a
+    single row, the candidates also include plans with tiles of 8 rows. Unlike plans for one row, these plans
+    can share norms with adjacent linears."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
