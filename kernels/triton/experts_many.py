@@ -37,6 +37,9 @@ from kernels.triton.linear_rows import check_results, gated, weight_rows
 _SUMMED = 1 << 14
 """Maximum number of counts that a `sort` program adds up at a time."""
 
+_SMALL_ROWS = 32
+"""Number of rows of the smaller tiles for groups with few choices, in plans with large tiles."""
+
 _COMBINED_COLUMNS = 1024
 """Number of columns per program of `combine`."""
 
@@ -249,6 +252,7 @@ def _launch(
         TOP_K=top_k or 1,
         UP=top_k is not None,
         ROWS=plan.rows,
+        SMALL=min(plan.rows // 2, _SMALL_ROWS),
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         SCALED=weight_scale is not None,
@@ -370,6 +374,7 @@ def _grouped(
     TOP_K: tl.constexpr,
     UP: tl.constexpr,
     ROWS: tl.constexpr,
+    SMALL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
@@ -381,14 +386,12 @@ def _grouped(
 
     The scales, the choices of the next tile and the group of the tile after it are loaded while a tile's
     products are computed, unless the tile's sums need most of the registers."""
-    dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width
     early: tl.constexpr = ROWS * BLOCK_N <= 8192
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    k = tl.arange(0, BLOCK_K)
     programs = tl.num_programs(0)
     begin = tl.program_id(0)
     count = tl.load(groups)
@@ -397,49 +400,94 @@ def _grouped(
         choice = _choices(order, first, end, total, ROWS)
         next_expert, next_first, next_end = _group(groups, (begin + programs) // across, count)
     for number in tl.range(begin, count * across, programs):
+        tile = number % across
         if early:
             next_choice = _choices(order, next_first, next_end, total, ROWS)
             later_expert, later_first, later_end = _group(groups, (number + 2 * programs) // across, count)
-        else:
-            expert, first, end = _group(groups, number // across, count)
-            choice = _choices(order, first, end, total, ROWS)
-        tile = number % across
-        last = end - 1
-        place = first + tl.arange(0, ROWS)
-        source = choice // TOP_K if UP else tl.minimum(place, last)
-        weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
-        ws = weight + weight_row[:, None] * K + k[None, :]
-        xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
-        if SCALED and early:
-            of_choice = tl.load(x_scale + source)
-            of_row = tl.load(weight_scale + weight_row)
-        acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-        for at in tl.range(0, K, BLOCK_K):
-            if K % BLOCK_K:
-                inside = (at + k < K)[None, :]
-                w = tl.load(ws + at, mask=inside, other=0.0)
-                part = tl.load(xs + at, mask=inside, other=0.0)
-            else:
-                w = tl.load(ws + at)
-                part = tl.load(xs + at)
-            acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
-        if SCALED:
-            if not early:
-                of_choice = tl.load(x_scale + source)
-                of_row = tl.load(weight_scale + weight_row)
-            acc = acc * of_choice[None, :] * of_row[:, None]
-        column = tile * width + tl.arange(0, width)
-        if UP:
-            result = gated(acc, dtype).to(dtype)
-            to = place
-        else:
-            result = acc.to(dtype)
-            to = choice
-        inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]
-        tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
-        if early:
+            _compute_tile(
+                x, x_scale, weight, weight_scale, out, expert, first, end, choice, tile,
+                COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, True,
+            )  # fmt: skip
             expert, first, end, choice = next_expert, next_first, next_end, next_choice
             next_expert, next_first, next_end = later_expert, later_first, later_end
+        else:
+            expert, first, end = _group(groups, number // across, count)
+            # The last group of an expert may have only a few choices.
+            if end - first <= SMALL:
+                few = _choices(order, first, end, total, SMALL)
+                _compute_tile(
+                    x, x_scale, weight, weight_scale, out, expert, first, end, few, tile,
+                    COLUMNS, N, K, TOP_K, UP, SMALL, BLOCK_N, BLOCK_K, SCALED, False,
+                )  # fmt: skip
+            else:
+                many = _choices(order, first, end, total, ROWS)
+                _compute_tile(
+                    x, x_scale, weight, weight_scale, out, expert, first, end, many, tile,
+                    COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, False,
+                )  # fmt: skip
+
+
+@triton.jit
+def _compute_tile(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    out,
+    expert,
+    first,
+    end,
+    choice,
+    tile,
+    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    UP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Compute one tile of `_grouped`: BLOCK_N weight rows of an expert by the ROWS choices of a group. With
+    EARLY, the scales are loaded before the products are computed."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
+    last = end - 1
+    place = first + tl.arange(0, ROWS)
+    source = choice // TOP_K if UP else tl.minimum(place, last)
+    k = tl.arange(0, BLOCK_K)
+    weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
+    ws = weight + weight_row[:, None] * K + k[None, :]
+    xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
+    if SCALED and EARLY:
+        of_choice = tl.load(x_scale + source)
+        of_row = tl.load(weight_scale + weight_row)
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for at in tl.range(0, K, BLOCK_K):
+        if K % BLOCK_K:
+            inside = (at + k < K)[None, :]
+            w = tl.load(ws + at, mask=inside, other=0.0)
+            part = tl.load(xs + at, mask=inside, other=0.0)
+        else:
+            w = tl.load(ws + at)
+            part = tl.load(xs + at)
+        acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
+    if SCALED:
+        if not EARLY:
+            of_choice = tl.load(x_scale + source)
+            of_row = tl.load(weight_scale + weight_row)
+        acc = acc * of_choice[None, :] * of_row[:, None]
+    column = tile * width + tl.arange(0, width)
+    if UP:
+        result = gated(acc, dtype).to(dtype)
+        to = place
+    else:
+        result = acc.to(dtype)
+        to = choice
+    inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]
+    tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_expert"])

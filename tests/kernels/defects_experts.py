@@ -313,6 +313,13 @@ _EXPERTS_MANY = [
         "computed = inside & (expert >= 0) & (expert <= EXPERTS)",
         "some",
     ),
+    Defect(
+        "every group of a plan with large tiles gets a small tile",
+        "experts_many.py",
+        "if end - first <= SMALL:",
+        "if end - first > 0:",
+        "groups or accurate",
+    ),
 ]
 
 _EXPERTS_STREAM = [

@@ -32,6 +32,8 @@ from tests.kernels.test_triton_linear import check_bits
 GEMV = ExpertsPlan("gemv", 1, 16, 32, warps=4)
 DOT = ExpertsPlan("dot", 16, 32, 32, warps=4, stages=2)
 GROUPED = ExpertsPlan("grouped", 16, 32, 32, warps=4, stages=2)
+LARGE = ExpertsPlan("grouped", 64, 256, 32, warps=8, stages=2)
+"""Tiles so large that groups with few choices get smaller ones."""
 
 
 # ── on any machine ───────────────────────────────────────────────────────────────────────────────────
@@ -84,6 +86,13 @@ def test_few_tokens_get_the_sum_of_quantised_experts(case: tuple, plan: ExpertsP
 def test_many_tokens_get_the_sum_of_their_experts(case: tuple, dtype: torch.dtype) -> None:
     *shape, kind = case
     Case(*shape, dtype, kind).check_many(GROUPED, GROUPED, programs=3)
+
+
+@pytest.mark.parametrize("values", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [(70, 3, 2, 48, 40, "same"), (100, 3, 2, 40, 24, "random")], ids=str)
+def test_groups_of_any_size_get_the_sum_of_their_experts(case: tuple, values: torch.dtype | None) -> None:
+    *shape, kind = case
+    Case(*shape, torch.float16, kind, values).check_many(LARGE, LARGE, programs=3)
 
 
 @pytest.mark.parametrize("case", [FEW[0], (19, 3, 2, 48, 40, "same")], ids=str)
