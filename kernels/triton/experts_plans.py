@@ -188,6 +188,8 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
         return ExpertsPlan("grouped", 16, 64, 256 // size, warps=4, stages=3, programs=3)
     if mean <= 16:
         return ExpertsPlan("grouped", 32, 128, 128 // size, warps=4, stages=4, programs=2)
+    if size == 1 and mean >= 256:
+        return ExpertsPlan("grouped", 128, 128, 128, warps=4, stages=3, programs=2)
     if mean < 64 or (mean <= 64 and size == 1):
         return ExpertsPlan("grouped", 64, 128, 128 // size, warps=8, stages=4, programs=2)
     return ExpertsPlan("grouped", 128, 256, 128 // size, warps=8, stages=3)
