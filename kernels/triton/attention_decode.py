@@ -83,22 +83,29 @@ def config_for(
 
     With a 2-byte cache, a single sequence is fastest with one program per multiprocessor, because a launch
     that overlaps the previous kernel does not distribute its programs evenly. 2 to 16 sequences are fastest
-    with two programs per multiprocessor. FP8 needs more programs to hide the conversion. With enough
-    sequences, a limit of 96 registers per thread lets five programs share a multiprocessor.
+    with two programs per multiprocessor. FP8 needs more programs to hide the conversion, unless each program
+    has 8 warps. With enough sequences, a limit of 96 registers per thread lets five programs share a
+    multiprocessor.
 
     The latency of attention, not memory bandwidth, limits the step of a single sequence. Its programs load
     their first page early, and combine more splits at a time. This needs more registers: 168 per thread with
-    4 warps, or 8 warps if the group has so many query heads that a split's partial sums are large. With an
-    FP8 cache, 8 warps are faster only if there are also few KV heads.
+    4 warps, or 8 warps if the group has so many query heads that a split's partial sums are large. With such
+    groups, loading the first page early also pays for a few sequences.
     """
-    fp8 = element_size == 1
+    fp8, wide = element_size == 1, group >= 8 and head_dim <= 128
+    few = wide and kv_heads > 2 and sequences <= (4 if fp8 else 8)
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
+    if few:
+        waves = min(sequences, 2)
     items = max(sequences, sequences - 1 + waves * multiprocessors // kv_heads)
     stages = 5 if PAGE_TOKENS * head_dim * element_size <= 16384 else 3
+    if few and sequences > 1:
+        return DecodeConfig(items, stages, maxnreg=168, at_once=8192, early=True)
     if sequences == 1 and head_dim <= 128:
-        if group >= 8 and not fp8:
-            return DecodeConfig(items, stages, at_once=16384, num_warps=8, early=True)
-        if group >= 8 and kv_heads <= 2:
+        if wide and not (fp8 and kv_heads <= 2):
+            maxnreg = None if fp8 else 128
+            return DecodeConfig(items, stages, maxnreg, at_once=16384, num_warps=8, early=True)
+        if wide:
             return DecodeConfig(items, stages, maxnreg=168, at_once=16384, num_warps=8, early=True)
         return DecodeConfig(items, stages, maxnreg=168, at_once=8192, early=True)
     return DecodeConfig(

@@ -225,6 +225,7 @@ GPU_LENS = {
     **LENS,
     "long": [8192],
     "longer": [40_000],
+    "few": [700, 1, 3000, 64],
     "many": [640] * 64,
     "mixed": [1, 9000, 64, 65, 0, 128, 3000, 17] * 5,
     "very many": [random.Random(5).randrange(0, 900) for _ in range(1024)],

@@ -15,13 +15,13 @@ from kernels.triton import attention_decode
 
 GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 META = torch.device("meta")
-HEADS, KV_HEADS, SIZE = 32, 8, 128
+HEADS, SIZE = 32, 128
 EVENTS = re.compile(
     r"griddepcontrol\.\w+|ld\.global[\w.]*|st\.global[\w.]*|atom\.[\w.]*|cp\.async\.bulk\.tensor"
 )
 
 
-def launch(sequences: int, fp8: bool) -> None:
+def launch(sequences: int, kv_heads: int, fp8: bool) -> None:
     """Launch decode attention with a different dtype for each kind of data. PTX then shows which data each
     load reads. Lengths, slots and angles have 32 bits, page numbers have 64 bits, and the result of the qkv
     GEMM has 16 bits."""
@@ -29,18 +29,18 @@ def launch(sequences: int, fp8: bool) -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
-    pool = empty(64, KV_HEADS, 64, SIZE, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
-    scales = empty(64, KV_HEADS, 64, dtype=torch.float32) if fp8 else None
+    pool = empty(64, kv_heads, 64, SIZE, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    scales = empty(64, kv_heads, 64, dtype=torch.float32) if fp8 else None
     words = empty(sequences, dtype=torch.int32)
     attention_decode.decode(
-        empty(sequences, (HEADS + 2 * KV_HEADS) * SIZE),
+        empty(sequences, (HEADS + 2 * kv_heads) * SIZE),
         pool,
         pool,
         empty(256, 64, dtype=torch.int64),
         words,
         words,
         0.1,
-        attention_decode.allocate_workspace(sequences, HEADS, KV_HEADS, SIZE, META),
+        attention_decode.allocate_workspace(sequences, HEADS, kv_heads, SIZE, META),
         k_scales=scales,
         v_scales=scales,
         rotation=Rotation(empty(4096, SIZE, dtype=torch.float32), empty(SIZE), empty(SIZE), 1e-5),
@@ -50,10 +50,10 @@ def launch(sequences: int, fp8: bool) -> None:
 if __name__ == "__main__":
     found = {}
     with mock.patch.object(attention_decode, "multiprocessors_of", lambda _device: 132):
-        for sequences, fp8 in ((1, True), (8, False)):
-            (job,) = compiling.record(GPU.target, partial(launch, sequences, fp8))
+        for sequences, kv_heads, fp8 in ((1, 8, True), (8, 8, False), (8, 4, False), (4, 4, True)):
+            (job,) = compiling.record(GPU.target, partial(launch, sequences, kv_heads, fp8))
             with compiling._offline(GPU.target):
                 ptx = re.sub(r"//.*", "", job.function.preload(job.specialisation).asm["ptx"])
                 job.function.device_caches.clear()
-            found[f"{sequences} fp8" if fp8 else f"{sequences} bf16"] = EVENTS.findall(ptx)
+            found[f"{sequences} x {kv_heads} {'fp8' if fp8 else 'bf16'}"] = EVENTS.findall(ptx)
     print(json.dumps(found))

@@ -220,6 +220,8 @@ NEW_CASES = [
     *(("f16", LLAMA, lens, None) for lens in ("ragged", "mixed", "many")),
     *((kind, LLAMA, "mixed", window) for kind in KINDS for window in (70, 1000)),
     *((kind, shape, "mixed", None) for kind in ("bf16", "fp8") for shape in OTHERS),
+    # Few sequences of a model with many query heads per KV head load their first page early.
+    *((kind, (32, 4, 128), lens, None) for kind in ("bf16", "fp8") for lens in ("long", "few")),
 ]
 
 
