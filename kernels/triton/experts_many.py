@@ -10,10 +10,8 @@ results in the original order of the choices. `combine` multiplies the results b
 then adds each token's results, in the order of its choices, and the residual. No kernel uses atomic
 additions, so results do not depend on timing.
 
-The GEMMs have a fixed number of programs, which read the number of groups on the device and compute the tiles
-one after another. No launch depends on the routing, so all launches can be captured in a CUDA
-graph. The weight is the 64-row operand of the tensor-core instruction, so small tiles suffice for experts
-with few tokens.
+The GEMMs (`experts_grouped`) read the number of groups on the device. No launch depends on the routing, so
+all launches can be captured in a CUDA graph.
 
 A rank may have only some of the experts. The rank sorts all choices, but forms groups only for the choices of
 its own experts. `combine` skips the results of all other experts.
@@ -30,9 +28,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.experts_grouped import _grouped
 from kernels.triton.experts_plans import ExpertsPlan
 from kernels.triton.experts_route import Routed, block_tokens
-from kernels.triton.linear_rows import check_results, gated, weight_rows
+from kernels.triton.linear_rows import check_results
 
 _SUMMED = 1 << 14
 """Maximum number of counts that a `sort` program adds up at a time."""
@@ -340,154 +339,6 @@ def _place(
         _write_groups(groups_down, end_positions, totals, first_expert, EXPERTS, ROWS_DOWN, ALL)
     place += tl.gather(end_positions - totals + earlier, expert, 0)
     tl.store(order + place, choice, mask=inside)
-
-
-@triton.jit
-def _group(groups, group, count):
-    """Return a group's expert, its first position, and the end of the expert's positions. For a number past
-    the last group, return the last group."""
-    at = groups + 4 * (1 + tl.maximum(tl.minimum(group, count - 1), 0))
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
-
-
-@triton.jit
-def _choices(order, first, end, total, ROWS: tl.constexpr):
-    """Return the numbers (indices) of a group's choices. Rows past the expert's last choice repeat that
-    choice."""
-    place = tl.minimum(first + tl.arange(0, ROWS), end - 1)
-    return tl.load(order + tl.maximum(tl.minimum(place, total - 1), 0))
-
-
-@triton.jit(do_not_specialize=["total"])
-def _grouped(
-    x,
-    x_scale,
-    order,
-    groups,
-    weight,
-    weight_scale,
-    out,
-    total,
-    COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    UP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SMALL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. With UP, x has one row per token,
-    and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
-    results are written in the original order of the choices.
-
-    The scales, the choices of the next tile and the group of the tile after it are loaded while a tile's
-    products are computed, unless the tile's sums need most of the registers."""
-    width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
-    across: tl.constexpr = (COLUMNS + width - 1) // width
-    early: tl.constexpr = ROWS * BLOCK_N <= 8192
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    programs = tl.num_programs(0)
-    begin = tl.program_id(0)
-    count = tl.load(groups)
-    if early:
-        expert, first, end = _group(groups, begin // across, count)
-        choice = _choices(order, first, end, total, ROWS)
-        next_expert, next_first, next_end = _group(groups, (begin + programs) // across, count)
-    for number in tl.range(begin, count * across, programs):
-        tile = number % across
-        if early:
-            next_choice = _choices(order, next_first, next_end, total, ROWS)
-            later_expert, later_first, later_end = _group(groups, (number + 2 * programs) // across, count)
-            _compute_tile(
-                x, x_scale, weight, weight_scale, out, expert, first, end, choice, tile,
-                COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, True,
-            )  # fmt: skip
-            expert, first, end, choice = next_expert, next_first, next_end, next_choice
-            next_expert, next_first, next_end = later_expert, later_first, later_end
-        else:
-            expert, first, end = _group(groups, number // across, count)
-            # The last group of an expert may have only a few choices.
-            if end - first <= SMALL:
-                few = _choices(order, first, end, total, SMALL)
-                _compute_tile(
-                    x, x_scale, weight, weight_scale, out, expert, first, end, few, tile,
-                    COLUMNS, N, K, TOP_K, UP, SMALL, BLOCK_N, BLOCK_K, SCALED, False,
-                )  # fmt: skip
-            else:
-                many = _choices(order, first, end, total, ROWS)
-                _compute_tile(
-                    x, x_scale, weight, weight_scale, out, expert, first, end, many, tile,
-                    COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, False,
-                )  # fmt: skip
-
-
-@triton.jit
-def _compute_tile(
-    x,
-    x_scale,
-    weight,
-    weight_scale,
-    out,
-    expert,
-    first,
-    end,
-    choice,
-    tile,
-    COLUMNS: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    UP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Compute one tile of `_grouped`: BLOCK_N weight rows of an expert by the ROWS choices of a group. With
-    EARLY, the scales are loaded before the products are computed."""
-    dtype: tl.constexpr = out.dtype.element_ty
-    width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
-    last = end - 1
-    place = first + tl.arange(0, ROWS)
-    source = choice // TOP_K if UP else tl.minimum(place, last)
-    k = tl.arange(0, BLOCK_K)
-    weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
-    ws = weight + weight_row[:, None] * K + k[None, :]
-    xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
-    if SCALED and EARLY:
-        of_choice = tl.load(x_scale + source)
-        of_row = tl.load(weight_scale + weight_row)
-    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for at in tl.range(0, K, BLOCK_K):
-        if K % BLOCK_K:
-            inside = (at + k < K)[None, :]
-            w = tl.load(ws + at, mask=inside, other=0.0)
-            part = tl.load(xs + at, mask=inside, other=0.0)
-        else:
-            w = tl.load(ws + at)
-            part = tl.load(xs + at)
-        acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
-    if SCALED:
-        if not EARLY:
-            of_choice = tl.load(x_scale + source)
-            of_row = tl.load(weight_scale + weight_row)
-        acc = acc * of_choice[None, :] * of_row[:, None]
-    column = tile * width + tl.arange(0, width)
-    if UP:
-        result = gated(acc, dtype).to(dtype)
-        to = place
-    else:
-        result = acc.to(dtype)
-        to = choice
-    inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]
-    tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_expert"])

@@ -56,4 +56,5 @@ _TESTED_BY = {
     "experts_few_kernels.py": "experts",
     "experts_stream.py": "experts",
     "experts_many.py": "experts",
+    "experts_grouped.py": "experts",
 }
