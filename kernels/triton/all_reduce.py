@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""All-reduce of small messages between the GPUs of one host, fused with the residual add.
+"""Implements an all-reduce of small messages between the GPUs of one host, fused with the residual add.
 
-It uses the push protocol of `kernels.triton.peer_arena`. Sums are computed in rank order in float32, so
-results are bit-identical on all ranks.
+The all-reduce uses the push protocol of `kernels.triton.peer_arena`. Sums are computed in rank order in
+float32, so results are bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -65,13 +65,11 @@ def all_reduce_add(
     sum replaces `residual`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
-    two_shot: one rank sums each item and sends the result to the other ranks. The items are divided equally
-    among the ranks. In one-shot mode, every rank instead sends all items to all other ranks. Two-shot mode
-    moves less data but waits twice.
-    gain: [hidden], gain of the RMSNorm that follows. If it is given, the call also computes `scaled` and
-    `squares`.
-    scaled: [rows, hidden], residual × gain.
-    squares: [parts, rows] float32, sums of residual² over `squares_parts` equal parts of each row.
+    two_shot: if true, each item is summed by one rank, which sends the result to the other ranks. The items
+    are divided equally among the ranks. If false (one-shot), every rank sends all items to all other ranks.
+    Two-shot mode transfers less data but waits twice. gain: [hidden], gain of the RMSNorm that follows. If it
+    is given, the call also computes `scaled` and `squares`. scaled: [rows, hidden], residual × gain. squares:
+    [parts, rows] float32, sums of residual² over `squares_parts` equal parts of each row.
 
     Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
@@ -152,8 +150,8 @@ def receive_sum(
     FLOAT: gl.constexpr,
     ADD: gl.constexpr,
 ):
-    """Receive an item from every peer, and add all parts in rank order. If ADD is set, also add `residual`.
-    Returns the rounded sums.
+    """Receive one item from every peer, and add the items of all ranks in rank order. If ADD is set, also add
+    `residual`. Returns the rounded sums.
 
     received: address of rank 0's item. stride: number of bytes from one rank's item to the next rank's item.
     """
@@ -220,8 +218,8 @@ def _all_reduce_add(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange the items of a message. Program i exchanges items i, i + programs, i + 2 × programs, …. An
-    item is BLOCK words of one row."""
+    """Exchange the items of a message, each of which consists of BLOCK words of one row. Program i exchanges
+    items i, i + programs, i + 2 × programs, …."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     PARTS: gl.constexpr = WORDS // BLOCK
     program = gl.program_id(0)

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""All-reduce of a few rows, fused with the residual add, the RMSNorm that follows, and its quantisation.
+"""Implements an all-reduce of a few rows, fused with the residual add, the RMSNorm that follows, and the
+quantisation of the normalised rows.
 
 The scale of a quantised row depends on the whole row, so one program exchanges and normalises a whole row.
-The exchange is one-shot and sums in the same order as `kernels.triton.all_reduce`, so results are
-bit-identical on all ranks.
+The exchange is one-shot. Sums are computed in the same order as in `kernels.triton.all_reduce`, so results
+are bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def all_reduce_norm_fp8(
 
 
 def block_words(words: int) -> int:
-    """Return the number of words that a program loads at a time from a row of `words` words. It is a multiple
-    of _MIN_BLOCK."""
+    """Return the number of words that a program loads at a time from a row of `words` words. The result is a
+    multiple of _MIN_BLOCK."""
     block = _MAX_BLOCK
     while words % block:
         block //= 2
@@ -110,7 +111,7 @@ def _all_reduce_norm(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange one row per program, in parts of BLOCK words."""
+    """Exchange, add and normalise one row per program, in parts of BLOCK words."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     numbers: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     PARTS: gl.constexpr = WORDS // BLOCK

@@ -1,22 +1,23 @@
-"""Paged attention of one new token per sequence (decode), with split-KV (Flash-Decoding, Dao et al. 2023).
+"""Implements paged attention of one new token per sequence (decode), with split-KV (Flash-Decoding, Dao et
+al. 2023).
 
 The KV pages of a sequence are divided into splits. Each program of the grid finds its split from the sequence
 lengths on the device. The maximum number of pages per split is chosen so that the splits of the whole batch
-fit into the grid (FlashInfer computes this plan on the host, Ye et al. 2025). The grid depends only on the
-number of sequences, so one CUDA graph supports all lengths. A short sequence is a single split and needs no
-combine step. A long sequence is distributed over many programs. If a sequence has several splits, each split
-writes its partial result to the workspace, and the program that finishes last combines the results in cache
-order. No second kernel is needed, and the result is deterministic.
+fit into the grid. (FlashInfer computes the splits on the host, Ye et al. 2025.) The grid depends only on the
+number of sequences, so one CUDA graph supports all lengths. A short sequence consists of a single split and
+needs no combine step. A long sequence is distributed over many programs. If a sequence has several splits,
+each split writes its partial result to the workspace, and the program that finishes last combines the results
+in cache order. No second kernel is needed, and the result is deterministic.
 
 The query heads of a KV head are the rows of one tensor-core tile, which has at least 16 rows. FP8 tiles are
-converted to float16. On Hopper, one instruction converts two values to float16, whereas converting them to
-bfloat16 takes several.
+converted to float16. On Hopper, one instruction converts two values to float16, whereas a conversion to
+bfloat16 takes several instructions.
 
 With a `Rotation`, the input is the result of the qkv GEMM, and the kernel applies QK-norm and RoPE to the
 heads that it reads. The program of a sequence's last page writes the new key and value to the cache and
 computes their attention from registers. As a result, no other kernel runs between the qkv GEMM and attention.
-Inputs that do not depend on the GEMM (lengths, slots, angles, and with `DecodeConfig.early` the first page of
-each split) are read before the GEMM has ended.
+Inputs that do not depend on the GEMM are read before the GEMM has ended: lengths, slots, angles, and with
+`DecodeConfig.early` the first page of each split.
 """
 
 from __future__ import annotations
@@ -34,16 +35,15 @@ from kernels.triton.attention_decode_kernel import decode_kernel
 _LOG2_E = 1.4426950408889634
 
 _MAX_AT_ONCE = 32
-"""Maximum number of splits for which partial results are loaded together. The loop over these splits is
-unrolled. Small heads would allow 128 splits, but the kernel would then take a minute to compile."""
+"""Maximum number of splits whose partial results are loaded together. The loop over these splits is unrolled.
+With small heads, 128 splits would be possible, but compiling the kernel would then take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Scratch memory of `decode`. Each stream needs a separate workspace, which all layers of a model can
-    share. kv_heads, group (query heads per KV head), head_dim and the maximum number of sequences are fixed
-    when the workspace is allocated.
-    """
+    """Scratch memory of `decode`. Each stream needs its own workspace, which all layers of a model can share.
+    kv_heads, group (query heads per KV head), head_dim and the maximum number of sequences are fixed when the
+    workspace is allocated."""
 
     partial: torch.Tensor
     """Unnormalised attention results of the splits: `[items, kv_heads, group, head_dim]` float32."""
@@ -61,19 +61,19 @@ class DecodeConfig:
     """Number of programs per KV head, which is also the maximum total number of splits. It must be at least
     the number of sequences."""
     stages: int
-    """Number of stages of the software pipeline over pages. Page numbers and tiles are each prefetched
+    """Number of stages of the software pipeline over pages. Both page numbers and tiles are prefetched
     (stages - 1) / 2 iterations ahead."""
     maxnreg: int | None = 128
     """Maximum number of registers per thread."""
     at_once: int = 4096
-    """Number of partial sums that the combine step loads at a time."""
+    """Number of partial results that the combine step loads at a time."""
     num_warps: int = 4
     min_pages: int = 1
     """Sequences with at most this many pages are not split, because reading the pages in one program is
     faster than combining splits."""
     early: bool = False
-    """With a `Rotation`: whether a program loads its first page before the qkv GEMM has ended. The GEMM does
-    not change the page, but the page occupies registers."""
+    """Whether a program loads its first page before the qkv GEMM has ended, if there is a `Rotation`. This is
+    possible because the GEMM does not change the page, but the page then occupies registers for longer."""
 
 
 def config_for(
@@ -81,16 +81,16 @@ def config_for(
 ) -> DecodeConfig:
     """Return the launch parameters for a number of sequences. They do not depend on the sequence lengths.
 
-    With a 2-byte cache, a single sequence is fastest with one program per multiprocessor, because a launch
-    that overlaps the previous kernel does not distribute its programs evenly. 2 to 16 sequences are fastest
-    with two programs per multiprocessor. FP8 needs more programs to hide the conversion, unless each program
-    has 8 warps. With enough sequences, a limit of 96 registers per thread lets five programs share a
-    multiprocessor.
+    With a 16-bit cache, a single sequence is fastest with one program per multiprocessor, because a launch
+    that overlaps the previous kernel does not distribute its programs evenly. Batches of 2 to 16 sequences
+    are fastest with two programs per multiprocessor. An FP8 cache needs more programs to hide the conversion,
+    unless each program has 8 warps. With enough sequences, a limit of 96 registers per thread lets five
+    programs share a multiprocessor.
 
-    The latency of attention, not memory bandwidth, limits the step of a single sequence. Its programs load
-    their first page early, and combine more splits at a time. This needs more registers: 168 per thread with
-    4 warps, or 8 warps if the group has so many query heads that a split's partial sums are large. With such
-    groups, loading the first page early also pays for a few sequences.
+    For a single sequence, the latency of attention limits the step, not memory bandwidth. Therefore, programs
+    load their first page early, and combine more splits at a time. This needs more registers: 168 per thread
+    with 4 warps. Programs have 8 warps if the group has so many query heads that a split's partial sums are
+    large. With such groups, loading the first page early also makes batches of a few sequences faster.
     """
     fp8, wide = element_size == 1, group >= 8 and head_dim <= 128
     few = wide and kv_heads > 2 and sequences <= (4 if fp8 else 8)
@@ -119,8 +119,8 @@ def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
 
 
 def config_on(keys: torch.Tensor, sequences: int, group: int) -> DecodeConfig:
-    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on its device. group:
-    number of query heads per KV head."""
+    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` and the GPU that contains
+    it. group: number of query heads per KV head."""
     _, kv_heads, _, head_dim = keys.shape
     multiprocessors = multiprocessors_of(keys.device)
     return config_for(sequences, kv_heads, group, head_dim, keys.element_size(), multiprocessors)
@@ -166,15 +166,15 @@ def decode(
     q: `[sequences, heads, head_dim]`, heads contiguous. With `rotation`, q is the result of the qkv GEMM,
     `[sequences, (heads + 2 kv_heads) × head_dim]`. keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
-    block_table: `[slots, columns]` int32 or int64. slots: `[sequences]`, each sequence's row of the block
-    table. lens: `[sequences]`, number of cached tokens, including the new token. 0 marks padding: the result
-    is zeros, and the padding's other inputs are not read. window: each token attends to itself and the window
-    - 1 tokens before it. rotation: if given, this call also writes the new keys and values to the cache.
-    Sequences must not share the blocks that receive their new tokens. With PDL and a rotation, slots, lens,
-    cos_sin, the block table and the cache may be read before the previous kernel has finished. A kernel
-    without PDL, for example a decoder's embedding, must therefore run after these tensors are written and
-    before this kernel. config: launch parameters; if None, `config_for` chooses them. The last bits of the
-    result depend on `config.items`.
+    block_table: `[slots, columns]` int32 or int64. slots: `[sequences]`, the row of the block table for each
+    sequence. lens: `[sequences]`, number of cached tokens, including the new token. A length of 0 marks
+    padding: the result is zeros, and no other inputs of the padding are read. window: each token attends to
+    itself and the window - 1 tokens before it. rotation: if given, this call also writes the new keys and
+    values to the cache. Sequences must not share the blocks that receive their new tokens. With PDL and a
+    rotation, slots, lens, cos_sin, the block table and the cache may be read before the previous kernel has
+    finished. A kernel without PDL, for example a decoder's embedding, must therefore run after these tensors
+    are written and before this kernel. config: launch parameters; if None, `config_for` chooses them. The
+    last bits of the result depend on `config.items`.
 
     The softmax is computed in float32. No length is read on the host, so the launch can be captured in a CUDA
     graph.
@@ -283,7 +283,7 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 
 def _scan_width(sequences: int) -> int:
-    """Return the block size of the scan over sequences. Only a few sizes are used, because each size is
+    """Return the block size of the scan over sequences. There are only a few sizes, because each size is
     compiled separately."""
     for width in (1, 16, 128, 1024):
         if sequences <= width:

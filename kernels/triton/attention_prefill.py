@@ -1,16 +1,17 @@
-"""Causal paged attention of prompt chunks (prefill), based on FlashAttention-2's loop (Dao 2023).
+"""Implements causal paged attention of prompt chunks (prefill), based on the loop of FlashAttention-2 (Dao
+2023).
 
-A tile has 128 rows: the query heads of one KV head for as many tokens as fit. Even a short chunk therefore
-fills the tensor cores, and tiles on the diagonal waste little work. One launch computes the tiles of all
-chunks of a pass, the longest first. The host builds the list of tiles once per step for all layers
-(`plan_tiles`). A tensor descriptor reads each page of a KV head as one contiguous tile. Pages that are
-visible to every row of a tile are not masked.
+A tile has 128 rows, which are the query heads of one KV head for as many tokens as fit. Even a short chunk
+therefore fills the tensor cores, and tiles on the diagonal waste little work. One launch computes the tiles
+of all chunks of a pass, those with the most keys first. The host builds the list of tiles once per step for
+all layers (`plan_tiles`). A tensor descriptor reads each page of a KV head as one contiguous tile. Pages that
+are visible to every row of a tile are not masked.
 
-An FP8 cache is first expanded to the model's dtype, into a scratch pool that contains the pages of the pass
-(`plan_expansion`, `expand`). Each page is then converted once, instead of once per tile of the chunk. Short
-chunks, and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them to
-float16. On Hopper, one instruction converts two values to float16, whereas converting them to bfloat16 takes
-several.
+The pages of an FP8 cache that a pass reads are first expanded to the model's dtype, into a scratch pool
+(`plan_expansion`, `expand`). Each page is thus converted only once, instead of once per tile of the chunk.
+Short chunks, and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them
+to float16. On Hopper, one instruction converts two values to float16, whereas a conversion to bfloat16 takes
+several instructions.
 
 On Hopper, long prompts use another kernel, `attention_prefill_hopper`, with the same tiles (`suits_hopper`).
 """
@@ -36,9 +37,10 @@ _LIFT = tl.constexpr(8.0)
 from becoming subnormal in float16."""
 
 _LOWEST = tl.constexpr(-1.0e30)
-"""Initial running maximum of a row. It is finite, so a page without visible keys does not produce NaN. Masked
-scores must be -inf, not this value. The compiler fuses `score × scale - largest` into one instruction that
-does not round the product. For this value, the difference could therefore be about 1e20 instead of 0."""
+"""Initial running maximum of a row. It is finite, so that a page without visible keys does not produce NaN.
+Masked scores must be -inf, and not this value. The compiler fuses `score × scale - largest` into one
+instruction, which does not round the product. For a score with this value, the difference could therefore be
+about 1e20 instead of 0."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -132,7 +134,7 @@ def _prefill_kernel(
         v = v_tiles.load([tile, 0])
         acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc, input_precision=PRECISION)
         m = m_new
-    # Rows past the last token may have no visible key. They are NaN and are not stored.
+    # Rows past the last token may have no visible key. Such rows are NaN and are not stored.
     acc = acc / total[:, None]
     if REREAD:
         # Load these values again, because keeping them would leave too few registers for the loop. The
@@ -153,8 +155,9 @@ def plan_tiles(
     chunks: Sequence[ChunkSpan], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
 ) -> np.ndarray:
     """Return the tiles of a pass, in descending order of their number of keys: `[tiles, 4]` int32. The
-    columns are the first token's index in the pass, the number of tokens, the first position, and the slot
-    (row of the block table). The list is valid for every layer with this attention window."""
+    columns are the index of the first token in the pass, the number of tokens, the position of the first
+    token, and the slot (row of the block table). The tiles are valid for every layer with this attention
+    window."""
     step = tile_tokens(heads, kv_heads, tile_rows)
     parts = [np.empty((0, 4), dtype=np.int32)]
     for chunk in chunks:
@@ -171,17 +174,17 @@ def plan_tiles(
 
 
 HOPPER_ABOVE = 1024
-"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. On an H200, that kernel
+"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. On an H200, this kernel
 takes 5 to 27 % less time than the general kernel above this limit, the same time at half the limit, and 5 to
-22 % more below half the limit. It runs one program per multiprocessor, so no other program can use the
-multiprocessor while a tile starts or ends."""
+22 % more time below half the limit. The reason is that it runs only one program per multiprocessor, so no
+other program can use the multiprocessor while a tile starts or ends."""
 
 
 def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
     """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`.
-    This is the case if that kernel supports the shape, and is faster because the tiles have enough keys.
+    This is the case if the kernel supports the shape, and if the tiles have enough keys for it to be faster.
     dtype: dtype of queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
@@ -191,7 +194,7 @@ def suits_hopper(
 
 
 EXPAND_FROM = 64
-"""Minimum number of tokens in a chunk for which it is faster to expand the chunk's FP8 pages first."""
+"""Number of tokens in a chunk from which it is faster to expand the chunk's FP8 pages first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +206,8 @@ class Expansion:
     """Pages to expand, `[pages, 2]` int32. The columns are the slot and the block-table column. `expand`
     writes page i to scratch block i."""
     expanded: np.ndarray
-    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. The last column contains the
-    scratch block of page 0 instead of the slot."""
+    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. Instead of the slot, the last
+    column contains the scratch block of page 0."""
     direct: np.ndarray
     """Tiles (from `plan_tiles`) of the chunks that read the FP8 pool directly."""
 
@@ -319,8 +322,8 @@ class PrefillConfig:
     """Number of rows in a tile, as passed to `plan_tiles`."""
     num_warps: int
     stages: int
-    """Number of stages of the software pipeline over pages. If a block table is read, page numbers and tiles
-    share the stages."""
+    """Number of stages of the software pipeline over pages. If a block table is read, some of the stages are
+    used for page numbers and the others for tiles."""
     maxnreg: int | None
     """Maximum number of registers per thread. None means no limit."""
 
@@ -329,10 +332,10 @@ def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
     """Return the launch parameters. direct: whether the kernel reads an FP8 pool. expanded: whether it reads
     the scratch pool.
 
-    With two programs per multiprocessor, each computes its softmax while the other uses the tensor cores.
-    With 8 warps, this requires at most 128 registers per thread, and the compiled code then waits for every
-    tensor-core product. With 4 warps, it does not wait, but a loop with a block table or a conversion spills
-    slightly more registers.
+    With two programs per multiprocessor, one program computes its softmax while the other uses the tensor
+    cores. With 8 warps, a program then has at most 128 registers per thread, and the compiled code waits for
+    every tensor-core product. With 4 warps, the compiled code does not wait, but a loop with a block table or
+    a conversion spills slightly more registers.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)
@@ -355,13 +358,14 @@ def prefill(
     pdl: bool = True,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Compute the causal attention of chunks: `[tokens, heads, head_dim]` in q's dtype. Their keys and values
-    must already be in the cache. Tokens that belong to no tile keep their previous values in `out`.
+    """Compute the causal attention of chunks: `[tokens, heads, head_dim]` in q's dtype. The keys and values
+    of the chunks must already be in the cache. Tokens that belong to no tile keep their previous values in
+    `out`.
 
     q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
-    If it is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
+    If block_table is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
     `plan_tiles` on the device, contiguous. window: each token attends to itself and the window - 1 tokens
     before it. The softmax is computed in float32.
     """

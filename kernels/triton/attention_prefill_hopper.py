@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Causal prefill attention for Hopper GPUs, which overlaps the softmax of one block of keys with the
+"""Implements causal prefill attention for Hopper GPUs. The softmax of one block of keys overlaps with the
 tensor-core products of another block.
 
 The kernel implements FlashAttention-3's schedule (Shah et al. 2024) for a paged cache. It is written in
-Gluon, Triton's lower-level language. One producer warp loads the queries of a tile, and pages of keys and
-values, with the copy engine (TMA). Two consumer warpgroups each compute 64 of a tile's 128 rows. While a
-warpgroup computes the softmax weights of 128 keys, the product of the previous weights and their values is
-still running. Keys are processed from last to first, so only the first steps of a tile need a mask.
+Gluon, Triton's lower-level language. One producer warp loads the queries, keys and values of a tile with the
+copy engine (TMA). Two consumer warpgroups each compute 64 of a tile's 128 rows. While a warpgroup computes
+the softmax weights of 128 keys, the product of the previous weights and values is still running. Keys are
+processed from last to first, so only the first steps of a tile need a mask.
 
 The grid has one program per multiprocessor. Each program computes several tiles, the longest first, and loads
 the queries and pages of its next tile while the current tile finishes. Barriers (mbarriers) in shared memory
@@ -33,9 +33,9 @@ from kernels import PAGE_TOKENS
 _LOG2_E = 1.4426950408889634
 
 _STAGES = 2
-"""Number of pipeline stages for the keys; the values have equally many. A stage takes 32 KiB; queries, keys
-and values together take 160 KiB of shared memory. At least two stages are needed, because the kernel waits
-for the next keys before it releases the current values."""
+"""Number of pipeline stages for the keys, and also for the values. A stage takes 32 KiB. Queries, keys and
+values together take 160 KiB of shared memory. At least two stages are needed, because the kernel waits for
+the next keys before it releases the current values."""
 
 _LIFT = gl.constexpr(8.0)
 """Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It prevents small weights
@@ -59,7 +59,7 @@ def prefill(
     q: `[tokens, heads, 128]` bfloat16 or float16, heads contiguous, token stride a multiple of 16 bytes.
     keys, values: `[blocks, kv_heads, 64, 128]`, contiguous, of the same dtype; heads / kv_heads divides 64.
     block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
-    If it is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
+    If block_table is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
     `plan_tiles` on the device, contiguous, each with at least one token. out: same shape and dtype as q.
     multiprocessors: number of multiprocessors of the GPU. The softmax is computed in float32.
     """
@@ -124,8 +124,8 @@ def _positions(record):
 
 @gluon.jit
 def _fetch_block(tiles, one, two, ready, empty, phase, smem, at):
-    """Wait until a pipeline stage has been released, and load 128 keys or values into it. They consist of two
-    pages, each loaded as two tiles of 64 dimensions."""
+    """Wait until a pipeline stage has been released, and load 128 keys or values into this stage. They
+    consist of two pages, and each page is loaded as two tiles of 64 dimensions."""
     mbarrier.wait(empty, phase ^ 1)
     mbarrier.expect(ready, 128 * 128 * 2)
     for panel in gl.static_range(2):
@@ -171,7 +171,8 @@ def _fetch(
             stage = step % STAGES
             phase = (step // STAGES) & 1
             page = (blocks - 1 - back) * 2
-            # If there is no next page, load the last page again. All of its repeated positions are masked.
+            # If there is no next page, load the last page again. All positions of the repeated page are
+            # masked.
             next_page = gl.minimum(page + 1, last // 64)
             if EXPANDED:
                 one = ((row + page) * KV_HEADS + kv_head) * 64
@@ -274,9 +275,9 @@ def _compute(
             m, old, weights = _weights(scores, m, scale, LIFT)
             total = total * old + gl.sum(weights, axis=1)
             following = gl.convert_layout(weights.to(dtype), operand)
-            # Keep this wait for the next keys between the softmax and the wait for the value products. The
-            # compiler does not move instructions across it. Without it, the compiler would place the softmax
-            # after the value products, and the two would not overlap.
+            # Wait for the next keys here, between the softmax and the wait for the value products. The
+            # compiler does not move instructions across this wait. If the wait were elsewhere, the compiler
+            # would place the softmax after the value products, and the two would not overlap.
             next_step = step + 2
             ahead = back + 1 < blocks
             mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=ahead)
@@ -330,8 +331,8 @@ def _prefill_hopper(
         _signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
     whole: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem = gl.allocate_shared_memory(dtype, [2, 64 // GROUP, GROUP, 128], q_tiles.layout)
-    # A stage contains two panels of 64 dimensions, and each panel contains two pages. Together they form 128
-    # swizzled rows of 128 dimensions.
+    # A stage contains two panels of 64 dimensions, and each panel contains two pages. Together, the panels
+    # form 128 swizzled rows of 128 dimensions.
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * 4, 64, 64], k_tiles.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * 4, 64, 64], v_tiles.layout)
     k_operands = k_smem._reinterpret(dtype, [STAGES, 128, 128], whole)

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """Contains the first and the last kernel of a decode step, which access the device tables of running
 sequences. `place` computes the position and KV slot of each sequence's token before the forward pass.
-`advance` stores each sampled token as the sequence's next input. Both can be captured in a CUDA graph."""
+`advance` stores each sampled token as the sequence's next input. Both kernels can be captured in a CUDA
+graph."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Decodes:
     kv_slots: torch.Tensor
     """KV slot of each token, block × 64 + offset in the KV pool. Padding has slot -1."""
     lens: torch.Tensor
-    """Number of tokens in each sequence, including the new token. It equals the position of the next token.
-    Padding has length 0."""
+    """Number of tokens in each sequence, including the new token. This number equals the position of the next
+    token. Padding has length 0."""
     slots: torch.Tensor
     """Sequence slot of each token in the device tables. Padding has slot 0."""
 
@@ -57,8 +58,8 @@ def place(
 ) -> None:
     """Fill `decodes` for the sequences in `slots`.
 
-    slots: [decodes] int64; -1 marks padding. last_tokens, lengths: [slots] int64, each slot's input token and
-    number of cached tokens. block_table: [slots, columns] int64.
+    slots: [decodes] int64; -1 marks padding. last_tokens, lengths: [slots] int64, the input token and the
+    number of cached tokens of each slot. block_table: [slots, columns] int64.
     """
     _place[(triton.cdiv(len(slots), _BLOCK),)](
         slots,

@@ -1,10 +1,10 @@
 """Launches the kernels of mixture-of-experts layers. The number of tokens determines which kernels run.
 
 `activate` and `weighted_sum` are the two halves of a layer, as `kernels.Ops` defines them. Few tokens need
-three launches: router, up and down. With FP8 weights, a fourth launch quantises the activations, unless
-`down` quantises them itself. Many tokens need more launches, because they are first sorted by expert. No
-function here waits for the device. All launches can be captured in CUDA graphs, because their number and
-sizes depend only on the number of tokens.
+three launches: router, up and down. With FP8 weights, a fourth launch may be needed to quantise the
+activations, unless `down` does this itself. Many tokens need more launches, because they are first sorted by
+expert. No function in this module waits for the device. All launches can be captured in CUDA graphs, because
+their number and sizes depend only on the number of tokens.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ the router's matrix once per token."""
 
 @dataclass(frozen=True, slots=True)
 class ChosenValues:
-    """The format of `ExpertActivation.values` that these kernels use."""
+    """The value of `ExpertActivation.values` that these kernels produce and read."""
 
     values: torch.Tensor
     """`silu(gate) × up`: [tokens × top_k, intermediate], in the order of the choices or of `by_expert`."""
     scales: torch.Tensor | None
-    """Scales of quantised values: [tokens × top_k, 1] float32; None if the values are not quantised."""
+    """Scales of quantised values: [tokens × top_k, 1] float32. None if the values are not quantised."""
     by_expert: Sorted | None
     """The choices sorted by expert, or None if the values are in the original order of the choices."""
     plan: ExpertsPlan
@@ -61,7 +61,7 @@ def activate(
     (`kernels.Ops.norm_experts`).
 
     workspace: the stream's workspace. plans: the plans chosen by a table or by the rules for this number of
-    tokens. count: the counts of each expert's tokens, to which this call adds this layer's choices.
+    tokens. count: counts the tokens of each expert. This call adds the choices of this layer.
     """
     weight, scale = _parts(experts.gate_up)
     first, dtype = _first(experts), x.dtype
@@ -111,8 +111,8 @@ def weighted_sum(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Return each token's sum of `weight × down(activation)` over its chosen experts, plus the residual:
-    `[tokens, hidden]` in the router's dtype (`kernels.Ops.experts_sum` and `experts_add`). The result is
-    written to `out` if given, which may be the residual. x: the result of `activate`."""
+    `[tokens, hidden]` in the router's dtype (`kernels.Ops.experts_sum` and `experts_add`). If `out` is given,
+    the result is written to it. `out` may be the residual. x: the result of `activate`."""
     weight, scale = _parts(experts.down)
     chosen: ChosenValues = x.values
     dtype, first = experts.router.dtype, _first(experts)

@@ -1,12 +1,12 @@
-"""Computes the experts of few tokens. The GEMMs are divided into programs by outputs, without sorting tokens
-by expert.
+"""Computes the experts of few tokens. The GEMMs are divided into programs by outputs, so tokens need not be
+sorted by expert.
 
 `up` computes SwiGLU for the experts that each token has chosen. `down` computes the weighted sum of the
 experts' results, plus the residual. Each function makes one launch of one of three variants:
 
 - `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. An expert that
   several tokens have chosen is read once for each of these tokens.
-- `stream`: the same for FP8 weights, on the tensor cores (`experts_stream`).
+- `stream`: like `gemv`, but for FP8 weights and on the tensor cores (`experts_stream`).
 - `dot`: a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the
   results of the tokens that have chosen the expert. Each chosen expert is therefore read only once. The
   weight is the 64-row operand of the tensor-core instruction. In `down`, the program that finishes a tile
@@ -52,9 +52,9 @@ def up(
 
     x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised. chosen: `[tokens, top_k]` int32; a
     token's experts are distinct. weight: `[experts, 2 × intermediate, hidden]`. x_scale: `[tokens, 1]`, and
-    weight_scale: `[experts, 2 × intermediate]`, both float32: the scales if x and weight are quantised. In
-    that case, dtype is the model's dtype. first: if given, `weight` has only the experts from this one
-    onwards, and the results of all other experts are undefined.
+    weight_scale: `[experts, 2 × intermediate]`, both float32: scales if x and weight are quantised. In this
+    case, dtype is the model's dtype. first: if given, the index of the first expert in `weight`. The results
+    of experts that are not in `weight` are undefined.
     """
     tokens, hidden = x.shape
     top_k = chosen.shape[1]
@@ -118,13 +118,13 @@ def down(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Return each token's sum of `routing weight × down(x)` over its chosen experts, plus the residual:
-    `[tokens, hidden]` in the model's dtype. The result is written to `out` if given, which may be the
+    `[tokens, hidden]` in the model's dtype. If `out` is given, the result is written to it. `out` may be the
     residual.
 
     x: `[tokens × top_k, intermediate]`, the result of `up`. For `dot` with FP8 weights, it must be quantised,
     with `x_scale [tokens × top_k, 1]`. chosen: `[tokens, top_k]` int32. weights: `[tokens, top_k]` float32.
-    weight: `[experts, hidden, intermediate]`. first: if given, `weight` has only the experts from this one
-    onwards, and nothing is added for all other experts. dtype: the model's dtype, if x has another dtype.
+    weight: `[experts, hidden, intermediate]`. first: if given, the index of the first expert in `weight`.
+    Nothing is added for experts that are not in `weight`. dtype: the model's dtype, if x has another dtype.
     pdl: use programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see
     the module docstring).
     """
@@ -200,8 +200,8 @@ def down(
 
 
 def _slots(tokens: int, top_k: int, experts: int) -> tuple[bool, int]:
-    """Return whether `dot` has a group of programs for each choice of a token (True) or for each expert
-    (False), and the number of groups."""
+    """Return whether `dot` has one group of programs per choice of a token (True) or per expert (False). Also
+    return the number of groups."""
     pairs = tokens * top_k
     return pairs < experts, min(pairs, experts)
 

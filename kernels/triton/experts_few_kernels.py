@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""The kernels that compute the experts of few tokens. `kernels.triton.experts_few` explains and launches
-them."""
+"""Contains the kernels that compute the experts of few tokens. `kernels.triton.experts_few` explains and
+launches these kernels."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def _takers(
     whether the token has chosen the expert, and the index of this choice among all choices.
 
     With BY_PAIR, `slot` is the index of a choice. If several tokens have chosen the same expert, only the
-    programs of the first of these choices have work. Without BY_PAIR, `slot` is the expert. With PARTIAL,
-    experts are numbered from `first_expert`, and programs of an expert that is not among this rank's EXPERTS
-    experts have no work."""
+    programs of the first of these choices have work. Without BY_PAIR, `slot` is the index of an expert. With
+    PARTIAL, this rank has only EXPERTS experts, numbered from `first_expert`, and the programs of other
+    experts have no work.
+    """
     token = tl.arange(0, ROWS)
     turn = tl.arange(0, TOP_K_BLOCK)
     pair = token[:, None] * TOP_K + turn[None, :]
@@ -72,7 +73,7 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the products `[BLOCK_N, ROWS]` of weight rows and tokens, summed over all of K."""
+    """Return the products of weight rows and tokens, summed over all of K: `[BLOCK_N, ROWS]`."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for at in tl.range(0, K, BLOCK_K):
@@ -137,7 +138,7 @@ def _up_gemv(
             w = _load_weights(weights + at, inside[None, :], ragged)
             part = tl.load(xs + at, mask=inside, other=0.0)
             products = widen(w, SCALED) * widen(part, SCALED)[None, :]
-            # First sum within the 16 bytes of each thread, which requires no exchange between threads.
+            # First sum the values in the 16 bytes of each thread, which requires no exchange between threads.
             acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
         total = tl.sum(acc, axis=1)
         if SCALED:
@@ -182,7 +183,7 @@ def _down_gemv(
     k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # Padding repeats the last choice with a routing weight of zero.
+    # Pad the choices by repeating the last choice with a routing weight of zero.
     pair = token * TOP_K + tl.minimum(turn, TOP_K - 1)
     expert = tl.load(chosen + pair, cache_modifier=".cg").to(tl.int64)
     here = tl.full([TOP_K_BLOCK], True, tl.int1)

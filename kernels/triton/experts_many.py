@@ -3,12 +3,12 @@
 launch for the tokens of all experts.
 
 `sort` is the second half of a stable counting sort. The router has already counted the choices of each expert
-in each block of tokens. One launch adds the counts of all blocks and writes each choice to its position. It
-also lists the groups of choices that form the tiles of the GEMMs, so that the GEMMs' programs do not have to
-search for their choices. `up` reads the tokens in the sorted order and computes SwiGLU. `down` writes its
-results in the original order of the choices. `combine` multiplies the results by their routing weights. It
-then adds each token's results, in the order of its choices, and the residual. No kernel uses atomic
-additions, so results do not depend on timing.
+in each block of tokens. `sort` is a single launch, which adds the counts of all blocks and writes each choice
+to its position. It also lists the groups of choices that form the tiles of the GEMMs, so that the programs of
+the GEMMs do not have to search for their choices. `up` reads the tokens in the sorted order and computes
+SwiGLU. `down` writes its results in the original order of the choices. `combine` multiplies the results by
+their routing weights. It then adds each token's results, in the order of its choices, and the residual. No
+kernel uses atomic additions, so the results do not depend on timing.
 
 The GEMMs (`experts_grouped`) read the number of groups on the device. No launch depends on the routing, so
 all launches can be captured in a CUDA graph.
@@ -45,7 +45,7 @@ _COMBINED_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """The choices of all tokens, sorted by expert and then by token. Choice `i` of a token has the number
+    """The choices of all tokens, sorted by expert and then by token. The number of a token's choice `i` is
     token × top_k + i."""
 
     order: torch.Tensor
@@ -53,8 +53,8 @@ class Sorted:
     groups: dict[int, torch.Tensor]
     """For each tile height (row count), the groups into which the choices of each expert are divided: [groups
     + 1, 4] int32. A group has at most as many choices as a tile has rows. The first row begins with the
-    number of groups. Each following row has the expert, numbered from the rank's first expert, the group's
-    first position in `order`, and the end of the expert's positions. The last column is
+    number of groups. Each following row describes one group: the expert (numbered from the rank's first
+    expert), the group's first position in `order`, and the end of the expert's positions. The last column is
     unused."""
     held: int
     """Number of experts on this rank."""
@@ -81,7 +81,7 @@ def sort(
     held: int | None = None,
     pdl: bool = True,
 ) -> Sorted:
-    """Sort the choices that `experts_route.route_many` has made. The experts of each token are distinct.
+    """Sort the choices that `experts_route.route_many` has made. A token never chooses an expert twice.
 
     experts: total number of experts on all ranks. rows: row counts of the tiles of `up` and of `down`. first,
     held: first expert and number of experts on this rank; by default, the rank has all experts.
@@ -180,10 +180,10 @@ def combine(
     computed: ComputedChoices | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """Return the sum of each token's `results [tokens × top_k, hidden]` times its routing `weights [tokens,
-    top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. The sum is written to
-    `out` if given, which may be the residual. computed: selects the results that this rank has computed; None
-    means that it has computed all of them."""
+    """For each token, return the sum of its `results [tokens × top_k, hidden]`, multiplied by its routing
+    `weights [tokens, top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. If
+    `out` is given, the sum is written to it. `out` may be the residual. computed: selects the results that
+    this rank has computed; None means that it has computed all of them."""
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
@@ -277,7 +277,7 @@ def _write_groups(
     ALL: tl.constexpr,
 ):
     """Write the groups into which the choices of this rank's experts are divided, each with at most ROWS
-    choices. end_positions, totals: the end of each expert's positions, and the number of each expert's
+    choices. end_positions: the end of each expert's positions. totals: the number of each expert's
     choices."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)

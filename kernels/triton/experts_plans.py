@@ -38,10 +38,10 @@ class ExpertsPlan:
     """Number of columns per pipeline step."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages, that is, of steps that can have their weights in flight at the same time."""
+    """Number of pipeline stages: the number of steps whose weights can be in flight at the same time."""
     programs: int = 1
-    """Number of programs per multiprocessor. Only `grouped` uses it, because each of its programs computes
-    several tiles."""
+    """Number of programs per multiprocessor. Only `grouped` uses this field, because each of its programs
+    computes several tiles."""
 
     @property
     def quantises(self) -> bool:
@@ -50,7 +50,7 @@ class ExpertsPlan:
 
     @property
     def max_registers(self) -> int:
-        """Maximum number of registers per thread that lets `programs` programs fit on a multiprocessor."""
+        """Maximum number of registers per thread with which `programs` programs fit on a multiprocessor."""
         return min(_MAX_REGISTERS, _REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 
@@ -89,8 +89,8 @@ class ExpertsShape:
 
 
 MAX_GEMV_TOKENS = 2
-"""Maximum number of tokens for `gemv`. With more tokens, several of them choose the same expert, and `gemv`
-would read the expert's weights once for each of them."""
+"""Maximum number of tokens for `gemv`. With more tokens, several tokens choose the same expert, and `gemv`
+would read the weights of the expert once for each of these tokens."""
 
 MAX_FEW_TOKENS = 32
 """Maximum number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
@@ -124,7 +124,8 @@ def choose(
         up = ExpertsPlan("gemv", 1, 8, min(1024, _power_of_2(hidden)), warps=4)
         chosen = _power_of_2(top_k)
         if size > 1 or chosen * _power_of_2(intermediate) <= _QUANTISED:
-            # A tile has about `columns` columns in total, divided equally among the chosen experts.
+            # A program loads about `columns` columns at a time in total, divided equally among the chosen
+            # experts.
             columns, block_n, warps = (2048, 16, 8) if tokens == 1 or size == 1 else (1024, 8, 4)
             block_k = min(max(64, columns // chosen), _power_of_2(intermediate))
             down = ExpertsPlan("gemv", 1, block_n, block_k, warps)
@@ -134,8 +135,8 @@ def choose(
 def problem(
     plan: ExpertsPlan, tokens: int, shape: ExpertsShape, n: int, k: int, shared_bytes: int
 ) -> str | None:
-    """Return why a plan cannot compute the GEMM with matrices `[n, k]` for up to `tokens` tokens, or None if
-    it can."""
+    """Return the reason why a plan cannot compute the GEMM with matrices `[n, k]` for up to `tokens` tokens,
+    or None if the plan can compute it."""
     if plan.form not in ("gemv", "stream", "dot", "grouped"):
         return f"form is {plan.form!r}; expected gemv, stream, dot or grouped"
     for name in ("rows", "block_n", "block_k", "warps", "stages", "programs"):
@@ -181,9 +182,8 @@ def _stream_problem(plan: ExpertsPlan, shape: ExpertsShape, k: int) -> str | Non
 
 
 def _grouped(mean: float, size: int) -> ExpertsPlan:
-    """Return the plan for experts that are chosen by `mean` tokens each, on average. A tile holds about
-    twice as many tokens, because the weights of an expert with more tokens than fit into a tile are read
-    again."""
+    """Return the plan for experts that are chosen by `mean` tokens each, on average. A tile holds about twice
+    as many tokens, because an expert's weights are read again if its tokens do not fit into one tile."""
     if mean <= 8:
         return ExpertsPlan("grouped", 16, 64, 256 // size, warps=4, stages=3, programs=3)
     if mean <= 16:

@@ -1,20 +1,20 @@
 # mypy: allow-untyped-defs
-"""The router of a mixture-of-experts layer, which computes the RMSNorm and the router's logits, and chooses
-the top-k experts.
+"""Implements the router of a mixture-of-experts layer. It computes the RMSNorm and the router's logits, and
+chooses the top-k experts.
 
-`route` makes one launch, for few tokens. Several programs per token compute parts of the logits, and the
-program that finishes last chooses the token's experts. `route_many` is for many tokens and makes three
-launches. The first computes the norm. The second computes the logits on the tensor cores; if there are few
-tiles, it divides the sums over the hidden size into parts. The third adds the parts in a fixed order, chooses
-the experts, and counts the choices of each expert.
+`route` is for few tokens and makes one launch. Several programs per token compute parts of the logits, and
+the program that finishes last chooses the token's experts. `route_many` is for many tokens and makes three
+launches. The first launch computes the norm. The second launch computes the logits on the tensor cores. If
+there are few tiles, it divides the sums over the hidden size into parts. The third launch adds the parts in a
+fixed order, chooses the experts, and counts the choices of each expert.
 
 Both functions can also count how many tokens have chosen each expert. They count with atomic additions of
 integers, so the totals do not depend on timing.
 
-The input is normalised in float32, and rounded once to its own dtype. Its products with the router's rows are
-summed in float32, and the sums are used as the logits without rounding. Experts are ordered by decreasing
-logit, and for equal logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so
-that every token has top_k distinct experts for any input.
+The input is normalised in float32, and rounded once to its own dtype. The products of the normalised input
+and the router's rows are summed in float32, and the sums are the logits, without rounding. Experts are
+ordered by decreasing logit, and for equal logits by increasing id, as in `reference.route`. A NaN counts as
+the lowest logit, so that every token has top_k distinct experts for any input.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kernels.triton.linear_rows import Workspace
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 _PROGRAMS = 128
-"""Number of programs that `route_many`'s kernels have if there are enough tokens. It is close to the number
-of multiprocessors of an H100 or H200, and constant, so that results do not depend on the GPU."""
+"""Number of programs of each kernel of `route_many` if there are enough tokens. The number is close to the
+number of multiprocessors of an H100 or H200. It is a constant, so that results do not depend on the GPU."""
 
 _LINES = 2
 """Number of 128-byte cache lines of each router row that `route_many` prefetches."""
@@ -50,16 +50,16 @@ class Routed:
     normed: torch.Tensor
     """The normalised input: [tokens, hidden], in its dtype or e4m3."""
     scales: torch.Tensor | None
-    """Scales of e4m3 values: [tokens, 1] float32; None if `normed` is not quantised."""
+    """Scales of e4m3 values: [tokens, 1] float32. None if `normed` is not quantised."""
     chosen: torch.Tensor
     """Expert ids: [tokens, top_k] int32."""
     weights: torch.Tensor
     """Routing weights: [tokens, top_k] float32."""
     places: torch.Tensor | None = None
     """For each choice, the number of earlier tokens in the same block that have chosen the same expert:
-    [tokens, top_k] int32. Only `route_many` returns places and counts."""
+    [tokens, top_k] int32. Only `route_many` returns `places` and `counts`."""
     counts: torch.Tensor | None = None
-    """How many tokens of each block of `block_tokens` tokens have chosen each expert: [blocks, number of
+    """For each block of `block_tokens` tokens, how many tokens have chosen each expert: [blocks, number of
     experts rounded up to a power of two] int32."""
 
 
@@ -79,10 +79,10 @@ def route(
     """Normalise a few tokens, `x [tokens, hidden]`, and choose their experts, in one launch. x must be
     contiguous.
 
-    router: `[experts, hidden]` of x's dtype. normalised: if true, the softmax covers only the chosen experts'
-    logits, so that the weights add up to one; otherwise, it covers the logits of all experts. values: dtype
-    of the normalised values if they are quantised, or None for x's dtype. workspace: contains at least one
-    counter per token. count: the counts of each expert's tokens, to which this call adds the choices.
+    router: `[experts, hidden]` of x's dtype. normalised: if true, the softmax covers only the logits of the
+    chosen experts, so that the weights add up to one. Otherwise, it covers the logits of all experts. values:
+    dtype of the normalised values if they are quantised, or None for x's dtype. workspace: contains at least
+    one counter per token. count: counts the tokens of each expert. This call adds the choices.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
@@ -311,7 +311,7 @@ def _route(
         lowest = float("-inf")
         logit = tl.load(of_token + index, mask=index < EXPERTS, other=lowest, cache_modifier=".cg")
         comparable = tl.where(logit == logit, logit, lowest)
-        # The rank of an expert is the number of experts that are chosen before it.
+        # The rank of an expert is the number of experts that precede it in the order of choice.
         rank = tl.zeros([ALL], tl.int32)
         step: tl.constexpr = min(ALL, 128)
         for first in tl.static_range(0, ALL, step):
@@ -363,7 +363,7 @@ def _logits(
     k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        # The router is read from memory while the norm runs.
+        # Read the router from memory while the norm is still running.
         line: tl.constexpr = 128 * 8 // router.dtype.element_ty.primitive_bitwidth
         column = split * length + tl.arange(0, LINES) * line
         at = tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + tl.minimum(column, HIDDEN - 1)[None, :]
@@ -417,12 +417,12 @@ def _choose(
         logit += tl.load(parts + of_token + index[None, :], mask=inside, other=0.0)
     # A NaN fails the comparison. Adding zero makes a negative zero positive.
     logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
-    # Map the logits to integers that have the same order: the GPU can find the largest integer held by 32
+    # Map the logits to integers with the same order, because the GPU can find the largest integer of 32
     # threads with one instruction.
     key = logit.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
-    # Padding and experts that are already chosen get the lowest value, below that of experts with a NaN
-    # logit.
+    # Padding and experts that are already chosen get the lowest value, which is below the value of experts
+    # with a NaN logit.
     excluded = -0x80000000
     key = tl.where((index < EXPERTS)[None, :], key, excluded)
     rank = tl.full([ROWS, ALL], TOP_K, tl.int32)

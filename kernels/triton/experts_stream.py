@@ -3,12 +3,14 @@
 """Computes the FP8 experts of one or two tokens. The weights are loaded from memory directly into tensor-core
 registers, as in `linear_stream`, which explains the layouts.
 
-In `gemv`, converting e4m3 weights to float32 on the CUDA cores takes about as long as reading them. Here, the
-weights are only converted to float16, without loss, and the tensor cores sum the products in float32.
+In `gemv`, converting e4m3 weights to float32 on the CUDA cores takes about as long as reading them. The
+kernels in this module only convert the weights to float16, without loss, and the tensor cores sum the
+products in float32.
 
 In `up`, each warp of a program computes a part of K for one choice. In `down`, each warp computes one of the
-token's choices: it quantises the activations of this choice, and no other warp needs them. All weights of a
-`down` program are loaded before it waits for `up`. The sums of the warps are added in a fixed order.
+token's choices. The warp quantises the activations of this choice itself, because no other warp needs them.
+All weights of a `down` program are loaded before it waits for `up`. The sums of the warps are added in a
+fixed order.
 
 The kernels are written in Gluon, which Triton's interpreter does not support. Their results are therefore
 tested only on a GPU.
@@ -194,8 +196,8 @@ def _up_stream(
             eight, _ = gl.broadcast(one, gl.zeros([WARPS, STEP, 8], gl.float16, layout=in_x))
             acc = mma_v2(tiles[step].to(gl.float16), eight, acc)
 
-        # All eight rows are equal, and only one is stored. Each thread holds both the gate and the up value
-        # of a column.
+        # All eight rows are equal, so only one row is stored. Each thread holds both the gate and the up
+        # value of a column.
         dtype: gl.constexpr = out.dtype.element_ty
         total = gl.convert_layout(gl.sum(acc, axis=0), pairs) * scale[:, None]
         gate, up = gl.split(gl.permute(gl.reshape(total, [BLOCK_N // 2, 2, 8]), [0, 2, 1]))
@@ -247,8 +249,8 @@ def _down_stream(
     tiles = ()
     for step in gl.static_range(steps):
         tiles = tiles + (_load(at + step * STEP, inside, PARTIAL),)
-    # The sums are multiplied by the routing weight and the scale of the weight row, and below by the scale of
-    # the choice.
+    # Combine the routing weight with the scale of the weight row. The scale of the choice's activations is
+    # applied below.
     sum_turn = gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_sums))
     sum_index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, of_sums))
     sum_expert, sum_here = _experts(chosen, token, sum_turn, first_expert, WARPS, EXPERTS, PARTIAL)
@@ -302,8 +304,8 @@ def _experts(
     EXPERTS: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):
-    """Return the experts of some choices, numbered from this rank's first expert, and whether each is on this
-    rank. An expert on another rank is returned as 0."""
+    """Return the experts of some choices, numbered from this rank's first expert, and whether each expert is
+    on this rank. An expert on another rank is returned as 0."""
     expert = gl.load(chosen + token * TOP_K + turn, cache_modifier=".cg").to(gl.int64)
     here = turn >= 0
     if PARTIAL:

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs
-"""Contains the elementwise kernels that run between a decoder's GEMMs. Each kernel makes one pass over its
-data.
+"""Contains the elementwise kernels that run between the GEMMs of a decoder. Each kernel reads its data only
+once.
 
-The kernels compute RMSNorm, QK-norm + RoPE + KV-cache write, and SiLU·mul. Each has a variant that quantises
-its result to e4m3. (The GEMMs in `linear` add the residual.) `kernels.Ops` defines shapes and semantics. The
-kernels round at the same points as the reference implementations in `kernels.reference`: a normalised head
-before the rotation, silu(gate) before the multiplication, and a result before its quantisation.
+The kernels compute RMSNorm, QK-norm + RoPE + KV-cache write, and SiLU·mul. Each kernel has a variant that
+quantises its result to e4m3. (The GEMMs in `linear` add the residual.) `kernels.Ops` defines shapes and
+semantics. The kernels round at the same points as the reference implementations in `kernels.reference`: a
+normalised head before the rotation, silu(gate) before the multiplication, and a result before its
+quantisation.
 
 Quantisation uses one scale per token, or per token and head. A scale is the largest magnitude / 448, so no
 value saturates. A row of zeros has scale 0.
@@ -26,8 +27,8 @@ from kernels import PAGE_TOKENS, KvPool, Rotation
 from kernels.limits import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
-"""Dtype of quantised values. Triton's interpreter does not support e4m3, so tests that run in it replace this
-dtype. Values are then scaled but not rounded to eight bits."""
+"""Dtype of quantised values. Triton's interpreter does not support e4m3, so tests that use the interpreter
+replace this dtype. In these tests, values are scaled but not rounded to eight bits."""
 
 
 # ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +138,7 @@ def _norm(
 
 @triton.jit
 def fp8_scale(largest):
-    """Return the scale for values with a largest magnitude of `largest`, and the factor that quantises the
+    """Return the scale for values whose largest magnitude is `largest`, and the factor that quantises the
     values. Divisions are rounded exactly, as in the reference. A quantised value may exceed 448 by one
     rounding step. This is harmless, because the hardware conversion to e4m3 saturates."""
     return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
@@ -180,9 +181,9 @@ def rope_cache_write(
     if tokens == 0:
         return queries
     both = heads + 2 * kv_heads
-    # Number of heads per program. 16 heads of 128 bf16 values are 4 KB. Each of the 128 threads then loads 16
-    # bytes of the heads' first halves and 16 bytes of their second halves. With few tokens, programs with
-    # fewer heads finish sooner.
+    # Choose the number of heads per program. 16 heads of 128 bf16 values take 4 KB, so each of the 128
+    # threads loads 16 bytes of the heads' first halves and 16 bytes of their second halves. With few tokens,
+    # programs with fewer heads finish sooner.
     group = min(8 if tokens <= 256 else 16, triton.next_power_of_2(both))
     _rope[(tokens, triton.cdiv(both, group))](
         qkv,
@@ -358,7 +359,7 @@ def _launch_silu(
 
 @triton.jit
 def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Process a block of columns of one token. If the result is quantised, the block is the whole row,
+    """Process a block of columns of one token. If the result is quantised, the block contains the whole row,
     because the scale depends on all columns."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -397,7 +398,7 @@ def _block(width: int, name: str) -> int:
 
 
 def _row_warps(block: int, tokens: int) -> int:
-    """Return the number of warps per row. With few tokens, a row is distributed over more threads to reduce
-    latency. With many tokens, each thread processes more elements to increase bandwidth."""
+    """Return the number of warps per row. With few tokens, a row is distributed over more threads, which
+    reduces latency. With many tokens, each thread processes more elements, which increases bandwidth."""
     elements = 8 if tokens <= 256 else 16
     return min(max(block // (32 * elements), 1), 32)

@@ -1,22 +1,23 @@
 # mypy: allow-untyped-defs
-"""Computes the GEMMs of a decode step, which have up to 64 rows. Nearly all of their time is spent reading
-the weights.
+"""Computes the GEMMs of a decode step, which have up to 64 rows. These GEMMs spend nearly all of their time
+reading the weights.
 
 `linear` and `linear_fp8` accept any number of rows. A table of measured shapes (`linear_table`) selects one
-of our kernels, or cuBLAS (through torch) where cuBLAS is faster. For shapes that are not in the table, the
-rules in `linear_plans` choose the kernel.
+of the kernels in this package, or cuBLAS (through torch) where cuBLAS is faster. For shapes that are not in
+the table, the rules in `linear_plans` choose the kernel.
 
-Each GEMM is fused with the operations on its input and its result: RMSNorm and the quantisation of x are its
-prologue; bias, residual and SwiGLU are its epilogue. With one row, every program computes the norm and the
-quantisation itself. With more rows, the norm and the quantisation are a separate launch, or two consecutive
-GEMMs share the norm (`kernels.DeferredNorm`). In the latter case, the first GEMM multiplies its result by the
-norm's gain and sums the squares, and the second GEMM multiplies its sums by each token's remaining factor.
+Each GEMM is fused with the operations on its input and its result. RMSNorm and the quantisation of x are the
+prologue of the GEMM. Bias, residual and SwiGLU are the epilogue. With one row, every program computes the
+norm and the quantisation itself. With more rows, the norm and the quantisation are a separate launch, or two
+consecutive GEMMs share the norm (`kernels.DeferredNorm`). To share a norm, the first GEMM multiplies its
+result by the norm's gain and sums the squares. The second GEMM multiplies its sums by each token's remaining
+factor.
 
 Rounding:
 - x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
   divided by its scale (its largest magnitude / 448) and rounded to e4m3, as in `reference.quantise_fp8`.
 - A shared norm rounds x × gain once, whereas the reference rounds x × factor × gain once. The relative error
-  is the same if x × gain is within the dtype's range. With float16, x × gain may exceed it.
+  is the same if x × gain is within the dtype's range. With float16, x × gain may exceed this range.
 - Sums are computed in float32. Bias and residual are added to the float32 sum, which is rounded once to the
   dtype of `out`. The reference rounds before it adds a residual.
 - SwiGLU rounds gate, up and silu(gate), as the reference does.
@@ -63,17 +64,17 @@ def linear(
     pdl: bool = True,
     plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """Return `rms_norm(x) @ weight.T + bias`, followed by SwiGLU and `+ residual`. Each step is applied only
-    if its argument is given.
+    """Return `rms_norm(x) @ weight.T + bias`, followed by SwiGLU and `+ residual`. Each operation is applied
+    only if its argument is given.
 
     x: `[rows, K]`; its rows may be strided. weight: `[N, K]` in x's dtype, contiguous. bias: `[N]`.
     norm_weight: `[K]`. silu_mul: apply SwiGLU. The weight contains the gate's rows followed by the up
-    projection's rows, and the result is `silu(gate) × up`, `[rows, N / 2]`. residual, out: `[rows, N]` (`N /
-    2` with silu_mul). Their rows may be strided, and both may be the same tensor. workspace: memory for
-    split-K GEMMs. If it is None, this call allocates one, at the cost of an extra launch. table: the device's
-    measured plans; if None, only the rules apply. plan: overrides the table's choice. pdl: use programmatic
-    dependent launch. weight, bias and next_gain are then read before the previous kernel has finished, so the
-    previous kernel must not write to them.
+    projection's rows, and the result is `silu(gate) × up`, `[rows, N / 2]`. residual, out: `[rows, N]`
+    (`N / 2` with silu_mul). Their rows may be strided, and both may be the same tensor. workspace: memory for
+    split-K GEMMs. If workspace is None, this call allocates one, at the cost of an extra launch. table: the
+    device's measured plans, or None if only the rules apply. plan: overrides the table's choice. pdl: use
+    programmatic dependent launch. weight, bias and next_gain are then read before the previous kernel has
+    finished, so the previous kernel must not write to them.
 
     The following arguments let two GEMMs share a norm. They require a plan with `tiled` set. squares:
     `DeferredNorm.squares` of the deferred norm whose `values` are x. If it is given, eps is the norm's eps,
@@ -122,9 +123,10 @@ def linear_fp8(
     """Compute `linear` with e4m3 weights `[N, K]` and x quantised per token. `weight_scale [N]` contains a
     float32 scale for each weight row.
 
-    x: `[rows, K]` in the model's dtype, which is quantised after the optional RMSNorm; or already e4m3 with
-    float32 scales `x_scale`, `[rows]` or `[rows, 1]`. In the latter case, norm_weight must be None, and dtype
-    must be the model's dtype. The result has the model's dtype unless `out` has another dtype.
+    x: `[rows, K]`, either in the model's dtype or in e4m3. In the model's dtype, x is quantised after the
+    optional RMSNorm. In e4m3, x has float32 scales `x_scale`, `[rows]` or `[rows, 1]`, norm_weight must be
+    None, and dtype must be the model's dtype. The result has the model's dtype unless `out` has another
+    dtype.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
@@ -137,7 +139,8 @@ def linear_fp8(
             f"expected float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
-    # The one-row kernels quantise x themselves, so they cannot process a row that is already quantised.
+    # Use a kernel for several rows, because the one-row kernels quantise x themselves and cannot process a
+    # row that is already quantised.
     for_rows = rows if x_scale is None else max(rows, 2)
     plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
     if out is None and (plan is not None or not rows):
@@ -174,8 +177,8 @@ def quantise(
     """Quantise `x [rows, n]`, which must be contiguous, to e4m3 with scales `[rows, 1]` float32, as
     `reference.quantise_fp8` does.
 
-    values: dtype of the quantised values. Triton's interpreter does not support e4m3, so tests that run in it
-    pass another dtype.
+    values: dtype of the quantised values. Triton's interpreter does not support e4m3, so tests that use the
+    interpreter pass another dtype.
     """
     rows, n = x.shape
     quantised = torch.empty((rows, n), dtype=values, device=x.device)
@@ -264,11 +267,12 @@ def _cublas_fp8(
     pdl: bool,
 ) -> torch.Tensor:
     """Compute an FP8 GEMM with cuBLAS and return the result in the model's dtype. cuBLAS always returns
-    bfloat16 here; the result is converted if the model is float16. With float16 results and a scale per row,
-    some versions of torch return wrong values on some GPUs. The last bits of a float16 result would be
-    inaccurate even without this bug, because sums have only about 14 bits."""
+    bfloat16 here, and the result is converted if the model is float16. The reason is that some versions of
+    torch return wrong values on some GPUs for float16 results with a scale per row. Even without this bug,
+    the last bits of a float16 result would be inaccurate, because sums have only about 14 bits."""
     as_asked = dtype == torch.bfloat16
-    # Meta tensors, on which launches are enumerated, do not support this argument.
+    # `out` is not used for meta tensors, on which launches are enumerated, because they do not support this
+    # argument.
     direct = out is not None and as_asked and not extras.silu_mul and extras.residual is None and x.is_cuda
     product = torch._scaled_mm(
         x,

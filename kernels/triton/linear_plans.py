@@ -1,5 +1,5 @@
-"""Contains the rules for GEMMs with few rows that have no measured entry in a `linear_table`. For each GEMM,
-the rules either select cuBLAS or determine how the GEMM is divided into programs.
+"""Contains the rules for GEMMs with few rows that have no measured entry in a `linear_table`. For each of
+these GEMMs, the rules either select cuBLAS or determine how the GEMM is divided into programs.
 
 The constants are the best values measured on an H200 for the shapes of an 8B decoder
 (docs/performance-notes-linear.md). This module does not import Triton, so plans can be created and tested on
@@ -21,11 +21,12 @@ GEMM, and cuBLAS is faster. For e4m3 weights with few outputs, the limit is twic
 reads these weights at only a third of the memory bandwidth."""
 
 MAX_SPLIT_PROGRAMS = 180
-"""Upper limit on the number of programs of a split-K GEMM. The split is doubled while the number of programs
-stays below this limit."""
+"""Upper limit on the number of programs of a split-K GEMM. The number of splits is doubled as long as the
+number of programs stays below this limit."""
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory available to a program on Hopper GPUs, on which the rules were derived."""
+"""Bytes of shared memory available to a program on Hopper GPUs. The rules were derived from measurements on a
+Hopper GPU."""
 
 _SHARED_BESIDE = 2 << 10
 """Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
@@ -56,14 +57,14 @@ class GemmPlan:
     kernels."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages, that is, of steps that can have their weights in flight at the same time."""
+    """Number of pipeline stages: the number of steps whose weights can be in flight at the same time."""
     split: int = 1
     """Number of programs among which K is divided (split-K)."""
 
     @property
     def tiled(self) -> bool:
-        """Whether each program's tile contains all tokens. If not, the GEMM cannot share a norm with another
-        GEMM."""
+        """Whether the tile of each program contains all tokens. Otherwise, the GEMM cannot share a norm with
+        another GEMM."""
         return self.form in ("dot", "tiles")
 
 
@@ -114,7 +115,7 @@ def choose(
 
 
 _MANY = 16384
-"""A GEMM with at least this many outputs is assumed to need many waves of programs."""
+"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
 
 
 def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:
@@ -139,7 +140,7 @@ def _stream(n: int, k: int) -> GemmPlan:
 
 def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     padded = max(16, _power_of_2(rows))
-    columns = 128 * 2 // dtype.itemsize  # a tile loads 256 bytes of a row
+    columns = 128 * 2 // dtype.itemsize  # a program loads 256 bytes of a row at a time
     if n >= _MANY:
         if padded == 64 or (padded == 32 and dtype.itemsize == 2):
             plan = GemmPlan("dot", padded, 128, columns, warps=8, stages=4)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton kernels for GEMMs with few rows: `gemv` for one row on the CUDA cores, and `dot` for more rows on
-the tensor cores.
+"""Contains the Triton kernels for GEMMs with few rows: `gemv` for one row on the CUDA cores, and `dot` for
+more rows on the tensor cores.
 
 In `gemv`, each program multiplies a few weight rows by one token, which the program normalises and quantises
 itself. In `dot`, the weight is the 64-row operand of the tensor-core instruction. The tokens, padded to a
@@ -107,9 +107,9 @@ def launch_dot(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, both
-    have scales. x must already be normalised. If `fused.squares` is given, x contains the values of a
-    deferred norm, and this GEMM multiplies its result by each token's factor."""
+    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, x and
+    the weight both have scales. x must already be normalised. If `fused.squares` is given, x contains the
+    values of a deferred norm, and this GEMM multiplies its result by each token's factor."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
@@ -168,8 +168,8 @@ def weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def gated(acc, dtype: tl.constexpr):
-    """Return silu(gate) × up, `[n / 2, rows]` float32, for the sums `acc [n, rows]` of the rows that
-    `weight_rows` lists. The operands are rounded to `dtype` as in `reference.silu_mul`."""
+    """Return silu(gate) × up, `[n / 2, rows]` float32, for the sums `acc [n, rows]` of the weight rows that
+    `weight_rows` returns. The operands are rounded to `dtype` as in `reference.silu_mul`."""
     width: tl.constexpr = acc.shape[0] // 2
     rows: tl.constexpr = acc.shape[1]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, rows]), 0, 2, 1))
@@ -233,8 +233,8 @@ def _write_deferred_norm(
 
 @triton.jit
 def widen(values, FP8: tl.constexpr):
-    """Convert values to float32. e4m3 values are first converted to float16, because one instruction converts
-    two e4m3 values."""
+    """Convert values to float32. e4m3 values are first converted to float16, because a single instruction
+    converts two e4m3 values to float16."""
     if FP8:
         values = values.to(tl.float16)
     return values.to(tl.float32)
@@ -278,7 +278,7 @@ def _dot(
     GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by all tokens, over 1 / SPLIT of K."""
+    """Multiply BLOCK_N weight rows by all tokens. A program sums over 1 / SPLIT of K."""
     depth: tl.constexpr = K // SPLIT
     tile = tl.program_id(0) // SPLIT
     split = tl.program_id(0) % SPLIT
@@ -294,7 +294,8 @@ def _dot(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if PARTS:
-        # Load the squares before the GEMM and sum them after it, so that the loads overlap with the GEMM.
+        # Load the squares before the GEMM and sum them after the GEMM, so that the loads overlap with the
+        # GEMM.
         which = tl.arange(0, PARTS)
         there = (which < parts)[:, None] & live[None, :]
         squared = tl.load(x_squares + which[:, None] * rows + row[None, :], mask=there, other=0.0)
@@ -385,7 +386,7 @@ def _gemv(
 
     inverse = 1.0
     if NORM or QUANTISE:
-        # The whole row is loaded at once. A loop over parts of the row would need more registers.
+        # Load the whole row at once, because a loop over parts of the row would need more registers.
         column = tl.arange(0, WHOLE)
         row = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
         if NORM:

@@ -36,7 +36,7 @@ _REMEDY = "recreate the table with python -m engine.tune"
 
 
 class TableError(ValueError):
-    """A table cannot be used. The message contains the file, GEMM, row count, field and value."""
+    """Raised if a table cannot be used. The message contains the file, GEMM, row count, field and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class PlanEntry:
     library_us: float
     """Time that the library's GEMM adds to a decoder layer, in microseconds."""
     layer_us: float | None = None
-    """Time for a whole decoder layer, including attention, in microseconds. Set if the layer's plans were
-    chosen together to minimise this time; None if the plan was chosen to minimise `us`."""
+    """Time for a whole decoder layer, including attention, in microseconds. It is None if the plan was chosen
+    to minimise `us`. Otherwise, the plans of the layer were chosen together to minimise this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsEntry:
-    """The fastest kernels for an MoE layer and up to a given number of tokens."""
+    """The fastest kernels for an MoE layer with up to a given number of tokens."""
 
     plans: LayerPlans
     us: float
@@ -80,21 +80,22 @@ class ExpertsEntry:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The GEMM measurements of one GPU model. An empty table, `Table()`, leaves every choice to the rules."""
+    """The GEMM measurements of one GPU model. With an empty table, `Table()`, the rules choose every plan."""
 
     gpu: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
     """Date and software versions of the measurement."""
     products: Mapping[Product, Mapping[int, PlanEntry]] = field(default_factory=dict)
-    """Entries keyed by GEMM, and then by the maximum row count that an entry covers, in ascending order."""
+    """Entries by GEMM, and then by the maximum row count to which an entry applies, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
     """Bytes of shared memory available to a program on the GPU. The rules respect this limit."""
     experts: Mapping[ExpertsShape, Mapping[int, ExpertsEntry]] = field(default_factory=dict)
-    """Entries of MoE layers, keyed by the maximum number of tokens, in ascending order."""
+    """Entries by MoE layer, and then by the maximum number of tokens to which an entry applies, in ascending
+    order."""
 
     def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
-        """Return the plans of an MoE layer. They come from the entry with the smallest sufficient
-        number of tokens, or from the rules if there is none."""
+        """Return the plans of an MoE layer. The plans come from the entry with the smallest sufficient number
+        of tokens. If there is no such entry, the rules choose the plans."""
         for most, entry in self.experts.get(shape, {}).items():
             if tokens <= most:
                 return entry.plans
@@ -246,7 +247,8 @@ def _experts_fields(entry: ExpertsEntry) -> dict[str, Any]:
 
 
 def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
-    """Return why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it can."""
+    """Return the reason why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if the plan
+    can compute it."""
     if plan.form not in _FORMS:
         return f"form is {plan.form!r}; expected one of {', '.join(_FORMS)}"
     for name in _NUMBERS:

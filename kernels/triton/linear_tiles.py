@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernel code supports only + to extend lists)
-"""Computes GEMMs with few rows on Hopper GPUs, starting the weight loads before the previous kernel has
+"""Computes GEMMs with few rows on Hopper GPUs. The loads of the weights start before the previous kernel has
 ended.
 
 As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core instruction, the tokens are the
-other operand, and K may be split over programs. Here the copy engine (TMA) loads the tiles. The kernel is
-written in Gluon, Triton's lower-level language, which controls when each load starts. Each program first
-requests the weights of all its stages, then waits for the previous kernel, and only then requests x. Programs
-are small, so that programs of the next GEMM fit on a multiprocessor beside the running programs, and load
-their first weights while the running programs finish.
+other operand, and K may be split over programs. Unlike there, the copy engine (TMA) loads the tiles. The
+kernel is written in Gluon, Triton's lower-level language, which controls when each load starts. Each program
+first requests the weights of all its stages, then waits for the previous kernel, and only then requests x.
+Programs are small, so that programs of the next GEMM fit on a multiprocessor together with the running
+programs. They load their first weights while the running programs finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
@@ -40,9 +40,9 @@ def launch_tiles(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, both
-    have scales. x must already be normalised. If `fused.squares` is given, x contains the values of a
-    deferred norm, and this GEMM multiplies its result by each token's factor."""
+    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, x and
+    the weight both have scales. x must already be normalised. If `fused.squares` is given, x contains the
+    values of a deferred norm, and this GEMM multiplies its result by each token's factor."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
@@ -137,7 +137,8 @@ def _fetch_weights(w_tiles, tile, k, ready, w, wanted, BLOCK_N: gl.constexpr, SI
 
 @gluon.jit
 def _gated(acc, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return silu(gate) × up, `[n / 2, rows]`, for sums `[n, rows]` that contain both gate and up."""
+    """Return silu(gate) × up, `[n / 2, rows]`, for sums `[n, rows]` that contain both the gate and the up
+    values."""
     n: gl.constexpr = acc.shape[0]
     rows: gl.constexpr = acc.shape[1]
     both = gl.permute(gl.reshape(acc, [2, n // 2, rows]), [1, 2, 0])
@@ -183,7 +184,7 @@ def _tiles(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by all tokens, over 1 / SPLIT of K."""
+    """Multiply BLOCK_N weight rows by all tokens. A program sums over 1 / SPLIT of K."""
     values: gl.constexpr = w_tiles.dtype
     bits: gl.constexpr = values.primitive_bitwidth
     dtype: gl.constexpr = out.dtype.element_ty
@@ -210,7 +211,8 @@ def _tiles(
         k = first_k + stage * BLOCK_K
         _fetch_weights(w_tiles, tile, k, ready.index(stage), ws.index(stage), True, BLOCK_N, SILU)
 
-    # Weight scales, bias and gain do not depend on the previous kernel, so load them before waiting for it.
+    # Load weight scales, bias and gain before waiting for the previous kernel, because they do not depend on
+    # that kernel.
     index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
     if SILU:
         column = gl.minimum(tile * (BLOCK_N // 2) + index % (BLOCK_N // 2), columns - 1)
@@ -229,8 +231,8 @@ def _tiles(
         gain = gl.load(next_gain + gl.minimum(column, columns - 1))
 
     if PDL:
-        # Load a tile past the last row of x, to make the copy engine fetch x's descriptor before the wait.
-        # The load returns zeros without reading x.
+        # Load a tile past the last row of x. This makes the copy engine fetch the descriptor of x before the
+        # wait. The load returns zeros and does not read x.
         mbarrier.expect(described, ROWS * BLOCK_K * bits // 8)
         tma.async_copy_global_to_shared(x_tiles, [ROWS, 0], described, xs.index(0))
         mbarrier.wait(described, 0)
@@ -260,7 +262,7 @@ def _tiles(
         mbarrier.wait(ready.index(stage), phase)
         w = ws.index(stage).reshape([BLOCK_N, BLOCK_K])
         acc = warpgroup_mma(w, xs.index(stage).permute([1, 0]), acc)
-        # The data in this stage has been used. Refill the stage for step `step + STAGES`.
+        # The data in this stage is no longer needed. Refill the stage for step `step + STAGES`.
         more = step + STAGES < steps
         k = first_k + (step + STAGES) * BLOCK_K
         mbarrier.expect(ready.index(stage), stage_bytes, more)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 """Contains the Triton functions that process the heads in the result of the qkv GEMM: QK-norm, RoPE, and
-conversion to the cache's dtype. They round at the same points as `fused.rope_cache_write`."""
+conversion to the cache's dtype. These functions round at the same points as `fused.rope_cache_write`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def angles(line, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def turned(row, head, mask, cos, sin, gain, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Return the heads at indices `head [n]` of a token's qkv row, rotated and, with NORM, normalised with
-    `gain [HEAD_DIM]`: `[n, HEAD_DIM]` float32."""
+    """Return the rotated heads at indices `head [n]` of a token's qkv row: `[n, HEAD_DIM]` float32. With
+    NORM, the heads are first normalised with `gain [HEAD_DIM]`."""
     dim = tl.arange(0, HEAD_DIM)
     swap = (dim + HEAD_DIM // 2) % HEAD_DIM
     at = row + head[:, None] * HEAD_DIM
@@ -44,8 +44,8 @@ def turned(row, head, mask, cos, sin, gain, eps, HEAD_DIM: tl.constexpr, NORM: t
 
 @triton.jit
 def rounded(head, cache, SCALED: tl.constexpr):
-    """Convert one head, `[1, n]` float32, to the cache's dtype. Return the head and its scale, which is 1.0
-    if the cache has no scales."""
+    """Convert one head, `[1, n]` float32, to the cache's dtype. Return the converted head and its scale,
+    which is 1.0 if the cache has no scales."""
     scale = 1.0
     if SCALED:
         scale, inverse = fp8_scale(tl.max(tl.abs(head)))

@@ -2,9 +2,9 @@
 """Defines the memory through which the GPUs of one host exchange small messages, and the device functions
 that send and receive its words.
 
-The protocol pushes data, as NCCL's LL and TensorRT-LLM's Lamport kernels do. Every rank owns an *arena*:
-device memory that all ranks have mapped. A rank writes its part of a message into its peers' arenas, and
-polls its own arena until its peers' parts have arrived. A 32-bit word that has not arrived contains a
+Like NCCL's LL protocol and TensorRT-LLM's Lamport kernels, the protocol pushes data. Every rank owns an
+*arena*: device memory that all ranks have mapped. A rank writes its part of a message into its peers' arenas,
+and polls its own arena until its peers' parts have arrived. A 32-bit word that has not arrived contains a
 reserved value. A single store therefore transfers the data and also signals its arrival, so no barrier or
 fence is needed.
 
@@ -17,11 +17,11 @@ An arena can be reused without a barrier for two reasons:
   part only after the first call has finished, and the first call has restored the reserved value.
 
 If a peer stopped, the other ranks would poll forever. The poll loop therefore also reads a flag. Once this
-flag is set, calls return soon, their results are undefined, and the group of ranks must be recreated. The
-host sets a word in its own memory, and a thread that has polled for about 50 ms copies it to the flag, which
-is in device memory. Threads must not read the host's memory more often: reads of one address are serialised,
-so the thousands of threads of a large grid would take about 1 ms. Two ranks would then keep delaying each
-other by 1 ms in every following call.
+flag is set, all calls return soon with undefined results, and the group of ranks must be recreated. The host
+sets a word in its own memory, and a thread that has polled for about 50 ms copies it to the flag, which is in
+device memory. Threads must not read the host's memory more often. Reads of one address are serialised, so the
+reads of the thousands of threads of a large grid would take about 1 ms. Two ranks would then keep delaying
+each other by 1 ms in every following call.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 EMPTY_WORD = -(1 << 31)
-"""The reserved value of a word that has not arrived. It is -0.0 in float32, and a pair of +0.0 and -0.0 in
-16-bit floats. Payload words with this value are sent as zero."""
+"""The reserved value of a word that has not arrived. As a float32, it is -0.0. As two 16-bit floats, it is
++0.0 and -0.0. Payload words with this value are sent as zero."""
 
 PROGRAMS = 528
 """Maximum number of programs in a grid. All programs must be resident at the same time, because each program
-waits for programs on other GPUs. An H100 or H200 supports four of them per multiprocessor."""
+waits for programs on other GPUs. On an H100 or H200, four of these programs fit on a multiprocessor."""
 
 REGION_BLOCK = 512
 """Maximum number of 32-bit words in an item. A program sends one item at a time."""
@@ -57,7 +57,7 @@ class Arena:
     stop_address: int
     """Address of the result of `stop_words`."""
     items: int
-    """Maximum number of items that one program can exchange in a call. An item has up to REGION_BLOCK
+    """Maximum number of items that one program can exchange in a call. An item consists of up to REGION_BLOCK
     words."""
 
     @property
@@ -68,9 +68,9 @@ class Arena:
 
 
 def stop_words(host_address: int, device: torch.device) -> torch.Tensor:
-    """Return the words with which the host ends all polling on a device: [2] int64 on the device. They
-    contain the flag, and the address of an int32 word in page-locked host memory. The host sets this word to
-    1."""
+    """Return the words with which the host ends all polling on a device: [2] int64 on the device. The words
+    contain the flag, and the address of an int32 word in page-locked host memory. To end all polling, the
+    host sets the int32 word to 1."""
     return torch.tensor([0, host_address], dtype=torch.int64, device=device)
 
 
@@ -155,9 +155,9 @@ def begin_call(
 ):
     """Wait for the results of earlier kernels, and select the half of the program's region for this call.
 
-    Returns four values: the number of earlier calls; the address in this rank's arena at which rank 0's words
-    arrive; the address for this rank's words, relative to the start of a peer's arena; and the number of
-    bytes from one rank's words to the next rank's words.
+    Returns four values: the number of earlier calls; the address in this rank's arena at which the words from
+    rank 0 arrive; the address to which this rank's words are written, relative to the start of a peer's
+    arena; and the number of bytes from one rank's words to the next rank's words.
     """
     own = gl.load(addresses + RANK)
     if PDL:
@@ -179,7 +179,7 @@ def payload(words):
 
 @gluon.jit
 def send_to_peers(addresses, sent, words, RANK: gl.constexpr, WORLD: gl.constexpr):
-    """Send `words` to every other rank. sent: destination address, relative to the start of the receiver's
+    """Send `words` to every other rank. sent: destination address, relative to the start of each receiver's
     arena."""
     for hop in gl.static_range(1, WORLD):
         send(sent + gl.load(addresses + (RANK + hop) % WORLD), words)
@@ -187,7 +187,7 @@ def send_to_peers(addresses, sent, words, RANK: gl.constexpr, WORLD: gl.constexp
 
 @gluon.jit
 def receive(address, stop):
-    """Wait until words have arrived, mark them as read, and return them."""
+    """Wait until words have arrived, replace them by the reserved value, and return the received words."""
     words = poll(address, stop)
     send(address, words * 0 + EMPTY)
     return words

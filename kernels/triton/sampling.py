@@ -3,9 +3,9 @@ the logits processors that run before them.
 
 This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. The
 noise differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total. A draw
-therefore differs from the reference only if two scores, or a token and the boundary of the nucleus, are
-within these errors of each other. A NaN logit is treated as infinity. Every operation has a parameter `pdl`
-(programmatic dependent launch). If it is None, PDL is used on devices that support it.
+therefore differs from the reference only if the difference between two scores, or between a token and the
+boundary of the nucleus, is within these errors. A NaN logit is treated as infinity. Every operation has a
+parameter `pdl` (programmatic dependent launch). If it is None, PDL is used on devices that support it.
 
 Algorithm
 
@@ -13,10 +13,10 @@ The kernel *scan* computes for each chunk of a row the best score, its token id 
 the sum of exp, and the second best score. For greedy and plain rows, *pick* then selects the best chunk.
 
 For a full row, the first candidate is the Gumbel-max draw from the whole distribution. If top-k, top-p and
-min-p keep this token, it is the row's result. Top-p keeps it with a probability of at least top_p. The token
-with the second best score is the second candidate. *combine* finds both candidates. *above* reads the row
-again. For each candidate, it computes the number and the total mass of the tokens that are more likely.
-*decide* selects the first candidate that is kept. Nearly all rows are finished after these two reads.
+min-p keep this token, it is the row's result. Top-p keeps this token with a probability of at least top_p.
+The token with the second best score is the second candidate. *combine* finds both candidates. *above* reads
+the row again. For each candidate, it computes the number and the total mass of the tokens that are more
+likely. *decide* selects the first candidate that is kept. Nearly all rows are finished after these two reads.
 
 For the remaining rows, *settle* searches for the boundary between kept and excluded tokens, with several
 thresholds per read. It draws again among the tokens that are not yet excluded, until the drawn token is known
@@ -44,15 +44,15 @@ from kernels.triton.sampling_search import settle_kernel
 
 _CHUNK = 4096
 _CHUNK_WARPS = 8
-"""Number of columns and number of warps per program of *scan* and *above*. Both affect the order in which
-values are summed."""
+"""Number of columns and number of warps per program of *scan* and *above*. Both numbers affect the order in
+which values are summed."""
 _DECIDE_WARPS = 8
 _SETTLE_TILE = 2048
 _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
 _FEW = 64
 """Maximum top-k for which *decide* selects a row's token from a few groups instead of scanning the whole row.
-It reads at most this many groups and compares at most twice as many tokens."""
+*decide* then reads at most this many groups and compares at most twice as many tokens."""
 _GROUP = 128
 """Number of logits in a group. *scan* stores the largest logit of each group."""
 _THRESHOLDS = 2
@@ -92,7 +92,7 @@ def full(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torc
     summaries = torch.empty((rows, 8), dtype=torch.float32, device=device)
     states = torch.empty(rows, dtype=torch.int32, device=device)
     above = torch.empty((4, rows, chunks), dtype=torch.float32, device=device)
-    # Each row's list has space for _FEW groups and twice as many tokens.
+    # The list of each row has space for _FEW groups and twice as many tokens.
     group_lists = torch.empty((rows, 3 * _FEW), dtype=torch.int32, device=device)
     parameters = (draws.slots, draws.floats, draws.floats.stride(0), draws.top_k)
     combine_kernel[(rows,)](

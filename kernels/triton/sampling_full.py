@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
-"""Contains the sampling kernels that finish most full rows. They determine the tokens that top-k, top-p and
-min-p keep, and the best score among these tokens. `kernels.triton.sampling` explains the algorithm."""
+"""Contains the sampling kernels that finish most rows of the variant "full". They determine the tokens that
+top-k, top-p and min-p keep, and the best score among these tokens. `kernels.triton.sampling` explains the
+algorithm."""
 
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ def combine_kernel(
     best = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
     logit = tl.max(tl.where(tokens == token, logits, float("-inf")), axis=0)
-    # The row's second best score is either the best score of the other chunks or the second best score of the
-    # winner's chunk, whichever is higher.
+    # The second best score of the row is the higher of two scores: the best score of the other chunks, and
+    # the second best score of the chunk that contains the best score.
     bound = tl.max(tl.where(tokens == token, seconds, float("-inf")), axis=0)
     scores = tl.where(tokens == token, float("-inf"), scores)
     next_best = tl.max(scores, axis=0)
@@ -130,8 +131,8 @@ def above_kernel(
     EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each of the row's two candidates, consider the chunk's tokens that are more likely than the
-    candidate, and sum their exp(logit - largest). If the row has a top-k, also count these tokens."""
+    """For each of the row's two candidates, sum exp(logit - largest) over the chunk's tokens that are more
+    likely than the candidate. If the row has a top-k, also count these tokens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -248,7 +249,8 @@ def decide_kernel(
         next_count = tl.sum(tl.load(at_above + 3 * plane, mask=counted, other=0.0), axis=0)
         kept = (count < limit) & (mass < target)
         next_kept = (next_count < limit) & (next_mass < target)
-        # If both top-k and top-p apply, top-p refers to the mass that top-k keeps, which is not known yet.
+        # If both top-k and top-p apply, the limit of top-p refers to the mass that top-k keeps, which is not
+        # known yet.
         single = (by_count & by_mass) == 0
         known = single & (next_best > float("-inf"))
         take = single & (kept & (logit >= lowest))
@@ -294,9 +296,9 @@ def _settle_few(
     """Sample a row with a small top-k. Return whether the row is finished, the best score and its token.
 
     At least k tokens reach the k-th largest of the groups' maximum logits, so top-k keeps only tokens that
-    reach this value. These tokens are collected and compared with each other to find, for each one, the count
-    and mass of the more likely tokens. The row stays unfinished if ties make the lists too long (more than
-    FEW groups or 2 × FEW tokens).
+    reach this value. These tokens are collected and compared with each other. For each of them, the
+    comparison finds the count and mass of the more likely tokens. The row stays unfinished if ties make the
+    lists too long (more than FEW groups or 2 × FEW tokens).
     """
     group = tl.arange(0, GROUPS)
     highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))
@@ -351,7 +353,7 @@ def _settle_few(
                     weight = tl.where(other >= border, tl.exp(other - largest), 0.0)
                     mass += tl.sum(tl.where(other[None, :] > logit[:, None], weight[None, :], 0.0), axis=1)
                 total = tl.sum(tl.where(kept, tl.exp(logit - largest), 0.0), axis=0)
-                # The most likely token is kept, whatever top_p is.
+                # The most likely token is always kept, even if top_p is very small.
                 kept = kept & ((mass < top_p * total) | (logit >= largest))
             kept = kept & (logit >= lowest)
             token_hash = tl.load(hashes + of_entry, mask=of_entry < columns, other=0)
@@ -363,7 +365,7 @@ def _settle_few(
 
 @triton.jit
 def _entries(values, edited, at, copy, columns, tokens, start, count, EDITED: tl.constexpr):
-    """Return the logits of 16 listed columns, starting with the list's entry `start`."""
+    """Return the logits of 16 columns from a list, beginning with entry `start` of the list."""
     entry = start + tl.arange(0, 16)
     column = tl.load(tokens + entry, mask=entry < count, other=columns)
     return read(values, edited, at, copy, column, columns, EDITED)

@@ -31,7 +31,8 @@ def _fmix32(x):
 @triton.jit
 def _log2(x, NVIDIA: tl.constexpr):
     """Return the base-2 logarithm. It uses NVIDIA's approximate hardware logarithm, which takes 1 instruction
-    instead of 25. The error is at most 2^-22 (absolute near 1, relative elsewhere)."""
+    instead of 25. The error is at most 2^-22: an absolute error for arguments near 1, otherwise a relative
+    error."""
     if NVIDIA:
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -50,8 +51,8 @@ def gumbel(key, token_hash, NVIDIA: tl.constexpr):
     # Compute (bits + ½) / 2^31. The multiplication is exact, so the result is rounded as in the reference.
     share = bits.to(tl.int32).to(tl.float32) * 4.656612873077393e-10 + 2.3283064365386963e-10
     share = tl.minimum(share, 1.0 - 5.9604645e-8)
-    # Compute -ln(1 - share). For small shares, a polynomial is used, because 1 - share would lose digits
-    # (Chebyshev fit, relative error 1.7e-7).
+    # Compute -ln(1 - share). For small shares, use a polynomial (Chebyshev fit, relative error 1.7e-7),
+    # because 1 - share would lose digits.
     series = 0.14381851255893707 + share * 0.3399522006511688
     series = 0.2578205168247223 + share * series
     series = 0.3328547775745392 + share * series
@@ -79,8 +80,8 @@ def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDI
 
 @triton.jit
 def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
-    """Load logits as float32. Columns past the last one are loaded as -inf. NaN is replaced by infinity, so
-    that no maximum ignores it."""
+    """Load logits as float32. Columns past the last one are loaded as -inf. NaN is replaced by infinity,
+    because computing a maximum could otherwise ignore the NaN."""
     inside = column < columns
     if EDITED:
         if copy >= 0:
@@ -94,7 +95,7 @@ def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """Replace -inf by 0, so that subtracting the result from -inf does not give NaN."""
+    """Replace -inf by 0. Subtracting -inf from -inf would give NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
@@ -168,7 +169,7 @@ def scan_kernel(
         if noise != 0.0:
             key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
             score = x + noise * gumbel(key, tl.load(hashes + column, mask=column < columns, other=0), NVIDIA)
-    # Reductions over a chunk are combined where possible, because each reduction costs one or two barriers.
+    # Combine reductions over a chunk where possible, because each reduction costs one or two barriers.
     if DRAW == 2:
         best, largest = tl.split(tl.max(tl.join(score, x), axis=0))
     else:

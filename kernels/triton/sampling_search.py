@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """Contains the sampling kernel *settle*, which searches for the boundary between kept and excluded tokens. It
-processes the full rows that the other kernels have not finished. `kernels.triton.sampling` explains the
-algorithm."""
+processes the rows of the variant "full" that the other kernels have not finished. `kernels.triton.sampling`
+explains the algorithm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def settle_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the boundary between kept and excluded tokens of an unfinished row, and draw again.
+    """Find the boundary between the kept and the excluded tokens of an unfinished row, and draw again.
 
     Invariant: tokens with a logit up to `low` are excluded, and tokens with a logit of at least `high` are
     kept.
@@ -69,7 +69,7 @@ def settle_kernel(
     key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
 
     # If both top-k and top-p apply, first search for the boundary of top-k, because top-p refers to the mass
-    # above it.
+    # above this boundary.
     outside = count >= limit
     low = tl.where(outside, logit, float("-inf"))
     high = tl.where(outside, largest, logit)
@@ -109,8 +109,8 @@ def settle_kernel(
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw as soon as the tokens above `low` exceed the limits by at most a factor of 1.5, because such a
-        # draw will probably be accepted.
+        # Draw as soon as the count and mass of the tokens above `low` exceed the limits by at most a factor
+        # of 1.5, because such a draw will probably be accepted.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(
@@ -191,12 +191,12 @@ def _narrow(
 
     Also return `over`, the factor by which the tokens above the new `low` exceed the limits (by count or by
     mass, whichever is larger). `over` is 0 if no token is left between `low` and `high`. `mass_over` is the
-    mass above `low`: the argument for the old `low`, the result for the new one. extra: another threshold to
-    test, or `high` for none.
+    mass above `low`. The argument refers to the old `low`, and the result to the new `low`. extra: another
+    threshold to test, or `high` for no other threshold.
     """
     j = tl.arange(0, THRESHOLDS)
-    # The first steps space the thresholds equally between the bounds, which converges quickly for typical
-    # logits. Later steps space them so that equally many float32 numbers lie between them, which converges
+    # In the first steps, the thresholds are equally spaced between the bounds, which converges quickly for
+    # typical logits. In later steps, equally many float32 numbers lie between two thresholds, which converges
     # for all logits.
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
