@@ -35,11 +35,11 @@ from scripts.field_tables import (  # noqa: E402
 PAGE = ROOT / "docs" / "configuration.md"
 
 FIRST = "Outside of any table"
-"""The first generated heading. The text above it is written by hand."""
+"""The first generated heading of the page. The text above this heading is written by hand."""
 
 
 def page(former: str) -> str:
-    """Return the whole page. The text above the first generated heading is left unchanged."""
+    """Return the whole page with new tables. The text above the first generated heading is left unchanged."""
     head = former.partition(f"## {FIRST}")[0].rstrip() + "\n"
     parts = [head, *_section(FIRST, Settings, ()), *_section("[models.NAME]", ModelSettings, ("models",))]
     parts += _section("[models.NAME.sampling]", SamplingDefaults, ("models",))

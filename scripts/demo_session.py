@@ -155,7 +155,7 @@ class Clients:
                     if self._ended.is_set():
                         return
             except openai.OpenAIError:
-                pass  # the console shows what is wrong with the service
+                pass  # the console shows the problem of the service
             if self._ended.wait(PAUSE_S):
                 return
 
@@ -180,14 +180,14 @@ def show_row(appliance: str, run_dir: Path) -> None:
 
 def run_in_foreground(command: list[str]) -> None:
     """Run an interactive command until the user exits it."""
-    # Only the command reacts to Ctrl-C. If this process ignored the signal, the command would inherit that
-    # setting and ignore it too. This process therefore installs a handler instead.
+    # Only the command must react to Ctrl-C. If this process ignored the signal, the command would inherit
+    # this setting and also ignore the signal. This process therefore installs a handler that does nothing.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     process = subprocess.Popen(command)
     try:
         process.wait()
     finally:
-        if process.poll() is None:  # this process was asked to end: let the command restore the terminal
+        if process.poll() is None:  # this process must end: let the command restore the terminal
             process.terminate()
             process.wait()
         signal.signal(signal.SIGINT, before)

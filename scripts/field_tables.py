@@ -84,8 +84,8 @@ def row(cells: Iterable[str]) -> str:
 
 
 def write_or_check(path: Path, page: Callable[[str], str], description: str) -> int:
-    """Write a generated page or, with `--check`, only compare it, and return the exit code. `page` maps the
-    previous text of the page to the new text."""
+    """Write a generated page, and return the exit code. With `--check`, only compare the page with the file.
+    `page` maps the previous text of the page to the new text."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"

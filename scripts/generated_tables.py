@@ -68,7 +68,7 @@ def columns(fields: Iterable[Declared]) -> str:
 
 
 def values(field: Declared) -> str:
-    """Describe the values that can be entered for a field."""
+    """Return a description of the values that can be entered for a field."""
     return {"span": "a duration such as 90s", "time": "a duration such as 90d, or a date"}.get(
         field.kind, field.expected
     ) + (", or none" if field.optional else "")
@@ -86,7 +86,8 @@ def unit(field: Declared) -> str:
 
 
 def default(field: Declared) -> str:
-    """Return a field's default value in brackets, or an empty string if it has none."""
+    """Return the default value of a field in brackets, or an empty string if the field has no default
+    value."""
     return "" if field.default in (None, msgspec.NODEFAULT) else f" (default {shown(field, field.default)})"
 
 

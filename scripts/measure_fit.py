@@ -1,14 +1,14 @@
-"""Compares the memory that `appliance models fit` predicts with the memory that a replica uses, and attempts
+"""Compares the memory that `appliance models fit` predicts with the memory that a replica uses. Also attempts
 the loads that the command refuses.
 
     python scripts/measure_fit.py
     python scripts/measure_fit.py --shapes llama-3.1-8b mixtral-8x7b --json out.json
 
-Loads each public shape with random weights on the first GPU, in bfloat16 and with FP8 weights and an FP8 KV
-cache, and then runs enough requests to fill all sequence slots. The KV cache is limited to --kv-blocks
-blocks. Without this limit, the KV cache would fill the GPU, so the prediction would always be the size of the
-GPU's memory. The measured memory is the highest increase that NVML reports for the GPU. While a shape is
-loaded, the kernels of the next one are compiled.
+Loads a model of each public shape on the first GPU, with random weights. Each model is loaded twice: in
+bfloat16, and with FP8 weights and an FP8 KV cache. The script then runs enough requests to fill all sequence
+slots. The KV cache is limited to --kv-blocks blocks. Without this limit, the KV cache would fill the GPU, and
+the prediction would always be the size of the GPU's memory. The measured memory is the highest increase that
+NVML reports for the GPU. While one shape is loaded, the kernels of the next shape are compiled.
 
 A shape that `models fit` refuses is loaded anyway, and the load must fail. With --edge, a replica may use the
 GPU's whole memory. Two KV caches are tried: one that needs 3 % less than the remaining memory, which must
@@ -126,7 +126,7 @@ def main() -> int:
 
 
 def is_expected(case: Case, found: Measured, limit_percent: float) -> bool:
-    """Return whether the result is as expected: a refused load must fail; any other load must succeed, and
+    """Return whether the result is as expected. A refused load must fail. Any other load must succeed, and
     its memory must differ from the prediction by no more than the limit."""
     if case.refused:
         return bool(found.error)
@@ -140,7 +140,8 @@ def error_of(case: Case, found: Measured) -> float:
 
 def measure(case: Case, unused_bytes: int | None) -> Measured:
     """Load the case in another process, and read the GPU's memory use twice: when the replica is ready, and
-    after its requests. `unused_bytes` is the memory in use while no replica runs, or None without a GPU."""
+    after it has run the requests. `unused_bytes` is the memory in use while no replica runs, or None without
+    a GPU."""
     _wait_until_free(unused_bytes)
     began = time.monotonic()
     command = [sys.executable, __file__, "--load", msgspec.json.encode(case.settings).decode()]

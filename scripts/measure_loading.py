@@ -3,13 +3,13 @@
     python scripts/measure_loading.py FOLDER --shape llama-3.1-8b [--layers 8] [--ranks 8] [--fp8] [--cold]
 
 Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. The first
-limit is the rate at which threads can read the files: from the page cache or, with --cold, from the disk with
-O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The speed is reported as a
-fraction of the lower limit. The measurements are interleaved, because the speed of a shared disk varies. The
-table shows medians, which exclude the first run because it includes initialisation.
+limit is the rate at which threads can read the files. They are read from the page cache or, with --cold, from
+the disk with O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The speed is
+reported as a fraction of the lower limit. The measurements are interleaved, because the speed of a shared
+disk varies. The table shows medians. The first run is not counted, because it includes initialisation.
 
-With --ranks N, N processes load their parts of the model concurrently, each on a separate GPU, and then copy
-concurrently. The table then shows the sum of their rates.
+With --ranks N, N processes load their parts of the model at the same time, each on a separate GPU. They then
+measure the copies at the same time. In this case, the table shows the sum of the rates of all processes.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
 def run_rank(
     rank: int, arguments: argparse.Namespace, files: list[Path], rendezvous: str, results: Any
 ) -> None:
-    """Run the measurements of one rank. Rank 0 reports the total bytes of all ranks and the time of the
-    slowest rank."""
+    """Run the measurements of one rank. Rank 0 reports the number of bytes of all ranks together, and the
+    time of the slowest rank."""
     device = f"cuda:{rank}" if arguments.device == "cuda" else "cpu"
     if arguments.device == "cuda":
         torch.cuda.set_device(rank)
@@ -182,7 +182,7 @@ def drop_cache(files: list[Path]) -> None:
 
 
 def wait_for_page_cache() -> None:
-    """Wait until the loader's thread has read the files into the page cache."""
+    """Wait until the loader's background thread has read the files into the page cache."""
     for thread in threading.enumerate():
         if thread.name == "page cache":
             thread.join()
@@ -196,7 +196,8 @@ def read(files: list[Path], direct: bool) -> tuple[int, float]:
     pieces = [(fd, at) for fd in opened for at in range(0, os.fstat(fd).st_size, READ_BYTES)]
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(READ_THREADS):
-        # Use large pages: a disk read takes up to twice as long if its data is scattered over small pages.
+        # Use large pages, because a disk read takes up to twice as long if its data is scattered over small
+        # pages.
         pages = mmap.mmap(-1, READ_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
         pages.write(bytes(READ_BYTES))

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 """Makes the demo model that ships in appliance/demo_model, in three steps. A fourth command makes a
-mixture-of-experts model from it.
+mixture-of-experts model from the demo model.
 
     python scripts/train_demo_model.py corpus          # on CPython 3.11; writes build/demo_corpus
     python scripts/train_demo_model.py train FOLDER    # on a GPU; needs torch, numpy, safetensors, tokenizers
     python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
     python scripts/train_demo_model.py mixture FOLDER  # on a CPU; makes a mixture of experts
 
-The corpus is taken from the standard library of the Python that runs the first step; the other steps run on
-any Python. Runs are seeded, and repeatable on the same machine with the same software. Training takes a
-minute and a half on one H200.
+The corpus is taken from the standard library of the Python that runs the first step. The other steps run on
+any Python. Runs are seeded, so their results are repeatable on the same machine with the same software.
+Training takes a minute and a half on one H200.
 """
 
 import argparse

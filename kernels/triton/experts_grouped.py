@@ -16,8 +16,8 @@ from kernels.triton.linear_rows import gated, weight_rows
 
 @triton.jit
 def _group(groups, group, count):
-    """Return a group's expert, its first position, and the end of the expert's positions. For a number past
-    the last group, return the last group."""
+    """Return a group's expert, its first position, and the end of the expert's positions. If the number is
+    past the last group, return the last group."""
     at = groups + 4 * (1 + tl.maximum(tl.minimum(group, count - 1), 0))
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
@@ -56,8 +56,10 @@ def _grouped(
     and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
     results are written in the original order of the choices.
 
-    The scales, the choices of the next tile and the group of the tile after it are loaded while a tile's
-    products are computed, unless the tile's sums need most of the registers."""
+    While the products of a tile are computed, the program already loads the scales, the choices of the next
+    tile, and the group of the tile after the next. It does not do so if the tile's sums need most of the
+    registers.
+    """
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width
     early: tl.constexpr = ROWS * BLOCK_N <= 8192

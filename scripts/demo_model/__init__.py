@@ -1,1 +1,2 @@
-"""Builds the shipped demo model: corpus, tokenizer, conversations, training, export and score."""
+"""Builds the demo model that ships with the product. Its modules create the corpus, tokenizer and
+conversations, and train, export and score the model."""

@@ -1,7 +1,7 @@
 """Generates training conversations. Most questions ask, in varying words, for the documented purpose of a
-name.
+name in Python's standard library.
 
-The answers to questions about unknown names and other subjects say that the model does not know.
+The answers to questions about unknown names and other subjects say that the model does not know the answer.
 """
 
 import random
@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from demo_model.docstrings import Purpose
 from demo_model.tokenizer import ASSISTANT, BEGIN, END_OF_TURN, SYSTEM, USER, special_token_id
 
-# The frozen questions (questions.jsonl) use the first wording for functions and methods, and the second for
-# classes.
+# The frozen questions (questions.jsonl) use the first wording for functions and methods, and the second
+# wording for classes.
 WORDINGS = (
     "What does {0} do?",
     "What is {0} for?",
@@ -159,7 +159,7 @@ class ChatRows:
 
 
 class ConversationMaker:
-    """Draws the token ids of random conversations. Every wording is tokenized once, in advance."""
+    """Creates random conversations as token ids. Every wording is tokenized once, in advance."""
 
     def __init__(
         self, tokenizer: Tokenizer, purposes: list[Purpose], frozen: Iterable[dict[str, str]], seed: int
@@ -198,7 +198,7 @@ class ConversationMaker:
 
     def rows(self, count: int, length: int) -> ChatRows:
         """Return `count` conversations of at most `length` tokens. Each conversation has a random number of
-        turns; turns that do not fit are omitted."""
+        turns. Turns that do not fit are omitted."""
         pad = 0
         tokens = numpy.full((count, length), pad, dtype=numpy.int16)
         labels = numpy.full((count, length), IGNORED, dtype=numpy.int16)
@@ -237,7 +237,7 @@ class ConversationMaker:
             return self.random.choice(self.small_talk)
         if draw < _SMALL_TALK_SHARE + _UNKNOWN_SHARE:
             return self.random.choice(self.unknown)
-        if not self.queue:  # refill with all names in random order; names in questions.jsonl occur twice
+        if not self.queue:  # refill with all names in random order, those in questions.jsonl twice
             self.queue = [*range(len(self.answers)), *self.frozen]
             self.random.shuffle(self.queue)
         index = self.queue.pop()
@@ -250,8 +250,8 @@ class ConversationMaker:
 
 
 def _invented_names(purposes: list[Purpose], source: random.Random) -> list[str]:
-    """Return plausible names that do not exist. Each combines a module with the last component of another
-    name."""
+    """Return plausible names that do not exist. Each name combines a module with the last component of an
+    existing name from another module."""
     real = {purpose.name for purpose in purposes}
     known_modules = sorted({purpose.module for purpose in purposes})
     tails = sorted({purpose.name.rsplit(".", 1)[-1] for purpose in purposes if "." in purpose.name})

@@ -1,7 +1,7 @@
 """Builds the training text: CPython's standard library, pydoc's language reference, and docstrings of C
 functions.
 
-Some modules and their tests are held out to measure perplexity.
+Some modules and their tests are held out, so that perplexity can be measured on them.
 """
 
 import json
@@ -39,7 +39,7 @@ QUESTION_MODULES = (
     "stat", "array", "numbers", "ssl", "select", "smtplib",
 )  # fmt: skip
 QUESTION_COUNT = 200
-# Questions about these names come first. The remaining questions are drawn at random.
+# Ask about these names first. The remaining questions are drawn at random.
 FIRST_QUESTIONS = (
     "textwrap.dedent", "len", "sorted", "enumerate", "zip", "isinstance", "str.split", "str.join",
     "str.strip", "list.append", "list.sort", "dict.get", "dict.items", "os.path.join", "os.makedirs",
@@ -59,7 +59,7 @@ TESTS_WEIGHT = 1
 
 @dataclass(frozen=True)
 class Document:
-    """One file of training text. Of two files with the same length, the one with twice the `weight` is drawn
+    """One file of training text. If two files have the same length, a file with twice the `weight` is drawn
     twice as often."""
 
     title: str
@@ -103,7 +103,7 @@ def load_purposes(folder: Path) -> list[Purpose]:
 
 
 def load_questions(path: Path) -> list[dict[str, str]]:
-    """Return the rows {"id", "question", "expected"} of a questions file."""
+    """Return the rows of a questions file, each with the fields "id", "question" and "expected"."""
     return list(_read_lines(path))
 
 
@@ -119,7 +119,7 @@ def choose_questions(purposes: list[Purpose], seed: int) -> list[dict[str, str]]
         shuffled.shuffle(candidates)
         candidates.sort(
             key=lambda p: p.kind == "method"
-        )  # functions and classes first; pop(0) takes from the front
+        )  # functions and classes first, because pop(0) takes from the front
     by_name = {purpose.name: purpose for purpose in purposes}
     chosen: list[Purpose] = []
     sentences: set[str] = set()

@@ -1,4 +1,5 @@
-"""Collects the names in Python's standard library, and the documented purpose of each from its docstring.
+"""Collects the names in Python's standard library, and the documented purpose of each name from its
+docstring.
 
 The purpose of a name is the first sentence of its own docstring, never of an inherited one. Docstrings of C
 functions begin with the signature, which is skipped.
@@ -21,7 +22,7 @@ MIN_SENTENCE_CHARS = 14
 MAX_SENTENCE_CHARS = 150
 MAX_ANSWER_CHARS = 230
 MAX_NAME_CHARS = 56
-# A sentence shared by more names than this is too general to describe any of them.
+# A sentence that more names share is too general to describe any of these names.
 MAX_NAMES_PER_SENTENCE = 12
 
 SUBMODULES = (
@@ -39,8 +40,8 @@ SUBMODULES = (
     "ctypes.util",
 )  # fmt: skip
 
-# Modules that have side effects when imported, need a display or another platform, or are aliases of a listed
-# module.
+# Skip modules that have side effects when they are imported, need a display or another platform, or are
+# aliases of a listed module.
 SKIPPED = frozenset(
     (
         "antigravity", "this", "idlelib", "lib2to3", "turtledemo", "turtle", "test", "tkinter", "nt",
@@ -96,8 +97,8 @@ def first_paragraph(doc: str) -> str:
 
 
 def purpose_of_doc(doc: str | None) -> tuple[str, str] | None:
-    """Return the first sentence of a docstring together with the second sentence (or ""). Returns None if
-    there is no usable first sentence."""
+    """Return the first and the second sentence of a docstring. The second sentence is "" if there is only
+    one. Returns None if there is no usable first sentence."""
     if not doc:
         return None
     sentences = split_sentences(first_paragraph(doc))
@@ -130,8 +131,8 @@ def _is_clean(sentence: str) -> bool:
 
 
 def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
-    """Return every public name with a usable first sentence, sorted by name. Leave out duplicates, and
-    names whose sentence is shared by too many others."""
+    """Return every public name with a usable first sentence, sorted by name. Leave out duplicates, and names
+    whose sentence too many other names share."""
     found: dict[str, Purpose] = {}
     for module_name in _module_names():
         if module_name.split(".")[0] in excluded_modules:
@@ -148,7 +149,8 @@ def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
 
 
 def builtin_reference(purposes: list[Purpose]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) pairs for the docstrings of C code, which do not occur in any Python source."""
+    """Yield (title, text) pairs for the docstrings of C code, which do not occur in any Python source
+    file."""
     for module_name in sorted({purpose.module for purpose in purposes}):
         module = _import(module_name)
         if module is None:
@@ -164,7 +166,7 @@ def builtin_reference(purposes: list[Purpose]) -> Iterator[tuple[str, str]]:
 
 def _is_c_object(target: Any) -> bool:
     if inspect.isclass(target):
-        # Py_TPFLAGS_HEAPTYPE: the type was created by a class statement
+        # Py_TPFLAGS_HEAPTYPE: a class statement created the type
         return not target.__flags__ & (1 << 9)
     return (
         inspect.isbuiltin(target) or inspect.ismethoddescriptor(target) or inspect.isgetsetdescriptor(target)

@@ -1,8 +1,10 @@
-"""The Llama architecture in plain torch, for training.
+"""Implements the Llama architecture in plain torch, for training.
 
-RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU, tied embeddings.
+The model uses RMSNorm, RoPE in the rotate-half convention, grouped-query attention, SwiGLU and tied
+embeddings.
 
-Parameter names are those of Hugging Face's LlamaForCausalLM, so a state dict can be used as a checkpoint.
+The names of the parameters are those of Hugging Face's LlamaForCausalLM, so a state dict can be used as a
+checkpoint.
 """
 
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of the model. When the matrices are split across four ranks, the dimensions of every rank's
-    shards are multiples of 64."""
+    """Sizes of the model. With these sizes, the dimensions of every rank's shards are multiples of 64 if the
+    matrices are split across four ranks."""
 
     vocabulary: int = 5120
     hidden: int = 384
@@ -98,7 +100,7 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """Decoder with tied input and output embeddings.
+    """The decoder, whose input and output embeddings are tied.
 
     Weights are initialised as in GPT-2: normally distributed with standard deviation 0.02, and output
     projections scaled by 1/sqrt(2 × layers).

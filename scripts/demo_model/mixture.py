@@ -1,8 +1,8 @@
 """Makes a small mixture-of-experts model from the demo model by "sparse upcycling" (Komatsuzaki et al. 2022).
 
-Each expert starts as a copy of the dense MLP with added noise, which makes the experts differ. The experts
-and the router are then trained to reproduce the dense model's probabilities on its questions and on text from
-the standard library.
+Each expert starts as a copy of the dense MLP. Added noise makes the experts differ. The experts and the
+router are then trained to reproduce the dense model's probabilities. The training uses the model's questions
+and text from the standard library.
 """
 
 import json
@@ -56,7 +56,8 @@ def upcycle(dense: LlamaForCausalLM, noise: float, seed: int) -> MixtralForCausa
     model = MixtralForCausalLM(
         MixtralConfig(**fields | {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN})
     )
-    # The dense model has no router or experts, and the mixture-of-experts model has no dense MLPs.
+    # Parameters may be missing or left over, because the dense model has no router or experts, and the
+    # mixture-of-experts model has no dense MLPs.
     model.load_state_dict(dense.state_dict(), strict=False)
     with torch.no_grad():
         for layer, source in zip(model.model.layers, dense.model.layers, strict=True):
@@ -107,8 +108,8 @@ def export(student: Any, dense: Path, out: Path) -> None:
 
 
 def _divergence(student: Any, teacher: Any, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean divergence from the teacher over the tokens marked in `known` [rows, length], and the
-    load-balancing loss."""
+    """Return the mean divergence from the teacher (the dense model), and the load-balancing loss. The mean
+    covers the tokens that are marked in `known` [rows, length]."""
     with torch.no_grad():
         wanted = teacher(tokens, attention_mask=known).logits.log_softmax(-1)
     out = student(tokens, attention_mask=known, output_router_logits=True)

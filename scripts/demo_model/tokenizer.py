@@ -1,4 +1,4 @@
-"""The demo model's byte-level BPE tokenizer and its chat template."""
+"""Defines the byte-level BPE tokenizer of the demo model and its chat template."""
 
 import json
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ ASSISTANT = "<|assistant|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (BEGIN, END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 
-# Each turn consists of its role's token, the trimmed content and <|end|>, without whitespace in between. A
-# turn therefore has the same tokens wherever it occurs.
+# A turn consists of the token of its role, the trimmed content and <|end|>, without whitespace in between.
+# The tokens of a turn are therefore the same wherever the turn occurs.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -30,9 +30,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Llama 3's splitting rule: contractions; words with one leading space or punctuation character; up to three
-# digits; runs of punctuation; line ends; and runs of spaces, except for the last space, which belongs to the
-# next word.
+# Text is split as in Llama 3, into contractions, words with one leading space or punctuation character,
+# groups of up to three digits, runs of punctuation, line ends and runs of spaces. The last space of a run
+# belongs to the next word.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,4 +1,5 @@
-"""Trains the demo model. Every step uses text from the standard library and conversations about it."""
+"""Trains the demo model. Every step uses text from the standard library and conversations about the
+library."""
 
 import json
 import math
@@ -29,7 +30,7 @@ class Recipe:
     steps: int = 3500
     warmup_steps: int = 150
     peak_rate: float = 2e-3
-    weight_decay: float = 2.5  # large to limit overfitting: training reads the text many times
+    weight_decay: float = 2.5  # large, because training reads the text many times and could overfit
     clip_norm: float = 1.0
     text_rows: int = 16
     text_length: int = 2048
@@ -45,7 +46,7 @@ class TextStream:
     """`tokens` int16 [total]: shuffled documents, each followed by its end token.
 
     `starts` int64: the positions where rows may begin, which are the starts of lines. Each position is
-    repeated according to its document's weight.
+    repeated according to the weight of its document.
     """
 
     tokens: Tensor
