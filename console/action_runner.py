@@ -38,7 +38,7 @@ _READ_ONLY = "this console is read-only: start it with --write to perform action
 OutcomeKind = Literal["done", "no longer listed", "failed", "cancelled", "not tried"]
 
 
-class Outcome(NamedTuple):
+class ActionOutcome(NamedTuple):
     """What happened to one target of an action."""
 
     target: str | None
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
         return f"{self.target}: {self.kind}" + (f": {self.reason}" if self.reason else "")
 
 
-def counted_outcomes(outcomes: Sequence[Outcome]) -> str:
+def counted_outcomes(outcomes: Sequence[ActionOutcome]) -> str:
     """Return how many targets have each outcome, such as "1 of 3 done, 1 failed, 1 not tried"."""
     counts = Counter(one.kind for one in outcomes)
     others = [f", {counts[kind]} {kind}" for kind in get_args(OutcomeKind)[1:] if counts[kind]]
@@ -160,11 +160,11 @@ class ActionRunner:
         if self.confirming is not None:
             return
         targets: list[str | None] = [*names] or [None]
-        outcomes: list[Outcome] = []
+        outcomes: list[ActionOutcome] = []
         view = self._app.session.view
         for name in targets:
             if name is not None and not view.has_target(name, self._app.session.newest()):
-                outcomes.append(Outcome(name, "no longer listed"))
+                outcomes.append(ActionOutcome(name, "no longer listed"))
                 continue
             place = f"{len(outcomes) + 1} of {len(targets)}" if len(targets) > 1 else ""
             chosen = dict(values) if name is None else {**values, action.named_by: name}
@@ -172,15 +172,15 @@ class ActionRunner:
                 chosen["model"] += "@"  # The operator must enter the version.
             parameters = await self._ask(action, chosen, place, outcomes)
             if parameters is None:
-                outcomes.append(Outcome(name, "cancelled"))
+                outcomes.append(ActionOutcome(name, "cancelled"))
                 break
             self._say(action, parameters, "in progress…", "dim", place)
-            outcomes.append(Outcome(name, *await self._perform(action, parameters, place)))
-        outcomes += [Outcome(name, "not tried") for name in targets[len(outcomes) :]]
+            outcomes.append(ActionOutcome(name, *await self._perform(action, parameters, place)))
+        outcomes += [ActionOutcome(name, "not tried") for name in targets[len(outcomes) :]]
         await self._report(action, outcomes)
         self._app.redraw()
 
-    async def _report(self, action: Action, outcomes: list[Outcome]) -> None:
+    async def _report(self, action: Action, outcomes: list[ActionOutcome]) -> None:
         """If nothing was done or there are several targets, show what happened to each of them. The result of
         a single target has been shown already."""
         kinds = {one.kind for one in outcomes}
@@ -195,7 +195,7 @@ class ActionRunner:
             self._app.session.say(f"{action.title}: {outcomes[0].text}; nothing was changed", "warn")
 
     async def _ask(
-        self, action: Action, values: dict[str, Any], place: str, outcomes: list[Outcome]
+        self, action: Action, values: dict[str, Any], place: str, outcomes: list[ActionOutcome]
     ) -> msgspec.Struct | None:
         """Show the dialog for one target, and return the confirmed parameters. `place` is the target's place
         among several targets, such as "1 of 2", and `outcomes` describes the previous ones."""

@@ -14,7 +14,7 @@ from engine.sizing import Sizing
 from kernels import KvPool
 
 
-class KvCache:
+class RankKvCache:
     """The KV cache of one rank. All ranks agree on the number of blocks, so all ranks must make the same
     calls in the same order.
 

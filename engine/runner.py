@@ -24,7 +24,7 @@ from engine.device import device_name, select_device
 from engine.device_tables import Padding, SlotTables
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
-from engine.kv_memory import KvCache
+from engine.kv_memory import RankKvCache
 from engine.launched import StepResults, StreamStep, ThreadStep, read_results, to_host
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec
 from engine.model.decoder import TORCH_DTYPES, Decoder
@@ -154,7 +154,7 @@ class ModelRunner:
             self._await_build(building, progress)
             graphs = self._capture_layers(progress), self._capture_halves(progress)
             progress(Progress("build", detail="allocating the KV pool"))
-            kv = KvCache(self.decoder, spec, self._predict(None), self.memory, self.max_model_len)
+            kv = RankKvCache(self.decoder, spec, self._predict(None), self.memory, self.max_model_len)
             kv.allocate(progress)
             self.max_model_len = kv.max_model_len
             self.steps = self._executor(self.decoder, kv.pools)

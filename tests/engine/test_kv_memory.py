@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import parallel
-from engine.kv_memory import KvCache
+from engine.kv_memory import RankKvCache
 from engine.memory import PoolTooSmall
 from engine.messages import BLOCK_TOKENS, ReplicaSpec
 from engine.rank_memory import GpuMemory
@@ -33,7 +33,7 @@ class Gpu:
         self.notes: list[str] = []
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes, TOTAL))
         # The tensors of the simulated GPU are in host memory.
-        monkeypatch.setattr(KvCache, "_least_over_ranks", lambda cache, number: number)
+        monkeypatch.setattr(RankKvCache, "_least_over_ranks", lambda cache, number: number)
 
     @property
     def free_bytes(self) -> int:
@@ -43,7 +43,7 @@ class Gpu:
         if report.note:
             self.notes.append(report.note)
 
-    def cache(self, **changes: Any) -> KvCache:
+    def cache(self, **changes: Any) -> RankKvCache:
         fields: dict[str, Any] = {"replica": "r-0", "model_path": "", "gpu_memory_utilization": 0.75}
         spec = ReplicaSpec(**{**fields, **changes})
         sizes = Sizing(
@@ -51,7 +51,7 @@ class Gpu:
         )
         length = spec.max_model_len or self.decoder.config.context_length
         memory = GpuMemory(self.driver, torch.device("cpu"), TOTAL)
-        return KvCache(self.decoder, spec, sizes, memory, length)
+        return RankKvCache(self.decoder, spec, sizes, memory, length)
 
     @property
     def decoder(self) -> Any:
