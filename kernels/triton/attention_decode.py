@@ -90,10 +90,11 @@ def config_for(
     For a single sequence, the latency of attention limits the step, not memory bandwidth. Therefore, programs
     load their first page early, and combine more splits at a time. This needs more registers: 168 per thread
     with 4 warps. Programs have 8 warps if the group has so many query heads that a split's partial sums are
-    large. With such groups, loading the first page early also makes batches of a few sequences faster.
+    large. With such groups and 3 or 4 KV heads, loading the first page early also makes batches of a few
+    sequences faster.
     """
     fp8, wide = element_size == 1, group >= 8 and head_dim <= 128
-    few = wide and kv_heads > 2 and sequences <= (4 if fp8 else 8)
+    few = wide and 2 < kv_heads <= 4 and sequences <= (4 if fp8 else 8)
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
     if few:
         waves = min(sequences, 2)
@@ -102,10 +103,10 @@ def config_for(
     if few and sequences > 1:
         return DecodeConfig(items, stages, maxnreg=168, at_once=8192, early=True)
     if sequences == 1 and head_dim <= 128:
-        if wide and not (fp8 and kv_heads <= 2):
+        if wide and (few or not fp8):
             maxnreg = None if fp8 else 128
             return DecodeConfig(items, stages, maxnreg, at_once=16384, num_warps=8, early=True)
-        if wide:
+        if wide and kv_heads <= 2:
             return DecodeConfig(items, stages, maxnreg=168, at_once=16384, num_warps=8, early=True)
         return DecodeConfig(items, stages, maxnreg=168, at_once=8192, early=True)
     return DecodeConfig(
