@@ -264,6 +264,14 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the replica to which the process belongs; empty if the process is not part of the service."""
 
 
+class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """A MIG instance: a part of a GPU that runs replicas like a separate GPU."""
+
+    name: str
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+
+
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU, as reported by NVML. A field is None if the value is unknown."""
 
@@ -297,6 +305,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the newest Xid error that NVML has reported since the service started; 0 if there was
     none."""
     processes: list[GpuProcess] | None = None
+    mig_instances: list[MigInstance] | None = None
+    """The MIG instances into which the GPU is split, or null if it is not split. NVML reports no utilization
+    for a GPU that is split."""
 
 
 class TenantUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +127,7 @@ class SnapshotReader:
                 if replica.blocks_total
             ],
             requests=requests,
-            gpus=[with_replicas(gpu, status) for gpu in gpus],
+            gpus=with_replicas(gpus, status),
             models=status.models,
             tenants=self._tenants(sample),
             alerts=parts.alerts(),
@@ -316,21 +316,33 @@ def _processes(status: Status) -> list[ServiceProcess]:
     return found
 
 
-def with_replicas(gpu: Gpu, status: Status) -> Gpu:
-    """Return a copy of the GPU's record that also contains the names of the replicas that use the GPU, the
+def with_replicas(gpus: Iterable[Gpu], status: Status) -> list[Gpu]:
+    """Return copies of the GPUs' records that also contain the names of the replicas that use each GPU, the
     memory that they use on it, and the replica that owns each process.
 
-    A replica uses the GPU if one of the replica's processes uses it. If the process ids are unknown, a
-    replica uses the GPU if the GPU is one of the replica's devices. The memory of a replica is known only as
-    a sum over its ranks, so it is divided equally among the ranks.
+    A replica uses a GPU if one of the replica's processes uses it. If the process ids are unknown, a replica
+    uses the GPU if the GPU, or one of its MIG instances, is one of the replica's devices. The memory of a
+    replica is known only as a sum over its ranks, so it is divided equally among the ranks.
     """
+    found: list[Gpu] = []
+    number = 0
+    for gpu in gpus:
+        # As in `appliance.models.gpus`, GPUs and MIG instances are numbered together.
+        count = 1 if gpu.mig_instances is None else len(gpu.mig_instances)
+        devices = {f"cuda:{one}" for one in range(number, number + count)}
+        found.append(_with_replicas(gpu, devices, status))
+        number += count
+    return found
+
+
+def _with_replicas(gpu: Gpu, devices: Container[str], status: Status) -> Gpu:
     replicas = [replica for model in status.models for replica in model.replicas]
     owners = {pid: replica for replica in replicas for pid in replica.pids}
     processes = gpu.processes or []
     ranks = [owners[one.pid] for one in processes if one.pid in owners]
     if not ranks:
         # In a container, the driver reports no processes, or it reports their ids in another PID namespace.
-        ranks = [one for one in replicas for device in one.devices if device == f"cuda:{gpu.number}"]
+        ranks = [one for one in replicas for device in one.devices if device in devices]
     named = [
         msgspec.structs.replace(one, replica=owners[one.pid].name if one.pid in owners else "")
         for one in processes

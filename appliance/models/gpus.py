@@ -92,16 +92,26 @@ def devices() -> Iterator[NvmlDevice]:
 
     for index in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-        split = False
-        with contextlib.suppress(pynvml.NVMLError):  # GPUs without MIG raise an error
-            split = pynvml.nvmlDeviceGetMigMode(gpu)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
-        if not split:
+        instances = mig_instances(pynvml, gpu)
+        if instances is None:
             yield NvmlDevice(gpu, gpu, False)
-            continue
-        for instance in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-            with contextlib.suppress(pynvml.NVMLError):  # no instance has this index
-                handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, instance)
-                yield NvmlDevice(handle, gpu, True)
+        else:
+            yield from (NvmlDevice(handle, gpu, True) for handle in instances)
+
+
+def mig_instances(nvml: Any, gpu: Any) -> list[Any] | None:
+    """Return the handles of a GPU's MIG instances, or None if the GPU is not split. `nvml` is the module of
+    NVML's functions, and `gpu` is a handle."""
+    split = False
+    with contextlib.suppress(nvml.NVMLError):  # GPUs without MIG raise an error
+        split = nvml.nvmlDeviceGetMigMode(gpu)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    if not split:
+        return None
+    found = []
+    for instance in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        with contextlib.suppress(nvml.NVMLError):  # no instance has this index
+            found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, instance))
+    return found
 
 
 def _gpu(number: int, device: NvmlDevice) -> DetectedGpu:

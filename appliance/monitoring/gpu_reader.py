@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from appliance.snapshot import Gpu, GpuProcess
+from appliance.models.gpus import mig_instances
+from appliance.snapshot import Gpu, GpuProcess, MigInstance
 
 Value = TypeVar("Value")
 
@@ -150,7 +151,26 @@ class GpuReader:
                 for one in running
             ],
             unsupported=unsupported,
+            mig_instances=self._instances(handle),
         )
+
+    def _instances(self, handle: Any) -> list[MigInstance] | None:
+        """Return the MIG instances of a GPU, or None if the GPU is not split."""
+        handles = mig_instances(self._nvml, handle)
+        if handles is None:
+            return None
+        found = []
+        for one in handles:
+            name = self._known(self._nvml.nvmlDeviceGetName, one)
+            memory = self._known(self._nvml.nvmlDeviceGetMemoryInfo, one)
+            found.append(
+                MigInstance(
+                    name=_text(name or ""),
+                    memory_bytes=None if memory is None else int(memory.total),
+                    used_bytes=None if memory is None else int(memory.used),
+                )
+            )
+        return found
 
     # ── Xid errors ──
 

@@ -144,6 +144,14 @@ ENGINE: dict[str, Explanation] = {
     "last_xid": Explanation(
         "XID, last Xid", "", START, "Most recent Xid error code; - means none.", "NVML events"
     ),
+    "mig_instances": Explanation(
+        "MIG instances, MIG",
+        "bytes",
+        NOW,
+        "The MIG instances of a GPU that is split, with the memory in use on each of them. NVML reports no "
+        "kernel time for such a GPU, so MIG is shown instead.",
+        "gpus: mig_instances",
+    ),
     "model_name": Explanation("NAME", "", "", "Product name of the GPU.", "NVML name"),
     "memory_parts": Explanation(
         "weights, KV cache, other, free",

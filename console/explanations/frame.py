@@ -19,10 +19,14 @@ FRAME: dict[str, Explanation] = {
         "s",
         "since the newest data",
         "The service does not answer, or it answers late: all values have this age.",
-        "time of the newest snapshot",
+        "events: at",
     ),
     "restarted": Explanation(
-        "RESTARTED", "", "last 60 s", "The service has restarted, so its counters began again at 0.", "status"
+        "RESTARTED",
+        "",
+        "last 60 s",
+        "The service has restarted, so its counters began again at 0.",
+        "status: started_at",
     ),
     "history_time": Explanation(
         "HISTORY",

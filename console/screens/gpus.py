@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from appliance.snapshot import Gpu
+from appliance.snapshot import Gpu, MigInstance
 from console import units
 from console.context import Context
 from console.glyphs import bar, bar_legend, unknown_bar
 from console.history import Point
 from console.lines import BLANK, Line, clip, fact_lines, heading, line, span, wrap
-from console.screens.panels import celsius, gpu_text, history_chart, shown_span, watts
+from console.screens.panels import celsius, gpu_text, history_chart, kernel_time, shown_span, watts
 from console.screens.table import TableColumn, TableView
 
 _LINK_FIELDS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
@@ -33,7 +33,7 @@ def _used(gpu: Gpu) -> float | None:
 
 
 def _use(gpu: Gpu) -> float | None:
-    return None if gpu.utilization_percent is None else gpu.utilization_percent / 100
+    return units.ratio(gpu.utilization_percent, 100)
 
 
 def _text(name: str, form: Callable[[Any], str]) -> Callable[[Gpu], str]:
@@ -89,7 +89,7 @@ class GpusView(TableView[Gpu]):
             "USE",
             5,
             _use,
-            lambda g: gpu_text(g, units.percent(_use(g)), "utilization_percent"),
+            kernel_time,
             role=lambda g: "accent",
             unit="%",
         ),
@@ -156,7 +156,7 @@ class GpusView(TableView[Gpu]):
     )
     explanations = (
         *(column.name for column in columns if column.name not in ("replicas", "name")),
-        *("model_name", "gpu_replicas", "memory_parts", "uuid", "memory_clock_mhz"),
+        *("model_name", "gpu_replicas", "memory_parts", "uuid", "memory_clock_mhz", "mig_instances"),
     )
 
     def rows(self, context: Context) -> Sequence[Gpu]:
@@ -200,7 +200,7 @@ class GpusView(TableView[Gpu]):
             ("name", row.name),
             ("uuid", row.uuid or units.UNKNOWN),
             ("replicas", ", ".join(row.replicas) or "none"),
-            ("kernel time", gpu_text(row, units.percent(_use(row)), "utilization_percent")),
+            ("kernel time", kernel_time(row)),
             ("memory", f"{used} of {_text('memory_bytes', units.size)(row)} used"),
             ("  weights", units.size(weights)),
             ("  KV cache", units.size(kv)),
@@ -215,7 +215,10 @@ class GpusView(TableView[Gpu]):
             ("ECC errors", f"{uncorrected} uncorrected, {corrected} corrected"),
             ("last Xid", _xid(row, "none")),
         )
-        lines: list[Line] = [_memory(context, row, width), *fact_lines(facts, width)]
+        lines: list[Line] = [_memory(context, row, width)]
+        if row.mig_instances is not None:
+            lines += fact_lines([("MIG instances", _instances(row.mig_instances))], width)
+        lines += fact_lines(facts, width)
         lines.append(heading("Processes", width, "PID, memory on this GPU, command, replica"))
         if row.processes is None:
             return [*lines, [span(gpu_text(row, "not reported", "processes"), "dim")]]
@@ -232,6 +235,15 @@ class GpusView(TableView[Gpu]):
                 )
             )
         return lines
+
+
+def _instances(instances: Sequence[MigInstance]) -> str:
+    """Return the MIG instances of a GPU, each with its memory."""
+    texts = [
+        f"{one.name}: {units.size(one.used_bytes)} of {units.size(one.memory_bytes)} used"
+        for one in instances
+    ]
+    return " · ".join(texts) or "none: create instances, so that replicas can use the GPU"
 
 
 def _memory(context: Context, gpu: Gpu, width: int) -> Line:
@@ -260,5 +272,5 @@ def _history(context: Context, gpu: Gpu, width: int) -> Line:
     return [
         span(f"{gpu.number:>3} ", "bold"),
         *trend,
-        span(f" {gpu_text(gpu, units.percent(_use(gpu)), 'utilization_percent'):>4}", "dim"),
+        span(f" {kernel_time(gpu):>4}", "dim"),
     ]

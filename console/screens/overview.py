@@ -211,10 +211,13 @@ class OverviewView(View):
             ("KV used", units.percent(units.ratio(used, total)), "text"),
         ]
         for gpu in snapshot.gpus:
-            use = None if gpu.utilization_percent is None else gpu.utilization_percent / 100
             memory = units.ratio(gpu.used_bytes, gpu.memory_bytes)
-            text = f"{units.percent(use)} memory {units.percent(memory)} {panels.celsius(gpu.temperature_c)}"
-            facts.append((f"GPU {gpu.number}", text, "warn" if gpu.throttle_reasons else "text"))
+            values = (
+                panels.kernel_time(gpu),
+                f"memory {units.percent(memory)}",
+                panels.celsius(gpu.temperature_c),
+            )
+            facts.append((f"GPU {gpu.number}", " ".join(values), "warn" if gpu.throttle_reasons else "text"))
         return facts
 
 

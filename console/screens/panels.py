@@ -237,13 +237,13 @@ def gpus(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
 def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
     """Return the utilisation, memory, power and temperature of a GPU on one line."""
     memory = units.ratio(gpu.used_bytes, gpu.memory_bytes)
-    use = None if gpu.utilization_percent is None else gpu.utilization_percent / 100
+    use = units.ratio(gpu.utilization_percent, 100)
     size = max(3, (width - 30) // 2)
     hot = bool(gpu.throttle_reasons)
     row = [
         span(f"{gpu.number:>2} ", "bold"),
         *meter(use, size, context.glyphs, "accent"),
-        span(f" {gpu_text(gpu, units.percent(use), 'utilization_percent'):>4} "),
+        span(f" {kernel_time(gpu):>4} "),
         *meter(memory, size, context.glyphs, "used"),
         span(f" {gpu_text(gpu, units.percent(memory), 'used_bytes'):>4}"),
         span(f" {gpu_text(gpu, watts(gpu.power_w), 'power_w'):>5}", "dim"),
@@ -257,6 +257,15 @@ def gpu_text(gpu: Gpu, text: str, *names: str) -> str:
     """Return a value's text, or "n/a" if the GPU supports none of the fields on which the value is
     based."""
     return units.NOT_SUPPORTED if set(names) <= set(gpu.unsupported) else text
+
+
+def kernel_time(gpu: Gpu) -> str:
+    """Format the share of time in which a kernel was running. NVML does not report it for a GPU that is split
+    into MIG instances."""
+    if gpu.utilization_percent is None and gpu.mig_instances is not None:
+        return "MIG"
+    use = units.ratio(gpu.utilization_percent, 100)
+    return gpu_text(gpu, units.percent(use), "utilization_percent")
 
 
 def watts(value: float | None) -> str:

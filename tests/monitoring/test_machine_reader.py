@@ -16,7 +16,7 @@ from appliance.monitoring.ended import MAX_KEPT, EndedRequests
 from appliance.monitoring.gpu_reader import GpuReader
 from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus
 from appliance.protocol.status import Status
-from appliance.snapshot import Gpu, GpuProcess
+from appliance.snapshot import Gpu, GpuProcess, MigInstance
 from store.requests import RequestRow
 
 
@@ -94,7 +94,10 @@ class FakeDriver:
 
 
 _LINKS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
-_NOT_FROM_NVML = ("number", "name", "unsupported", "replicas", "weight_bytes", "kv_bytes")
+_NOT_FROM_NVML = (
+    *("number", "name", "unsupported", "replicas", "weight_bytes", "kv_bytes"),
+    "mig_instances",
+)
 """Fields that do not come from an NVML function that a GPU may not support."""
 
 
@@ -212,14 +215,54 @@ def status_with_a_replica() -> Status:
 def test_a_gpu_whose_processes_are_not_known_has_the_replicas_of_its_number(
     processes: list[GpuProcess] | None,
 ) -> None:
-    gpus = [Gpu(number=number, name="", processes=processes) for number in (1, 2)]
-    free, used = (with_replicas(gpu, status_with_a_replica()) for gpu in gpus)
+    gpus = [Gpu(number=number, name="", processes=processes) for number in range(3)]
+    _, free, used = with_replicas(gpus, status_with_a_replica())
     assert (free.replicas, free.weight_bytes, free.kv_bytes) == ([], 0, 0)
     assert (used.replicas, used.weight_bytes, used.kv_bytes) == (["m-1"], 5, 7)
 
 
 def test_the_processes_of_a_gpu_name_its_replicas_and_foreign_processes_have_no_owner() -> None:
     gpu = Gpu(number=0, name="", processes=[GpuProcess(pid=11), GpuProcess(pid=99)])
-    found = with_replicas(gpu, status_with_a_replica())
+    [found] = with_replicas([gpu], status_with_a_replica())
     assert [one.replica for one in found.processes or []] == ["m-1", ""]
     assert (found.replicas, found.weight_bytes) == (["m-1"], 5)
+
+
+class SplitDriver(FakeDriver):
+    """The first GPU is split into two MIG instances, of which one does not report its memory."""
+
+    NVML_DEVICE_MIG_ENABLE = 1
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:
+        if handle == 1:
+            raise self.NVMLError
+        return 1, 1
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, index: int) -> str:
+        if index not in (0, 4):
+            raise self.NVMLError
+        return f"MIG-{index}"
+
+    def nvmlDeviceGetName(self, handle: Any) -> bytes:
+        return b"NVIDIA H200 MIG 3g.71gb" if isinstance(handle, str) else b"NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> object:
+        if handle == "MIG-4":
+            raise self.Unknown
+        return SimpleNamespace(total=70, used=7)
+
+
+def test_a_split_gpu_has_its_mig_instances_and_the_replicas_of_their_numbers() -> None:
+    split, whole = reader_of(SplitDriver()).read()
+    name = "NVIDIA H200 MIG 3g.71gb"
+    assert split.mig_instances == [
+        MigInstance(name=name, memory_bytes=70, used_bytes=7),
+        MigInstance(name=name),
+    ]
+    assert "utilization_percent" in split.unsupported and whole.mig_instances is None
+    # The instances have the numbers 0 and 1, and the other GPU has the number 2.
+    first, second = with_replicas([split, whole], status_with_a_replica())
+    assert (first.replicas, second.replicas) == ([], ["m-1"])
