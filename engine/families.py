@@ -67,7 +67,7 @@ class _Family:
     qk_norm_all_heads: bool = False
     layer_kinds: Callable[[Fields, int], tuple[str, ...]] = _dense
     experts: Callable[[Fields], ExpertsConfig] | None = None
-    """Reads the configuration of the MoE layers. None if the family has no MoE layers."""
+    """Function that reads the configuration of the MoE layers, or None if the family has no MoE layers."""
 
 
 def _never(_fields: Fields) -> bool:

@@ -79,7 +79,7 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def launch(self) -> None:
-        """Launch every kernel of the captured graphs once, without capturing."""
+        """Launch every kernel of the captured graphs once, without capturing a graph."""
         for size in self.sizes:
             self._forward(size, self._decoder, self._kv)
             for variant in Variant:

@@ -14,25 +14,26 @@ processes."""
 
 
 class WeightsTooLarge(MemoryError):
-    """A rank's weights do not fit on its device. The message contains both sizes."""
+    """Raised if a rank's weights do not fit on its device. The message contains both sizes."""
 
 
 class StepsTooLarge(MemoryError):
-    """The activations of the largest steps do not fit on a GPU in addition to the weights and the KV cache.
-    The message contains the sizes."""
+    """Raised if the activations of the largest steps do not fit on a GPU in addition to the weights and the
+    KV cache. The message contains the sizes."""
 
 
 class PoolTooSmall(MemoryError):
-    """The KV pool is too small for one sequence of maximum length. The message contains both block counts."""
+    """Raised if the KV pool is too small for one sequence of maximum length. The message contains both block
+    counts."""
 
 
 class PoolTooLarge(MemoryError):
-    """The configured KV pool does not fit into memory. The message contains both sizes."""
+    """Raised if the configured KV pool does not fit into memory. The message contains both sizes."""
 
 
 def available_host_bytes() -> int:
-    """Return how much host memory new allocations can use, in bytes. It is limited by the machine and by the
-    cgroups (v2) of this process."""
+    """Return how much host memory new allocations can use, in bytes. The memory is limited by the machine and
+    by the cgroups (v2) of this process."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class RankFailureError(RuntimeError):
-    """A collective failed because a peer died or timed out. The group of ranks is no longer usable."""
+    """Raised if a collective fails because a peer died or timed out. The group of ranks is no longer
+    usable."""
 
 
 class Overlap(Protocol):

@@ -84,7 +84,7 @@ class PromptGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def launch(self) -> None:
-        """Launch every kernel of the captured graphs once, without capturing."""
+        """Launch every kernel of the captured graphs once, without capturing a graph."""
         for size in self.sizes:
             self._run(size, self._decoder, self._kv)
 

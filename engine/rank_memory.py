@@ -30,7 +30,7 @@ _GIB = 2**30
 
 
 class SleepError(MemoryError):
-    """The replica cannot sleep or wake. The message gives the reason and the remedy."""
+    """Raised if the replica cannot sleep or wake. The message gives the reason and the remedy."""
 
 
 class RankMemory(Protocol):

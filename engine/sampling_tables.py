@@ -96,9 +96,9 @@ class SamplingTables:
     """Sampling parameters of `max_num_seqs` slots. `vocab_size` is the vocabulary size of the whole model.
 
     Penalty counts take 4 bytes per vocabulary entry for each slot with penalties. The number of count rows is
-    rounded up to a power of two. A row stays in use until the next setup of its slot. Allowed tokens take 1
-    byte per vocabulary entry for each submission that restricts its tokens. A step with such submissions
-    needs the same amount for each processed slot.
+    rounded up to a power of two. A count row stays in use until the next setup of its slot. Allowed tokens
+    take 1 byte per vocabulary entry for each submission that restricts its tokens. In a step with such
+    submissions, each processed slot needs another byte per vocabulary entry.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:

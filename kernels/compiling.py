@@ -31,12 +31,12 @@ from kernels.limits import shared_bytes
 
 
 class GpuError(RuntimeError):
-    """No usable GPU was found."""
+    """Raised if no usable GPU is found."""
 
 
 class CompilerError(RuntimeError):
-    """The compiler processes exited before all kernels were compiled. The message contains their exit
-    codes."""
+    """Raised if the compiler processes exit before all kernels have been compiled. The message contains their
+    exit codes."""
 
 
 @dataclass(frozen=True, slots=True)

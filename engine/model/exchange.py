@@ -19,8 +19,8 @@ from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
 _AT_ONCE_BYTES = 16 << 20
-"""Maximum size, in bytes, of a rank's columns of a tensor for which all rows of the tensor are filled at
-once."""
+"""If a rank's columns of a tensor take at most this many bytes, they are filled in one step, otherwise in
+several steps."""
 
 
 class Columns(NamedTuple):

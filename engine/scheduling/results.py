@@ -90,7 +90,8 @@ class ResultCollector:
         """Cancel sequences of one submission. Sequences that have already ended are skipped. If more than
         MAX_RELEASED blocks have been released since the last step was planned, the remaining sequences are
         cancelled in later steps."""
-        # Forks end before their leader, so that the leader's prefill is not passed from one fork to the next.
+        # End the forks before their leader. Otherwise, the prefill of the leader would be passed from one
+        # fork to the next.
         self._cancelled.extend(reversed(sequences))
         self._cancel_some()
 
@@ -107,8 +108,8 @@ class ResultCollector:
         if sequence.finish_reason:
             return
         if chunk.slot in tokens.non_finite:
-            # Forks end before their leader, so that the leader's prefill is not passed from one fork to the
-            # next.
+            # End the forks before their leader. Otherwise, the prefill of the leader would be passed from one
+            # fork to the next.
             for member in (*reversed(sequence.forks), sequence):
                 self._fail_non_finite(member, chunk.end)
             return

@@ -31,7 +31,8 @@ class ChosenValues:
     """The value of `ExpertActivation.values` that these kernels produce and read."""
 
     values: torch.Tensor
-    """`silu(gate) × up`: [tokens × top_k, intermediate], in the order of the choices or of `by_expert`."""
+    """Results of `silu(gate) × up`: [tokens × top_k, intermediate]. They are sorted by expert if `by_expert`
+    is given, and otherwise in the order of the choices."""
     scales: torch.Tensor | None
     """Scales of quantised values: [tokens × top_k, 1] float32. None if the values are not quantised."""
     by_expert: Sorted | None

@@ -49,7 +49,7 @@ class Sorted:
     token × top_k + i."""
 
     order: torch.Tensor
-    """Number (index) of each choice: [tokens × top_k] int32."""
+    """The numbers of all choices in sorted order: [tokens × top_k] int32."""
     groups: dict[int, torch.Tensor]
     """For each tile height (row count), the groups into which the choices of each expert are divided: [groups
     + 1, 4] int32. A group has at most as many choices as a tile has rows. The first row begins with the
@@ -357,7 +357,8 @@ def _combine(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add the results of one token in the order of its choices, for BLOCK columns."""
+    """For BLOCK columns of one token, add the results of the chosen experts in the order of the token's
+    choices."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -352,8 +352,8 @@ def _logits(
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one of the SPLITS parts into which the sums for the logits are divided, for ROWS tokens and
-    COLUMNS experts."""
+    """Compute the logits of ROWS tokens and COLUMNS experts. The sum for each logit is divided into SPLITS
+    parts, of which a program computes one."""
     steps: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     length: tl.constexpr = (steps + SPLITS - 1) // SPLITS * BLOCK_K
     split = tl.program_id(0) % SPLITS
