@@ -1,5 +1,5 @@
 """The dialog that confirms an action: its impact, its parameters, and the equivalent CLI command. The dialog
-is derived from the action's entry in the registry. Its default is Cancel."""
+is derived from the action's entry in the registry. The dialog's default is to cancel."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from console.present import absent_text
 _MIN_FORM, _MAX_FORM = 4, 20
 """Minimum and maximum height of an action's form, in lines."""
 _WHAT_IF = "Replay the requests of the last 15 minutes with these limits. Nothing is changed."
-"""Explanation of the button."""
+"""Explanation of the button that forecasts the effect of new limits."""
 
 
 class Switch(Checkbox):
-    """A checkbox drawn with ASCII characters, which shows its state with a letter, not only with colour."""
+    """A checkbox drawn with ASCII characters, which shows its state by a letter as well as by colour."""
 
     def render(self) -> Content:
-        """Return the checkbox."""
+        """Return the checkbox as text."""
         return Content("[X]" if self.value else "[ ]")
 
 
 class ActionDialog(Dialog[msgspec.Struct | None]):
-    """Asks for the parameters of an action and for confirmation. Its result is None if the operator
+    """Asks for the parameters of an action and for confirmation. The dialog's result is None if the operator
     cancels."""
 
     DEFAULT_CSS = """
@@ -78,17 +78,17 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         place: str = "",
         earlier: Sequence[str] = (),
     ) -> None:
-        """`impact` states what the action affects, and detects whether that has changed. `what_if` forecasts
-        the effect of the parameters; it is None if the action has no forecast. If the action has several
-        targets, `place` is the place of this one, such as "2 of 3", and `earlier` lists the failures of the
-        previous ones."""
+        """`impact` describes what the action affects, and detects changes of the target. `what_if` forecasts
+        the effect of the parameters, and is None if the action has no forecast. If the action has several
+        targets, `place` is the position of this target, such as "2 of 3", and `earlier` lists the failures of
+        the previous targets."""
         super().__init__()
         self._action = action
         self._values = values
         self._impact = impact
         self._impact_lines: list[str] = []
         self._present: Mapping[str, Any] = {}
-        """The present values of the fields."""
+        """The current values of the fields."""
         self._what_if = what_if
         self._place = place
         self._earlier = earlier
@@ -132,7 +132,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         )
 
     def on_mount(self) -> None:
-        """Focus the button that changes nothing, or the first field that must be filled in."""
+        """Focus the first field that must be filled in or, if there is none, the button that cancels."""
         super().on_mount()
         fields = [one for one in entered(self._action) if one.required and self._asks_for(one)]
         empty = (one for one in fields if self._values.get(one.name, "@").endswith("@"))
@@ -155,8 +155,9 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         return super().fit_body(space, width) or form_scrolls
 
     def wanted(self) -> Widget | None:
-        """Return the field that has the focus or, if there is space for the texts above it as well, the first
-        field with a value from the command line."""
+        """Return the field that has the focus. If no field has it, return the first field with a value from
+        the command line, except in small terminals, where the texts above that field would be scrolled out of
+        view."""
         given = [] if self.has_class("-small") else [f"#field-{name}" for name in self._values]
         fields = [field for name in given for field in self.query(name)]
         return super().wanted() or next(iter(fields), None)
@@ -172,7 +173,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
                 yield Static(text(field.description), classes="help")
             else:
                 shown = _default_text(field) if value is None else str(value)
-                # The operator appends the number of the version to a value such as "llama@".
+                # A value such as "llama@" is incomplete: the operator appends the version number.
                 is_begun = shown.endswith("@")
                 yield Input(shown, id=f"field-{field.name}", compact=True, select_on_focus=not is_begun)
                 now = hidden(f"now-{field.name}")
@@ -180,18 +181,19 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
                 yield now
 
     def _typed(self) -> str:
-        """Return what the operator must type to confirm an action that cannot be undone."""
+        """Return the text that the operator must type to confirm an action that cannot be undone."""
         return self._action.typed_text(self._named(self._collected()) or "")
 
     def _target(self) -> str:
         return self._action.shown_target(self._named(self._values)).removesuffix("@")
 
     def _asks_for(self, field: Parameter) -> bool:
-        """Return whether the dialog has a field for a parameter: unless it is the target, and complete."""
+        """Return whether the dialog has a field for a parameter. A target that is already complete has no
+        field."""
         return field.name != self._action.named_by or self._values.get(field.name, "@").endswith("@")
 
     def _collected(self) -> Values:
-        """Return the given values that have no field, and the values of the fields that differ from their
+        """Return the given values of parameters without a field, and the field values that differ from their
         defaults."""
         values = dict(self._values)
         for field in entered(self._action):
@@ -219,7 +221,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         self._show_present()
 
     def show_impact(self) -> None:
-        """Show what the action would affect now."""
+        """Show what the action would currently affect."""
         if not self.query("#impact"):
             return  # The dialog has not been built yet, or it has been closed.
         target = self._named(self._collected())
@@ -232,7 +234,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
             self._show_present()
 
     def _show_present(self) -> None:
-        """Show the present values: in the fields that are empty, and beside the others."""
+        """Show the current values: inside empty fields, and beside fields that contain text."""
         for field in entered(self._action):
             for one in self.query(f"Input#field-{field.name}").results(Input):
                 absent = absent_text(self._action, field, self._present)
@@ -241,7 +243,7 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
                 show_text(self.query_one(f"#now-{field.name}", Static), text(absent if is_beside else ""))
 
     def _named(self, values: Values) -> str | None:
-        """Return the target that an action's values name."""
+        """Return the name of the target in an action's values."""
         return values.get(self._action.named_by) if self._action.named_by else None
 
     @on(events.DescendantFocus)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from console.app import ConsoleApp
 
 _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias")
-"""Actions that create a new object. Their dialogs ask for its name."""
+"""Actions that create a new object. Their dialogs ask for the object's name."""
 _WITH_FORECAST = ("tenants.set", "keys.set")
 """Actions that change limits. Their dialogs can forecast the effect by replaying the last few minutes."""
 _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key": "keys", "peer": "keys"}
-"""Target kinds for which a target must be chosen before an action starts, with the screens that list them.
-Other actions apply to the whole service if no target is chosen."""
+"""Kinds of objects that must be chosen before an action on them starts, with the screens that list them.
+Actions on other kinds apply to the whole service if no object is chosen."""
 _WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
 """Actions whose results are visible on the screens."""
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
@@ -44,7 +44,7 @@ class ActionOutcome(NamedTuple):
     target: str | None
     kind: OutcomeKind
     reason: str = ""
-    """Why the action failed."""
+    """Reason why the action failed, or an empty string."""
 
     @property
     def text(self) -> str:
@@ -100,13 +100,14 @@ class ActionRunner:
         )
 
     def resume(self) -> None:
-        """End the drain in the banner. If there are several drains, let the operator choose one of them."""
+        """End the drain that the banner shows. If there are several drains, let the operator choose one of
+        them."""
         session, action = self._app.session, action_named("resume")
         if not self._may_act():
             return
         drains = [] if session.context.snapshot is None else session.context.snapshot.drains
         if not drains:
-            session.say("nothing to resume: no model is draining, and neither is the service", "warn")
+            session.say("nothing to resume: neither a model nor the service is draining", "warn")
             return
 
         def end(model: str | None) -> None:
@@ -127,7 +128,7 @@ class ActionRunner:
         self._app.push_screen(ChoiceDialog("Choose the drain to end", choices), chosen)
 
     def _may_act(self) -> bool:
-        """Return whether actions are permitted. If they are not, say why."""
+        """Return whether actions are permitted. If they are not, show the reason."""
         session = self._app.session
         if not session.context.write:
             session.say(_READ_ONLY if session.past is None else PAST_IS_FIXED, "warn")
@@ -181,8 +182,8 @@ class ActionRunner:
         self._app.redraw()
 
     async def _report(self, action: Action, outcomes: list[ActionOutcome]) -> None:
-        """If nothing was done or there are several targets, show what happened to each of them. The result of
-        a single target has been shown already."""
+        """Show what happened to each target, if there are several targets or if nothing was done. The result
+        of an action on a single target has already been shown."""
         kinds = {one.kind for one in outcomes}
         if not kinds & {"done", "failed", "no longer listed"}:
             self._app.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
@@ -198,7 +199,7 @@ class ActionRunner:
         self, action: Action, values: dict[str, Any], place: str, outcomes: list[ActionOutcome]
     ) -> msgspec.Struct | None:
         """Show the dialog for one target, and return the confirmed parameters. `place` is the target's place
-        among several targets, such as "1 of 2", and `outcomes` describes the previous ones."""
+        among several targets, such as "1 of 2", and `outcomes` describes the previous targets."""
         async with self._asking:
             self.confirming = action
             try:
@@ -236,8 +237,8 @@ class ActionRunner:
     async def _perform(
         self, action: Action, parameters: msgspec.Struct, place: str
     ) -> tuple[OutcomeKind, str]:
-        """Perform an action, show its result, and return its outcome. The result is shown without waiting for
-        the lists, because only the result contains the secret of a new key."""
+        """Perform an action, show its result, and return its outcome. The result is shown before the lists
+        have been read again, because it alone contains the secret of a new key."""
         try:
             result = await self._app.source.act(parameters)
         except SourceError as error:
@@ -264,6 +265,6 @@ class ActionRunner:
 
 
 def _missing(action: Action) -> str:
-    """Return what an operator must do before an action that needs a target."""
+    """Return a message that tells the operator how to choose a target for an action."""
     command = f":{action.name.replace('.', ' ')} {action.named_by.upper()}"
     return f"select a {action.target} first (:{_LISTED_ON[action.target]} lists them), or type {command}"

@@ -43,7 +43,7 @@ _RETRY_S = 0.5
 """Delay after a failed read. It is short so that the console reconnects soon after the service returns."""
 _ROWS_EVERY_S = 3.0
 _DIALOG_ROWS_EVERY_S = 0.5
-"""Interval at which a list is reread if the impact shown in an open dialog depends on it."""
+"""Interval at which a list is reread while a dialog shows an impact that depends on the list."""
 _CHAIN_IS_PRESENT = "only the current audit chain can be verified: return to live with the command :live"
 
 
@@ -105,9 +105,9 @@ class ConsoleApp(App[int]):
             self.push_screen(TextDialog("Keymap not loaded: using the default keys", self._keymap_problems))
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle each key completely before the next one, so that keys that arrive at once have the same
-        effect as keys that arrive one by one: characters after `:` or `/` go to the command line, and keys
-        after `enter` do not."""
+        """Handle each key completely before the next one. Keys that arrive together then have the same effect
+        as keys that arrive one by one: characters after `:` or `/` go to the command line, and keys after
+        `enter` do not."""
         if not isinstance(event, events.Key) or event.is_forwarded:
             await super().on_event(event)
             return
@@ -204,7 +204,7 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     async def read_rows(self, name: ListName) -> None:
-        """Read a list and store its rows. If it cannot be read, store the reason."""
+        """Read a list and store its rows. If the list cannot be read, store the reason."""
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
@@ -258,8 +258,8 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     def _jump(self, event: events.Key) -> bool:
-        """Handle a key press in jump mode: go to the row or panel with that letter, or only leave jump mode.
-        Return False outside of jump mode."""
+        """Handle a key press in jump mode. The letter of a row or panel moves the cursor there; any other key
+        only leaves jump mode. Return False outside jump mode."""
         if not self.session.context.jumping:
             return False
         self.session.jump(event.character or "")
@@ -448,7 +448,7 @@ class ConsoleApp(App[int]):
         signal.signal(signal.SIGCONT, on_continue)
 
     async def on_unmount(self) -> None:
-        """Release the source's connections once nothing is reading from it."""
+        """Release the source's connections once nothing is reading from the source."""
         if self._feeding is not None:
             self._feeding.cancel()
             with contextlib.suppress(WorkerError):

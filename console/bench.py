@@ -1,9 +1,10 @@
 """Measures the resources that the console uses: `python -m console.bench`. It shows a load of 500 requests,
 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40 characters. The load consists of
-encoded snapshots of the demo, which the console decodes; no service runs. It prints the time to the first
-frame with measured values and, for each screen, the CPU share of the console's process, the bytes per second
-sent to the terminal, and the time from a keypress to the first byte of output, each beside its limit. Its
-exit code is 1 if a limit is exceeded. `scripts/bench_events` measures what the stream costs the core."""
+encoded snapshots of the demo, which the console decodes; no service runs. It prints each measurement beside
+its limit: the time to the first frame with measured values and, for each screen, the CPU share of the
+console's process, the bytes per second sent to the terminal, and the time from a keypress to the first byte
+of output. The exit code is 1 if a limit is exceeded. `scripts/bench_events` measures the cost of the event
+stream to the core."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _START_S = 120.0
 _TABLES = ("requests", "gpus", "models", "tenants", "audit", "logs")
 """Screens whose tables have several rows."""
 _ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
-"""Keys that always change the screen. A key that changed nothing would produce no output, and the measurement
-would wait for the output of the next snapshot."""
+"""Keys that always change the screen. A key that changes nothing produces no output, so the measurement would
+wait for the output of the next snapshot."""
 _LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
 _START_LIMITS_S = {"total": 1.2, "after imports": 0.5}
 _IMPORTED = re.compile(rb"imports ended")
@@ -43,7 +44,7 @@ console draws before it has received a snapshot contain no such value."""
 
 
 _MAX_TEXT_BYTES = 100
-"""Maximum length of the text that is waited for, in bytes."""
+"""Maximum length, in bytes, of a text that `Terminal.wait_for` can find."""
 
 
 class ScreenCosts(NamedTuple):
@@ -79,8 +80,8 @@ class Terminal:
         return count
 
     def wait_for(self, text: re.Pattern[bytes]) -> None:
-        """Read until text that matches arrives. Raises OSError if the console ends, and TimeoutError after
-        `_START_S` seconds."""
+        """Read until output arrives that matches `text`. Raises OSError if the console ends, and TimeoutError
+        after `_START_S` seconds."""
         end, read = time.monotonic() + _START_S, b""
         while text.search(read) is None:
             if not select.select([self._descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -93,7 +94,7 @@ class Terminal:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def press(self, key: str) -> float:
-        """Press a key and return the time until output arrives, in milliseconds."""
+        """Press a key, and return the time until the console sends output, in milliseconds."""
         while select.select([self._descriptor], [], [], 0.02)[0]:
             os.read(self._descriptor, 1 << 16)
         start = time.monotonic()
@@ -123,7 +124,8 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
         span = time.monotonic() - start
         cpu = (terminal.cpu_s() - cpu) / span
         keys = _ROW_KEYS if name in _TABLES else _PAUSE_KEYS
-        # After an even number of presses, updates are not paused.
+        # Each press of the pause key pauses or resumes updates. An even number of presses leaves the updates
+        # running.
         echoes = [terminal.press(keys[number % 2]) for number in range(presses + presses % 2)]
         results.append(ScreenCosts(name, cpu, count / span, statistics.quantiles(echoes, n=20)[-1]))
     terminal.close()
@@ -204,7 +206,7 @@ def main() -> int:
     """Print the measurements, and return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--theme", default="ansi")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
     parser.add_argument("--presses", type=int, default=40, help="number of keys to press")
     parser.add_argument("--starts", type=int, default=5, help="number of starts to measure")
     parser.add_argument("--child", metavar="THEME", help=argparse.SUPPRESS)

@@ -76,8 +76,8 @@ def shared_beginning(found: list[str]) -> str:
 
 
 def described(found: list[str], targets: Targets) -> list[str]:
-    """Return each command line without the words that all of them share, with the description of the target
-    that it names."""
+    """Return each command line without the words that all command lines share. A command line that names a
+    target is followed by the target's description."""
     notes = {name: note for kind in targets.values() for name, note in kind.items() if note}
     shared = shared_beginning(found).rfind(" ") + 1
     texts = []

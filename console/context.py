@@ -18,7 +18,7 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class Compared(NamedTuple):
-    """The snapshot at one of the two times that are compared."""
+    """The snapshot at one of two compared times."""
 
     snapshot: Snapshot
     resolution_s: int
@@ -42,7 +42,7 @@ class Context:
     rows: dict[ListName, Sequence[Row]] = field(default_factory=dict)
     """Lists that have been read so far."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
-    """For each list that could not be read, the reason."""
+    """For each list that could not be read, the reason why."""
     chain: ChainReport | str | None = None
     """The result of the latest verification of the audit chain, or a message if there is no result. None if
     no verification was requested."""
@@ -53,7 +53,7 @@ class Context:
     write: bool = False
     """Whether actions are permitted."""
     is_past: bool = False
-    """Whether the snapshot and the lists are those of a past time."""
+    """Whether the snapshot and the lists show a past time."""
 
     def rows_of(self, name: ListName, kind: type[RowT]) -> list[RowT]:
         """Return the rows of a list that have the type `kind`. The result is empty if the list has not been

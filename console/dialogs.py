@@ -39,20 +39,20 @@ def lines_of(texts: Sequence[str]) -> Content:
 
 
 def hidden(name: str) -> Static:
-    """Return a text that takes no space until `show_text` shows it."""
+    """Return a text widget that takes no space until `show_text` shows a text in it."""
     found = Static("", id=name)
     found.display = False
     return found
 
 
 def show_text(widget: Static, content: Content) -> None:
-    """Show a text. An empty text takes no space."""
+    """Show a text in a widget. An empty text takes no space."""
     widget.update(content)
     widget.display = bool(content.plain)
 
 
 class KeyHint(NamedTuple):
-    """A key and what it does, for the last line of a dialog."""
+    """A key and its effect, for the last line of a dialog."""
 
     key: str
     does: str
@@ -62,7 +62,7 @@ class ScrollArea(VerticalScroll, can_focus=False):
     """A part of a dialog that scrolls if it does not fit."""
 
     def __init__(self, resized: Callable[[], None], *, id: str) -> None:
-        """`resized` is called when the area has its new size. Before that, Textual computes scroll positions
+        """`resized` is called once the area has its new size. Until then, Textual computes scroll positions
         from the old size."""
         super().__init__(id=id)
         self._resized = resized
@@ -88,11 +88,10 @@ class ScrollArea(VerticalScroll, can_focus=False):
 
 
 class Dialog(ModalScreen[R]):
-    """A dialog: a title, a body that scrolls if it does not fit, and below it the buttons and a line with the
-    keys, which always stay visible.
+    """A dialog with a title, a body, buttons and a line with the keys. The body scrolls if it does not fit;
+    the other parts are always visible.
 
-    It closes only once. An operator who presses `enter` twice would otherwise close the screen below it as
-    well.
+    A dialog closes only once: otherwise, pressing `enter` twice would also close the screen below the dialog.
     """
 
     AUTO_FOCUS = ""
@@ -178,7 +177,8 @@ class Dialog(ModalScreen[R]):
         self.fit()
 
     def show_wanted(self) -> None:
-        """Make the field that the operator needs visible, unless the operator has scrolled away from it."""
+        """Scroll to the field that the operator needs, unless the operator has scrolled away from this
+        field."""
         if self.display and not any(area.is_scrolled for area in self.query(ScrollArea)):
             wanted = self.wanted()
             if wanted is not None:
@@ -231,12 +231,13 @@ class Dialog(ModalScreen[R]):
         area.styles.max_height = None
         scrolls = self.height_of(area, width) > lines
         area.styles.max_height = lines
-        # A scroll bar that appears during an intermediate layout would wrap texts and thereby stay.
+        # A scroll bar that appears during an intermediate layout would narrow the texts, which would then
+        # wrap and no longer fit without the scroll bar.
         area.styles.overflow_y = "auto" if scrolls else "hidden"
         return scrolls
 
     def _show_keys(self, width: int, *, scrolls: bool) -> None:
-        """Show the keys. The last ones are left out if they do not fit."""
+        """Show the keys. The last keys are left out if they do not fit."""
         hints = [*self.key_hints(), *([KeyHint("pgdn", "scroll")] if scrolls else [])]
         shown = ""
         for key, does in hints:
@@ -249,7 +250,7 @@ class Dialog(ModalScreen[R]):
             self.query_one("#keys", Static).update(text(shown))
 
     def show_error(self, message: str) -> None:
-        """Show why the dialog cannot be confirmed, or remove the message if it is empty."""
+        """Show why the dialog cannot be confirmed. An empty message removes the previous one."""
         show_text(self.query_one("#error", Static), text(message))
         self.fit()
 
@@ -268,7 +269,7 @@ class Dialog(ModalScreen[R]):
 
 
 def _button_width(button: Button, *, small: bool) -> int:
-    """Return the number of columns that a button takes up, with its margin."""
+    """Return the number of columns that a button and its margin occupy."""
     label = cells(str(button.label)) + 2
     return label + 1 if small else max(12, label) + 2
 
@@ -363,8 +364,9 @@ class ChoiceDialog(Dialog[str | None]):
 
 
 class TextDialog(Dialog[None]):
-    """Shows a result that must not be missed, such as a new key, until the operator closes it. The key
-    `enter` does not close it, because the operator may press it twice to confirm the action."""
+    """Shows a result that must not be missed, such as a new key, until the operator closes the dialog. The
+    key `enter` does not close the dialog, because an operator may press `enter` twice when confirming the
+    action."""
 
     BINDINGS: ClassVar = [("q", "cancel", "Close"), ("up", "line(-1)", "Up"), ("down", "line(1)", "Down")]
     DEFAULT_CSS = "TextDialog #dialog { width: 90; }"

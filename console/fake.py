@@ -60,7 +60,7 @@ from console.simulation import Simulation
 from console.source import ListName, Row, SourceError
 
 FIXED_TIME = 1_790_000_000.0
-"""The time on the clock in tests, in unix seconds."""
+"""Time at which the simulated clock starts in tests, in unix seconds."""
 
 
 _RATE_WINDOW_S = 10.0
@@ -99,8 +99,8 @@ class FakeSource:
         interval_s: float = 0.5,
         now: float | None = None,
     ) -> None:
-        """`now` fixes the clock: each snapshot is then exactly `interval_s` after the previous one, and
-        `next` does not wait."""
+        """If `now` is given, the simulated clock starts at this time, each snapshot is exactly `interval_s`
+        later than the previous one, and `next` does not wait."""
         self.interval_s = interval_s
         self.reads_blocks = True
         self._real_time = now is None
@@ -123,7 +123,7 @@ class FakeSource:
         if self._real_time and self._first:
             await asyncio.to_thread(self._run_past)
         elif self._real_time:
-            # After a delay, the simulation catches up with the clock.
+            # After a delay, the simulation catches up with the real time.
             due = self.simulation.now + self.interval_s
             await asyncio.sleep(max(0.0, due - time.time()))
         self._first = False
@@ -157,7 +157,7 @@ class FakeSource:
         """Begin and end the drains that another operator of the simulated service performs."""
         sim, model = self.simulation, self.simulation.replicas[-1].model
         if model == sim.replicas[0].model:
-            return  # It is the only model.
+            return  # The service has only one model.
         drained = (sim.now - self._began) % _DRAIN_EVERY_S
         due = _DRAIN_AFTER_S <= drained < _DRAIN_AFTER_S + _DRAIN_S
         if due and not self._was_due and model not in sim.drains:
@@ -260,7 +260,7 @@ class FakeSource:
         )
 
     def _snapshot(self, *, blocks: bool = True) -> Snapshot:
-        """Return the current state, with or without individual KV blocks."""
+        """Return a snapshot of the current state, with or without individual KV blocks."""
         sim = self.simulation
         totals = self._past[-1].totals
         snapshot = Snapshot(

@@ -24,7 +24,7 @@ from console.source import ListRow
 
 _RULES = {rule.name: rule for rule in BUILT_IN}
 _SETTLE_S = 60.0
-"""For this many seconds after an alert has ended, it still explains other alerts."""
+"""Number of seconds after its end during which an alert still explains other alerts."""
 _SHOWN_ENDED = 50
 _CAUSE_WINDOW_S = 300.0
 

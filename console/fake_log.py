@@ -10,7 +10,7 @@ from console.simulation import Simulation
 from console.source import MAX_ROWS, ListRow
 
 _MIN_PAUSE_S, _PAUSES_S = 40, 80
-"""Shortest pause between two lines about denied requests, and the number of different pauses."""
+"""Shortest pause between two log lines about denied requests, and the number of different pauses."""
 
 
 class FakeLog:

@@ -111,7 +111,7 @@ class FakeRecording:
 
 
 def _time(row: Row) -> float | None:
-    """Return the time of a row. For a request, this is when it finished."""
+    """Return the time of a row. For a request, this is the time at which it finished."""
     if isinstance(row, ListRow):
         return row.at
     return row.finished_at if isinstance(row, NamedRequest) else None

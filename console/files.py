@@ -27,11 +27,11 @@ class ExportedFiles:
 
     def __init__(self) -> None:
         self._written: dict[Path, _Identity] = {}
-        """The files that have been written, with their state after that."""
+        """The files that have been written, each with its state after the last write."""
 
     def write(self, path: Path, text: str) -> None:
-        """Write a file that only this user can read. Raises FileError if the file exists and another program
-        has written it, and OSError if it cannot be written."""
+        """Write a file that only this user can read. Raises FileError if another program has written the
+        existing file, and OSError if the file cannot be written."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:

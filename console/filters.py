@@ -86,8 +86,8 @@ def matcher(
     text: str, fields: Sequence[FilterField], sorted_by: str, now: float = 0.0
 ) -> Callable[[Any], bool]:
     """Return a function that decides whether a row matches a filter. `sorted_by` is a name of the column that
-    the table is sorted by, or empty. A time of day refers to the last time before `now` (unix seconds) at
-    which the clock showed it. Raises FilterError."""
+    the table is sorted by, or empty. A time of day means its latest occurrence before `now` (unix seconds).
+    Raises FilterError."""
     terms: list[str] = []
     for word in _WORD.findall(text):
         if terms and (found := _comparison(terms[-1], fields, sorted_by)) and _continues(found, word):
@@ -145,8 +145,8 @@ def _term(term: str, fields: Sequence[FilterField], sorted_by: str, now: float) 
 
 
 def _equal(comparison: _Comparison, now: float) -> Callable[[Any], bool]:
-    """Return a function that decides whether a row's value is equal to a number, or its value or cell to a
-    text. Upper and lower case are the same."""
+    """Return a function that decides whether a row matches an equality term: its value is equal to the term's
+    number, or its value or its displayed text is equal to the term's text, ignoring case."""
     field, wanted = comparison.field, comparison.value.removeprefix('"').removesuffix('"').strip().lower()
     try:
         limit = _limit(comparison, now)
@@ -178,7 +178,7 @@ def _limit(comparison: _Comparison, now: float) -> float:
     known, number = _UNITS[field.unit], _SEPARATOR.sub("", text)
     parts = _PART.findall(number) if _VALUE.fullmatch(number) else []
     try:
-        # Only durations consist of several parts.
+        # Only durations may consist of several parts, such as 2m30s.
         if len(parts) == 1 or (parts and field.unit == "s"):
             total = sum(float(digits) * (known[unit] if unit else 1.0) for digits, unit in parts)
             return -total if number.startswith("-") else total

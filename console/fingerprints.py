@@ -97,9 +97,9 @@ def silence_with(silence_id: str | None, context: Context) -> Silence | None:
 
 
 def is_drained(target: str, drained: str | None, context: Context) -> bool:
-    """Return whether `drained`, the model that is being drained, is the target. An empty target and None as
-    `drained` stand for the whole service. If the target is a name or an alias, `drained` may be the version
-    that answers requests for this name."""
+    """Return whether the model `drained`, which is being drained, is the target. An empty target and None as
+    `drained` stand for the whole service. A name or an alias as the target also matches the version that
+    answers requests for this name."""
     model = registered(target, context)
     names = {target} if model is None else {target, model.name, f"{model.name}@{model.default}"}
     return (drained or "") in (names if target else {""})
@@ -132,7 +132,7 @@ def _tenant(tenant: TenantUse | None) -> Facts:
     if tenant is None:
         return {"state": "absent"}
     # The service converts the limit on the share of the KV cache to tokens of the model whose cache the
-    # tenant uses most. The number of tokens can change without any operator action, so it is not compared.
+    # tenant uses most. This number of tokens can change without any operator action, so it is not compared.
     limits = {
         one.limit.replace("_", " "): "set" if one.limit == "kv_share" else f"{one.capacity:,}"
         for one in tenant.usage

@@ -18,7 +18,7 @@ from console.screens.table import TableView
 from console.timeline import PastState, badge_text, timeline_lines
 
 _RESTARTED_S = 60.0
-"""How long the RESTARTED badge is shown, in seconds."""
+"""Time for which the RESTARTED badge is shown, in seconds."""
 _MIN_SCREEN = (20, 5)
 _MAX_MESSAGE_ROWS = 4
 _IMPORTANT_KEYS = ("help", "quit", "command", "actions", "variant")
@@ -36,7 +36,7 @@ class FrameState:
     demo: bool = False
     now: float = 0.0
     stale_s: float | None = None
-    """Age of the snapshot if it is stale, otherwise None."""
+    """Age of the snapshot if the snapshot is stale, otherwise None."""
     error: str = ""
     """The reason why the source delivers no snapshots."""
     restarted_at: float | None = None
@@ -79,7 +79,7 @@ def frame(state: FrameState, width: int, height: int) -> list[Line]:
 
 
 def _frozen(state: FrameState, width: int, height: int, space: int) -> list[Line]:
-    """Return the lines of the screen in jump mode. They change only if the terminal's size does."""
+    """Return the lines of the screen in jump mode. The lines change only if the terminal's size changes."""
     drawn = (state.view, width, height)
     if state.frozen is None or state.frozen[0] != drawn:
         state.frozen = drawn, _body(state, width, space)
@@ -210,8 +210,8 @@ def _banners(state: FrameState, width: int) -> list[Line]:
 
 
 def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
-    """Return a banner for each drain. `key` is the name of the key that ends the only drain, or that lists
-    the drains to choose from. It is empty if there is no such key."""
+    """Return a banner for each drain. `key` is the name of the key that ends a single drain or, if there are
+    several, offers them for choice. `key` is empty if there is no such key."""
     lines = []
     description = "to resume" if len(snapshot.drains) == 1 else "to resume one"
     remedy = [span(f" press {key} {description} ", "badge", "act resume")] if key else []
@@ -278,7 +278,7 @@ def _fitting(
 ) -> list[tuple[str, str, str]]:
     """Return the keys of the footer that fit in the given width. The keys of the commands in `important` are
     included first. Each key is a tuple: its name, its text, and its command."""
-    left, fitting = width + 1, set[int]()  # no spaces precede the first key
+    left, fitting = width + 1, set[int]()  # No spaces precede the first key.
     for index in sorted(range(len(keys)), key=lambda one: keys[one][2] not in important):
         name, text, _ = keys[index]
         size = len("  ") + cells(f"{name} {text}")

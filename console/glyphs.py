@@ -89,8 +89,9 @@ def chart(
     """Return the newest values as a chart whose right edge is now. `top` is the value at the upper edge, by
     default the largest value, rounded up. Unknown values are gaps; times before the first value are empty.
 
-    `phase` is the index of the newest value. It ensures that the same two values keep sharing a braille
-    character while the chart moves, so the whole chart changes only at every second value."""
+    `phase` is the index of the newest value. With `phase`, the same two values keep sharing a braille
+    character while the chart moves, so the whole chart is redrawn only at every second value.
+    """
     columns = per_cell(glyphs)
     size = width * columns - phase % columns
     shown = list(values)[-size:] if size else []

@@ -13,7 +13,7 @@ from console.screens.table import TableView
 
 _NAME_WIDTH = 18
 _KEY = re.compile(r"\{(\w+)\}")
-"""Matches a command name in a screen's help. The help shows the command's key in its place."""
+"""Matches a command name in a screen's help. The help replaces the name with the command's key."""
 
 
 def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:

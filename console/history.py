@@ -219,7 +219,8 @@ Column = list[float | None]
 
 
 def _grouped(columns: TelemetryColumns) -> tuple[dict[str, Column], dict[str, dict[str, dict[str, Column]]]]:
-    """Return the plain values keyed by name, and the values of lists keyed by list, entry and value name."""
+    """Return two dicts: single values keyed by name, and values in lists keyed by list, entry and value
+    name."""
     plain: dict[str, Column] = {}
     lists: dict[str, dict[str, dict[str, Column]]] = {"kv": {}, "gpus": {}, "batches": {}}
     for name, column in columns.metrics.items():

@@ -66,12 +66,12 @@ class Impact:
         ]
 
     def present(self, target: str | None) -> Mapping[str, Any]:
-        """Return the present values of the action's parameters."""
+        """Return the current values of the action's parameters."""
         return present_values(self._action, target, self._context())
 
     def changes(self, target: str | None) -> str:
-        """Return a message if the target's state has changed since the operator first saw its impact or since
-        the last such message, and an empty string otherwise."""
+        """Return a message if the target's state has changed since the operator first saw the impact or since
+        the previous message, and an empty string otherwise."""
         now = fingerprint(self._action, target, self._context())
         changes = self._shown.get(target, now).changes(now)
         self._shown[target] = now
@@ -111,7 +111,8 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
 
 
 def _caller(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
-    """Return what an action on a tenant or a key affects. If the screens do not list the target, say so."""
+    """Return what an action on a tenant or a key affects, with a warning if the screens do not list the
+    target."""
     if action.target == "tenant":
         requests = [one for one in snapshot.requests if one.tenant == target]
         is_listed = any(one.name == target for one in snapshot.tenants)
@@ -240,8 +241,8 @@ def _load(requests: list[UnfinishedRequest], consequences: list[str] | None = No
 
 
 def _end(models: list[ModelStatus], snapshot: Snapshot) -> list[str]:
-    """Return when the unfinished requests of these models would have finished if no more were accepted. The
-    models are assumed to work on their requests in parallel."""
+    """Return when the unfinished requests of these models are expected to end if no more requests are
+    accepted. The models are assumed to work on their requests in parallel."""
     etas = [one.drain_eta_s for one in models]
     known = [eta for eta in etas if eta is not None]
     if not known or len(known) < len(etas):

@@ -71,7 +71,7 @@ def read_keymap(named: str | None = None) -> Keymap:
         return _unusable(str(error))
     try:
         text = path.read_text()
-        table = tomllib.loads(text + "\n")  # without "\n", an error on the last line has no line number
+        table = tomllib.loads(text + "\n")  # Without "\n", an error on the last line has no line number.
     except FileNotFoundError:
         if named is None:
             return DEFAULT_KEYMAP
@@ -122,7 +122,8 @@ def _keymap(path: Path, text: str, table: dict[str, object]) -> Keymap:
 
 
 def _applied(chosen: dict[str, tuple[str, ...]], used: set[str]) -> Keymap:
-    """Return the key table with the chosen keys. Commands lose their default keys that are in `used`."""
+    """Return the key table with the chosen keys. A command loses the default keys that are in `used`, because
+    other commands use these keys."""
     if "quit" in chosen:
         chosen["quit"] = tuple(dict.fromkeys((*chosen["quit"], *QUIT_KEYS)))
     bound, overrides = [], {}

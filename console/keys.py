@@ -10,7 +10,7 @@ from appliance.actions import ACTIONS, Action
 
 
 class KeyBinding(NamedTuple):
-    """One binding."""
+    """One entry of the key table."""
 
     command: str
     """Description of what the keys do. It is also the name of the entry in a keymap file."""

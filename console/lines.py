@@ -23,9 +23,9 @@ Line = list[Span]
 BLANK: Line = []
 _TWO_COLUMNS = 76
 _NAME_WIDTH = 18
+"""Width of the name column in `fact_lines`."""
 _HEADING = Span("─ ", "rule")
 """The beginning of a heading."""
-"""Width of the name column in `fact_lines`."""
 
 
 def span(text: object, role: str = "text", action: str = "") -> Span:

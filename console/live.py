@@ -43,8 +43,8 @@ class LiveSource:
     def __init__(
         self, run_dir: Path, *, write: bool = False, key: str | None = None, interval_s: float = 0.5
     ) -> None:
-        """Unless `write` is true, the service refuses actions. `key` is needed only by users who are not
-        operators."""
+        """The service refuses actions unless `write` is true. Only users who are not operators need a
+        `key`."""
         self.label = str(run_dir)
         self.interval_s = interval_s
         self.reads_blocks = False
@@ -72,7 +72,7 @@ class LiveSource:
                 self._read_blocks()
                 snapshot = await anext(self._stream)
                 # The service sends at least one frame per second. If the refresh interval is longer, skip
-                # frames. The operator may change the interval meanwhile.
+                # frames. The operator may change the interval in the meantime.
                 taken = 1
                 while taken < math.floor(self.interval_s * hz + 0.5):
                     snapshot = await anext(self._stream)
@@ -94,7 +94,7 @@ class LiveSource:
             self._reading = asyncio.create_task(self._client.call(calls.KV_BLOCKS))
 
     async def _take_blocks(self) -> None:
-        """Store the blocks that have been read. Wait for them only if no blocks are known yet, because the
+        """Store the blocks that have been read. Wait for the blocks only if none are known yet, because the
         answer may arrive later than the next snapshot."""
         reading = self._reading
         if reading is None or not (reading.done() or not self._blocks):

@@ -63,7 +63,7 @@ class Parameter:
         self.description = ""
         if isinstance(kind, msgspec.inspect.Metadata):
             self.description = (kind.extra_json_schema or {}).get("description", "")
-            # The description is that of the JSON value.
+            # The description in the schema describes the JSON value, in which null stands for none.
             self.description = self.description.replace("Null ", "The value none ")
         types = _alternatives(kind)
         self.optional = any(isinstance(one, msgspec.inspect.NoneType) for one in types)
@@ -83,7 +83,8 @@ class Parameter:
 
     @property
     def preset(self) -> Any:
-        """The value that applies if the parameter is omitted, except in changes of a tenant or key."""
+        """The value that applies if the parameter is omitted. When a tenant or key is changed, an omitted
+        parameter leaves its field unchanged."""
         return self.default if self.declared is None else self.declared.default
 
     def shown(self, value: Any) -> str:
@@ -262,7 +263,8 @@ def equivalent(action: Action, values: Values) -> str:
 
 
 def danger_of(action: Action, values: Values) -> Danger:
-    """Return how the action must be confirmed. A dry run changes nothing."""
+    """Return how the action must be confirmed. A dry run needs no confirmation, because it changes
+    nothing."""
     return "none" if values.get("dry_run") else action.danger
 
 

@@ -1,4 +1,4 @@
-"""The present values of what an action's dialog changes, such as the limits of a tenant."""
+"""The current values of the parameters in an action's dialog, such as the limits of a tenant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from console.parameters import Parameter
 
 
 def present_values(action: Action, target: str | None, context: Context) -> Mapping[str, Any]:
-    """Return the present values of the action's parameters, by name. Values that are unknown, or that the
+    """Return the current values of the action's parameters, by name. Values that are unknown, or that the
     action does not change, are left out."""
     match action.name:
         case "tenants.set":
@@ -57,7 +57,7 @@ def _routing(action: Action, name: str, context: Context) -> Mapping[str, Any]:
 
 
 def absent_text(action: Action, parameter: Parameter, present: Mapping[str, Any]) -> str:
-    """Return the text of an empty field: the value that applies if the field stays empty."""
+    """Return the text to show in an empty field: the value that applies if the field stays empty."""
     if parameter.name in present:
         return f"now: {parameter.shown(present[parameter.name])}"
     if parameter.name == action.named_by and action.target == "model" and not parameter.required:

@@ -69,12 +69,12 @@ class PromptLine(Input):
         self.value = text
         self.cursor_position = len(text)
         self.display = True
-        # focus() would take effect only after the keys that are already queued.
+        # focus() would take effect only after the queued keys have been handled.
         self.screen.set_focus(self)
 
     @staticmethod
     def is_bound(event: events.Key) -> bool:
-        """Return whether a key has no other effect on the line than to run a binding, as `backspace` does."""
+        """Return whether the only effect of a key on the line is to run a binding, as with `backspace`."""
         return not event.is_printable and event.key not in _KEYS
 
     async def result(self) -> Closed | None:

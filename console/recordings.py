@@ -49,7 +49,7 @@ class RecordedPast(Protocol):
     label: str
     """Description for the header."""
     begin: float | None
-    """The first time (unix seconds) to show from a recording in a file, or None."""
+    """For a recording in a file, the time (unix seconds) to show first; otherwise None."""
 
     async def instant(self, at: float | None) -> PastSnapshot:
         """Return the state of the service at a time (unix seconds), or the newest state if `at` is None."""

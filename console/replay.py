@@ -1,5 +1,5 @@
-"""A source that shows recorded history. It has a current time, can move to other times, and can play the
-recording."""
+"""A source that shows recorded history. The source has a current time, can move to other times, and can play
+the recording."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ReplaySource:
         current = self.instant
         if current is None:
             return await self.begin()
-        # The service may have recorded more samples since the current one was read.
+        # The service may have recorded more samples since the current sample was read.
         if count > 0 and current.next is None:
             current = await self._recording.instant(current.at + _HALF_MS)
         at = current.next if count > 0 else current.previous

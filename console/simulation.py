@@ -41,7 +41,7 @@ TENANTS = (
 )
 _PREFILL_TOKENS_PER_S = 6000
 _MAX_DISPATCH_S = 0.08
-"""Maximum time that a request spends in the queue if it does not have to wait for a free slot."""
+"""Maximum time that a request spends in the queue when a slot is free."""
 _MAX_STEP_FACTORS = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
 """Possible durations of a slice's longest step, as multiples of the mean."""
 _MAX_STALLS = 16
@@ -119,8 +119,8 @@ class Simulation:
         return [one for one in self.unfinished() if model in (None, one.model) and not one.held]
 
     def _progress(self, model: str | None, drain: SimDrain) -> None:
-        """Cancel the requests that are left after a drain's grace period, and complete the drain once there
-        are none."""
+        """Cancel the requests that are left after a drain's grace period, and complete the drain once no
+        requests are left."""
         left = self.drained(model)
         if self.now >= drain.since + drain.grace_s:
             drain.cancelled += sum([self.cancel(one.id) for one in left])

@@ -1,6 +1,6 @@
 """The colours of each role in each theme. State is never shown by colour alone: letters and words repeat it,
 so the mono theme loses no information. The role "label" has the same colours as "dim". It is a separate role
-because it marks the names of values, whose explanations the help shows."""
+because it marks the names of values, which the help explains."""
 
 from __future__ import annotations
 

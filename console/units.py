@@ -120,7 +120,7 @@ def _local(at: float | None, form: str) -> str:
         return UNKNOWN
     try:
         return time.strftime(form, time.localtime(at))
-    except (OverflowError, ValueError, OSError):  # no date of the calendar
+    except (OverflowError, ValueError, OSError):  # The time is outside the calendar's range.
         return f"{at:g}"
 
 

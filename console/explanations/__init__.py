@@ -1,5 +1,5 @@
-"""Explains the fields and metrics on the screens: the unit, the window and the source of each. A screen's
-help lists the fields and metrics that the screen shows, and a test requires an entry for each of them."""
+"""Explains the fields and metrics on the screens, with their units, windows and sources. A screen's help
+lists the fields and metrics that the screen shows, and a test requires an entry for each of them."""
 
 from __future__ import annotations
 

@@ -90,29 +90,29 @@ ENGINE: dict[str, Explanation] = {
         "mixed",
         "steps",
         SECOND,
-        "Number of steps that also processed prompts, and their mean step time.",
+        "Number of steps that also processed prompts, and their mean duration.",
         "appliance_step_seconds",
     ),
     "decode_steps": Explanation(
         "decode",
         "steps",
         SECOND,
-        "Number of decode-only steps, and their mean step time.",
+        "Number of decode-only steps, and their mean duration.",
         "appliance_step_seconds",
     ),
     "steps_running": Explanation(
         "SEQS, sequences",
         "sequences",
         NOW,
-        "Running sequences and the maximum number of them.",
+        "Number of running sequences, and the maximum number.",
         "appliance_sequences",
     ),
     "stall": Explanation(
         "!",
         "ms",
         SECOND,
-        "A stall: the longest step with decodes, if it took more than three times the mean decode-only "
-        "step, and the request with the largest prefill chunk in that step.",
+        "A stall: a step with decodes that took more than three times as long as the mean decode-only "
+        "step. Shows the longest step, and the request with the largest prefill chunk in it.",
         "batches: longest_ms; stalls: request, tenant",
     ),
     "computed_tokens": Explanation(
@@ -209,15 +209,15 @@ ENGINE: dict[str, Explanation] = {
         "fit",
         "bytes",
         "the last start",
-        "GPU memory that was predicted before the replica started, on all ranks.",
+        "GPU memory use, on all ranks, that was predicted before the replica started.",
         "status: models.replicas.predicted_bytes",
     ),
     "replica_memory": Explanation(
         "memory",
         "bytes",
         "the last start",
-        "GPU memory that a replica uses, and its difference from the prediction; for a version: the memory "
-        "that it used when it was last loaded.",
+        "GPU memory that a replica uses, and the difference from the prediction. For a version: the memory "
+        "that the version used when it was last loaded.",
         "status: models.replicas.used_bytes; registry: versions.memory_bytes",
     ),
     "replica_kv_bytes": Explanation(
@@ -267,21 +267,21 @@ ENGINE: dict[str, Explanation] = {
         "replicas",
         "replicas",
         NOW,
-        "Number of replicas that the model should have, and its limits.",
+        "Desired number of replicas, with its minimum and maximum.",
         "status: models.scaling.replicas",
     ),
     "demand": Explanation(
         "demand",
         "replicas",
         "now, and when a new replica would be ready",
-        "The load, measured in replicas: 1.5 would fully use one and a half replicas.",
+        "The load in replicas: a load of 1.5 fully uses one and a half replicas.",
         "status: models.scaling.demand, models.scaling.expected",
     ),
     "scaling_reason": Explanation(
-        "reason", "", NOW, "Basis of the expected load.", "status: models.scaling.reason"
+        "reason", "", NOW, "How the expected load was determined.", "status: models.scaling.reason"
     ),
     "scaling_refusal": Explanation(
-        "refusal", "", NOW, "Why no replica can be added now.", "status: models.scaling.refusal"
+        "refusal", "", NOW, "Reason why no replica can be added now.", "status: models.scaling.refusal"
     ),
     "uuid": Explanation("uuid", "", "", "Identifier of the GPU, as in nvidia-smi.", "gpus: uuid"),
     "gpu_replicas": Explanation("REPLICAS", "", NOW, "Replicas that run on the GPU.", "gpus: replicas"),

@@ -18,14 +18,14 @@ FRAME: dict[str, Explanation] = {
         "STALE",
         "s",
         "since the newest data",
-        "The service does not answer, or it answers late: all values have this age.",
+        "Age of all values, shown when the service does not answer or answers late.",
         "events: at",
     ),
     "restarted": Explanation(
         "RESTARTED",
         "",
         "last 60 s",
-        "The service has restarted, so its counters began again at 0.",
+        "The service has restarted, so its counters started again at 0.",
         "status: started_at",
     ),
     "history_time": Explanation(
@@ -39,7 +39,7 @@ FRAME: dict[str, Explanation] = {
         "running, queued, held",
         "requests",
         NOW,
-        "Requests that a drain waits for, and new requests that wait until its end.",
+        "Requests that a drain waits for, and new requests that wait until the drain ends.",
         "status: drains.running, drains.queued, drains.held",
     ),
     "drain_eta": Explanation(
@@ -53,7 +53,7 @@ FRAME: dict[str, Explanation] = {
         "grace left",
         "s",
         NOW,
-        "Time until the requests that are still running in a drain are cancelled.",
+        "Time until a drain cancels the requests that are still running.",
         "status: drains.grace_left_s",
     ),
     "drain_took": Explanation(
@@ -67,7 +67,7 @@ FRAME: dict[str, Explanation] = {
         "output peak",
         "tokens/s",
         "the period of the timeline",
-        "Most output tokens per second on the timeline. ▲ marks operator actions, and ! marks alerts.",
+        "Highest rate of output tokens on the timeline. ▲ marks operator actions, and ! marks alerts.",
         "events: rates.generated_tokens_per_s",
     ),
 }

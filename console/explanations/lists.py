@@ -43,7 +43,7 @@ LISTS: dict[str, Explanation] = {
         "ALSO, explains",
         "alerts",
         NOW,
-        "Number of other alerts that are a consequence of this alert.",
+        "Number of other alerts that this alert caused.",
         "alerts: suppressed",
     ),
     "cause": Explanation(

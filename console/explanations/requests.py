@@ -195,7 +195,7 @@ REQUESTS: dict[str, Explanation] = {
         "LIMIT MOST USED",
         "%",
         NOW,
-        "The limit that is closest to being exhausted. A running request counts as its maximum number of "
+        "The limit that is closest to being exhausted. A running request counts with its maximum number of "
         "tokens.",
         "tenants: usage",
     ),
@@ -305,6 +305,10 @@ REQUESTS: dict[str, Explanation] = {
         "keys, peers: created_at",
     ),
     "caller_limits": Explanation(
-        "usage of limits", "% of the limit", NOW, "Each limit of the key with its use.", "keys: usage"
+        "usage of limits",
+        "% of the limit",
+        NOW,
+        "Each limit of the key, and how much of it is used.",
+        "keys: usage",
     ),
 }

@@ -55,8 +55,8 @@ class AlertsView(TableView[ListedAlert]):
     short = "Alerts"
     alternate = "silences"
     help_text = (
-        "Alerts with their likely cause and the next step. Alerts that are a consequence of another alert "
-        "are not listed; that alert shows their number. Press {variant} to see the silences."
+        "Alerts with their likely causes and next steps. An alert that another alert caused is not listed; "
+        "the causing alert shows the number of such alerts. Press {variant} to see the silences."
     )
     target: TargetKind = "alert"
     sorted_by = "severity"

@@ -11,7 +11,7 @@ from console.lines import Line, clip, span
 from console.source import ListName
 
 MIN_WIDTH, MIN_HEIGHT = 60, 18
-"""In smaller terminals, a screen shows only one line per fact."""
+"""Minimum size for panels and tables. In smaller terminals, a screen shows only one line per fact."""
 
 
 PAGE, FAR = 10, 1_000_000

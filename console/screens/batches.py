@@ -51,9 +51,9 @@ class BatchesView(View):
     help_text = (
         "One column per second, newest on the right. Each column shows the share of time spent in steps with "
         "prefill (bottom), in decode-only steps, and idle (empty). Time in steps with prefill takes at least "
-        "one row, even if its share is smaller. Below it is the number of running "
+        "one row, even if its share is smaller. Below the chart is the number of running "
         "sequences. ! marks a stall: a step that took more than three times the mean decode step. Left and "
-        "right move the cursor, which then stays on its column while newer ones arrive. For a stall, the "
+        "right move the cursor, which then stays on its column while newer columns arrive. For a stall, the "
         "bottom line names the request with the largest prefill chunk; {open} shows it. {zoom} shows only "
         "the selected replica."
     )

@@ -15,9 +15,9 @@ from console.lines import BLANK, Line, heading, span, wrap
 from console.screens.table import TableColumn, TableView
 
 _TIMESTAMP = re.compile(r"(^|\.)at$")
-"""Matches the names of timestamps, which tell when other values were read."""
+"""Matches the names of timestamps, which record when other values were read."""
 _TIME = re.compile(r"(^|[._])(at|since|until)$")
-"""Matches the names of times, which are in unix seconds."""
+"""Matches the names of values that are times in unix seconds."""
 _FRACTION, _BYTES = "fraction", "bytes"
 _UNITS = (
     (re.compile(r"_bytes_per_s$"), "bytes/s"),

@@ -22,7 +22,7 @@ _CELL_SIZE_WIDTH = 24
 _LETTERS = {"braille": "·▒█▓", "block": "·▒█▓", "ascii": ".c#S"}
 _STATE_ROLES = ("free", "cached", "used", "shared")
 _SHARING_ROLES = ("free", "cached", "track", "shared")
-"""Roles that highlight only blocks whose prefix several sequences use or could use."""
+"""Roles that highlight only the blocks that several sequences share or could share."""
 _AGE_ROLES = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
 
 
@@ -169,7 +169,7 @@ class KvView(View):
         return max(1, -(-len(blocks.states) // max(1, self._cells)))
 
     def _block_range(self, blocks: BlockMap) -> tuple[int, int]:
-        """Return the first block under the cursor, and the block after the last one under the cursor."""
+        """Return the range of blocks under the cursor: the first block, and the block after the last one."""
         per_cell = self._blocks_per_cell(blocks)
         first = min(self.cursor * per_cell, len(blocks.states) - 1)
         return first, min(first + per_cell, len(blocks.states))
@@ -223,8 +223,8 @@ class KvView(View):
         return letters, roles
 
     def _tenant_lines(self, context: Context, blocks: BlockMap, width: int, rows: int) -> list[Line]:
-        """Return the tenants' letters and names in at most `rows` lines, of which the first has space left
-        for the text with the cell size. If the map does not show tenants, return one empty line."""
+        """Return the tenants' letters and names in at most `rows` lines. The first line leaves space for the
+        text with the cell size. If the map does not show tenants, return one empty line."""
         lines: list[Line] = [[]]
         if self.variant != "tenant":
             return lines

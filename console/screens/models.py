@@ -289,7 +289,7 @@ def _difference(used: int, predicted: int) -> str:
 
 
 def _step(duration_ms: float, idle_us: float) -> str:
-    # The engine reports 0 if it has run no steps of this kind since its previous report.
+    # The engine reports a time of 0 if it has run no steps of this kind since its previous report.
     return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none"
 
 

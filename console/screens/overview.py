@@ -54,8 +54,8 @@ class OverviewView(View):
     help_text = (
         "The current state of the service: throughput, latency, queue, KV caches, GPUs, alerts and "
         "processes. The arrow keys select a panel; {zoom} maximizes it. The command :export exports "
-        "the table of the selected panel. If the panel has no table, it exports the values outside the "
-        "tables."
+        "the table of the selected panel or, if the panel has no table, the values that are not in any "
+        "table."
     )
     explanations = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "peak", "ttft", "itl", "queue", "e2e"),

@@ -39,7 +39,8 @@ CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
 
 
 def state_text(name: str) -> str:
-    """Return a model's state for people: the next request loads a model that is only available."""
+    """Return the displayed name of a model's state. A model that is only available is shown as "on demand",
+    because its next request loads it."""
     return "on demand" if name == "available" else name
 
 

@@ -17,7 +17,7 @@ R = TypeVar("R")
 _MIN_PREVIEW = 6
 """Minimum number of free lines that are needed below a table to show details there."""
 _CONTENTS = {"callers": "keys and local users", "models": "versions", "finished": "finished requests"}
-"""What lists contain, for lists whose names do not say it."""
+"""Descriptions of lists whose names do not describe their contents."""
 
 
 class TableColumn(NamedTuple):
@@ -68,7 +68,7 @@ class TableView(View, Generic[R]):
     reverse = False
     empty = "no rows"
     max_rows = 0
-    """Maximum number of rows that the source delivers: the newest ones. 0 if it delivers all rows."""
+    """If the source delivers only the newest rows, the maximum number of rows; 0 if it delivers all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,13 +207,13 @@ class TableView(View, Generic[R]):
         body = body[next((number for number, one in enumerate(body) if one), 0) :]
         top = heading(self.title_of(row), width, self._hint(context, "{} to open", "open"))
         lines = [BLANK, top, *body][:height]
-        while lines and is_heading(lines[-1]):  # a heading without its content
+        while lines and is_heading(lines[-1]):  # A heading whose content did not fit.
             lines.pop()
         return lines
 
     @staticmethod
     def _hint(context: Context, text: str, command: str = "back") -> str:
-        """Return `text` with the name of a command's key inserted, or an empty string if the command has no
+        """Insert the name of a command's key into `text`. Return an empty string if the command has no
         key."""
         key = key_of(context.keys, command)
         return text.format(key) if key else ""
