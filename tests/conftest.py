@@ -28,7 +28,8 @@ for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if not torch.cuda.is_available():
-    # Set this before any test module is imported, because Triton reads it only when it is first imported.
+    # Set this variable before any test module is imported, because Triton reads it only when Triton is first
+    # imported.
     os.environ["TRITON_INTERPRET"] = "1"
     from tests import quick_interpreter
 

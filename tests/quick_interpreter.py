@@ -149,13 +149,13 @@ def _set(attributes: tuple[tuple[Any, str, Any], ...]) -> None:
 
 
 def install() -> None:
-    """Change the interpreter of this process."""
+    """Replace slow functions of Triton's interpreter in this process."""
     _set(_CHANGES)
 
 
 @contextlib.contextmanager
 def original_interpreter() -> Iterator[None]:
-    """Undo the changes until the block ends."""
+    """Use the original interpreter until the block ends."""
     _set(_ORIGINALS)
     try:
         yield

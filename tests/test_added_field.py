@@ -59,7 +59,7 @@ def test_a_field_added_in_one_place_appears_everywhere(tree: Path, tmp_path: Pat
     service = Service(tmp_path)
     service.state_dir.mkdir(mode=0o700)
     database = service.state_dir / "control.db"
-    before = ControlStore(database)  # written by the unmodified product
+    before = ControlStore(database)  # The unmodified product wrote this file.
     before.start()
     before.create_tenant(actor="uid:0", name="acme", changes={"weight": 2.0}).result(60)
     before.close()
@@ -69,11 +69,11 @@ def test_a_field_added_in_one_place_appears_everywhere(tree: Path, tmp_path: Pat
         service.wait_ready()
         cli = ("-m", "appliance.cli", "tenants")
         at = ("--run-dir", str(service.run_dir))
-        # The command-line options.
+        # Check the command-line options.
         for command in ("create", "set"):
             assert re.search(r"--max-images N +Images in one request", run(tree, *cli, command, "--help"))
         run(tree, *cli, "set", "acme", "--max-images", "8", *at)
-        # The table.
+        # Check the table.
         heading, *lines = run(tree, *cli, "list", *at).splitlines()
         (acme,) = (line for line in lines if line.startswith("acme"))
         column = heading.index("MAX IMAGES")
@@ -100,7 +100,7 @@ def test_a_field_added_in_one_place_appears_everywhere(tree: Path, tmp_path: Pat
         assert connection.execute("SELECT max_images FROM tenant_list WHERE name = 'acme'").fetchall() == [
             (8,)
         ]
-    # The documentation.
+    # Check the documentation.
     run(tree, "scripts/generated_tables.py")
     assert (
         "| `max_images` | count or null | Images in one request; null: any number |"

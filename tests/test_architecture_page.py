@@ -53,7 +53,7 @@ def test_a_prompt_takes_the_path_that_the_page_names(tmp_path: Path, monkeypatch
     with service() as running:
         ask(running)
         enter(phase, 1)
-        time.sleep(5)  # Long enough for every periodic task of an idle service to run and be recorded.
+        time.sleep(5)  # Every periodic task of an idle service runs and is recorded within this time.
         enter(phase, 2)
         ask(running)
         enter(phase, 0)

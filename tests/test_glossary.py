@@ -98,7 +98,7 @@ class Name(NamedTuple):
     text: str
     place: str
     is_value: bool = False
-    """Whether the name is certainly the name of a value, and not of a function or method."""
+    """Whether the name is known to be that of a value, not of a function or method."""
 
 
 def words(name: str) -> set[str]:
@@ -116,8 +116,8 @@ def sources() -> Iterator[Path]:
 
 
 def names_in(path: Path, source: str) -> Iterator[Name]:
-    """Yield the names that a module defines or uses: its own, those of its identifiers, and strings that are
-    names of JSON fields, metrics, settings and column headings. In tests, other strings are data."""
+    """Yield the names in a module: the parts of its path, its identifiers, and strings that name JSON fields,
+    metrics, settings and column headings. In tests, all other strings are data and are skipped."""
     file = str(path)
     yield from (Name(part, file) for part in path.with_suffix("").parts)
     tree = ast.parse(source)

@@ -117,7 +117,7 @@ def constants() -> dict[str, list[float]]:
 
 def number_of(expression: ast.expr) -> float | None:
     """Return the value of a numeric literal, or of a product, quotient or shift of literals. Return None for
-    anything else."""
+    other expressions."""
     match expression:
         case ast.Constant(value=int() | float() as value):
             return value

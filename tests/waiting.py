@@ -15,7 +15,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, description: s
 
 
 async def until(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait on the event loop."""
+    """Wait until a condition is true, without blocking the event loop."""
     async with asyncio.timeout(timeout_s):
         while not true():
             await asyncio.sleep(0.01)

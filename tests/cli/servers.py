@@ -148,7 +148,7 @@ def a_tenant(name: str, **fields: Any) -> Tenant:
 
 
 class ApiService(_Service):
-    """An API with two models. The test determines each answer, chunk by chunk."""
+    """An API with two models. The test supplies each answer, chunk by chunk."""
 
     def __init__(self, path: Path) -> None:
         self.asked: list[dict[str, Any]] = []

@@ -102,7 +102,7 @@ def test_alerts_are_listed_acknowledged_and_silenced(make_service: Make) -> None
     kill_replica(service)
 
     def down() -> list[Any]:
-        # On a slow machine, alerts about the consequences may follow.
+        # On a slow machine, alerts about the consequences of this condition may follow.
         listed = json.loads(run("alerts", "list", "--json", *at))
         return [one for one in listed if one["rule"] == "replica-down"]
 

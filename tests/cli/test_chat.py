@@ -148,8 +148,8 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def press(self, keys: str, text: str) -> None:
-        """Send the keys repeatedly until `text` appears. One attempt is not enough, because a signal that
-        arrives just before a read starts does not interrupt the read."""
+        """Send the keys repeatedly until `text` appears. One attempt may not be enough: a signal that arrives
+        just before a read starts does not interrupt the read."""
         for _ in range(10):
             self.type(keys)
             if self.appears(text, 6.0):

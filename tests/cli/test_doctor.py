@@ -318,7 +318,7 @@ def test_a_service_that_denies_access_to_this_user_is_not_a_problem(run_dir: Pat
     from appliance.models import gpus
     from appliance.monitoring import doctor
 
-    gpus.find_gpus()  # the command imports modules that the other user may not be able to read
+    gpus.find_gpus()  # The command imports modules that the other user may not be able to read.
     (run_dir / "admin.sock").unlink(missing_ok=True)
     run_dir.chmod(0o755)
     lock = RunDirLock(run_dir, tmp_path)
@@ -344,7 +344,8 @@ def test_a_process_that_writes_to_the_databases_without_a_service_is_a_problem(
 
 
 def test_a_rank_that_outlived_its_service_is_a_problem(doctor: Doctor) -> None:
-    # The doctor looks only at command lines, so this process can simply sleep. Its parent exits immediately.
+    # The doctor looks only at command lines, so this process can simply sleep. The process's parent exits
+    # immediately.
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "engine.replica"]
     source = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=subprocess.DEVNULL).pid)"
     started = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)

@@ -114,13 +114,13 @@ def test_every_command_explains_itself(cli: Run, command: tuple[str, ...]) -> No
 def test_every_action_of_the_registry_is_a_command_with_its_parameters(action: Action) -> None:
     command = typer.main.get_command(app)
     words = action.name.split(".")
-    # a single `backup` command performs both actions
+    # A single `backup` command performs both actions.
     for word in words[:1] if words[0] == "backup" else words:
         command = command.commands[word]  # type: ignore[attr-defined]
     offered = {part for parameter in command.params for part in (parameter.name or "").split("_")}
     for field in msgspec.structs.fields(action.parameters):
         if action.name == "backup.end" and field.name != "path":
-            continue  # the command determines this value itself
+            continue  # The command determines this value itself.
         assert set(field.name.removesuffix("_at").split("_")) <= offered, field.name
     if action.danger != "none":
         assert "yes" in offered

@@ -101,7 +101,7 @@ def test_no_value_causes_a_traceback(
             continue
         is_number = parameter.metavar in NUMBERS
         if words == ("bench",) and not is_number:
-            continue  # an accepted value would start a run; tests/bench covers these options
+            continue  # An accepted value would start a run; tests/bench covers these options.
         for value in (*NOT_NUMBERS, *OUT_OF_RANGE) if is_number else TEXTS:
             if parameter.param_type_name == "argument":
                 given = ["--", value]

@@ -32,7 +32,7 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize("line", commands())
 def test_every_command_of_the_readme_exists_with_its_options(cli: Run, line: str) -> None:
-    # With --help, nothing is run, but unknown commands and options are still errors.
+    # With --help, the command does nothing, but unknown commands and options are still errors.
     outcome = cli(*shlex.split(line)[1:], "--help")
     assert outcome.code == 0, outcome.err
 

@@ -93,7 +93,7 @@ class Browser:
         await self.call("Runtime.evaluate", expression=focus)
         pressed: dict[str, Any] = {"key": key}
         if key in _KEY_CODES or control:
-            # The terminal recognises these keys by their codes.
+            # The terminal in the page recognises these keys by their codes.
             pressed["windowsVirtualKeyCode"] = _KEY_CODES.get(key) or ord(key.upper())
             pressed["modifiers"] = 2 if control else 0
             await self.call("Input.dispatchKeyEvent", type="rawKeyDown", **pressed)
@@ -102,7 +102,7 @@ class Browser:
         await self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
 
     async def write(self, text: str) -> None:
-        """Press the keys that type the text, and Enter."""
+        """Type the text, and press Enter."""
         for key in (*text, "Enter"):
             await self.press(key)
 
@@ -116,7 +116,7 @@ class Browser:
         return base64.b64decode((await self.call("Page.captureScreenshot"))["data"])
 
     async def shows(self, text: str) -> None:
-        """Wait until the page has received the text, and then clear the record of received text."""
+        """Wait until the page has received the text, then discard all text received so far."""
         await self.until(lambda: text in self.received, repr(text))
         self.received = ""
 

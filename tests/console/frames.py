@@ -42,7 +42,7 @@ def session(steps: int = 40, *, interval_s: float = 0.5, write: bool = False) ->
 
 
 def unknown() -> Snapshot:
-    """Return a snapshot of a service that has measured nothing yet."""
+    """Return a snapshot of a service that has no measured values yet."""
     return empty_snapshot(FIXED_TIME)
 
 

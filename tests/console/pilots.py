@@ -54,7 +54,7 @@ def opened(app: ConsoleApp) -> bool:
     """Return whether an action's dialog is fully displayed and has the focus."""
     if not isinstance(app.screen, ActionDialog) or app.screen.focused is None:
         return False
-    # The command is displayed after the focus has been set.
+    # The dialog displays the command only after it has set the focus.
     return any(str(one.render()) for one in app.screen.query("#command"))
 
 

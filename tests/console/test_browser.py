@@ -30,7 +30,7 @@ def test_chromium_shows_live_frames_with_the_token_and_keys_navigate_but_change_
         async with Browser(tmp_path) as browser:
             await browser.open(address)
             await browser.shows("Tokens per second")
-            # The demo's values keep changing, so more frames arrive without a key press.
+            # The values of the demo keep changing, so frames continue to arrive without a key press.
             await browser.until(lambda: len(browser.received) > 2000, "more frames")
             overview = await browser.picture()
             await browser.press("4")
@@ -60,7 +60,7 @@ def test_chromium_shows_live_frames_with_the_token_and_keys_navigate_but_change_
 
 
 def test_chromium_performs_no_action_on_a_running_service(tmp_path: Path) -> None:
-    """Tries a key, the command line, the action menu and the palette."""
+    """Try every way to perform an action: a key, the command line, the action menu and the palette."""
     refused = "this console is read-only"
 
     async def visit(address: str) -> None:
@@ -70,7 +70,7 @@ def test_chromium_performs_no_action_on_a_running_service(tmp_path: Path) -> Non
             await browser.press("D")
             await browser.shows(refused)
             await browser.press(":")
-            await browser.shows("ype a command")  # the cursor covers the first letter
+            await browser.shows("ype a command")  # The cursor covers the first letter.
             await browser.write("drain --queue")
             await browser.shows(refused)
             await browser.press("7")
@@ -87,7 +87,7 @@ def test_chromium_performs_no_action_on_a_running_service(tmp_path: Path) -> Non
             if folder := os.environ.get("KEEP_SCREENSHOTS"):
                 (Path(folder) / "browser-palette.png").write_bytes(await browser.picture())
             await browser.press("Escape")
-            await browser.shows("TENANT")  # closing the palette redraws the screen
+            await browser.shows("TENANT")  # Closing the palette redraws the screen.
             await browser.press("4")
             await browser.shows("REQUEST")
 

@@ -107,7 +107,7 @@ def test_the_clock_of_the_demo_catches_up_after_a_delay() -> None:
 
     async def lags() -> list[float]:
         await fake.next()
-        time.sleep(0.6)  # a terminal that is slow to draw
+        time.sleep(0.6)  # The terminal is slow to draw.
         return [time.time() - (await fake.next()).at for _ in range(40)]
 
     assert min(asyncio.run(lags())) < 0.3
@@ -119,7 +119,7 @@ def test_another_operator_of_the_demo_drains_a_model_for_a_while(
     snapshots, _ = minutes
     drained = [one for one in snapshots if one.drains]
     assert len(drained) == pytest.approx(42, abs=2)
-    # The drain begins soon after the demo has opened, with two minutes of recorded past.
+    # The demo opens with two minutes of recorded history. The drain begins soon afterwards.
     assert 120 < drained[0].at - snapshots[0].at < 135
     model = drained[0].drains[0].model
     for one in drained:
@@ -135,7 +135,7 @@ def test_another_operator_of_the_demo_drains_a_model_for_a_while(
     assert {"draining", "drained"} == set(states)
     completed = [one.drains[0].elapsed_s for one in drained if one.drains[0].state == "drained"]
     assert len(set(completed)) == 1, "the duration of a completed drain does not grow"
-    # Afterwards, the model serves requests again, and other models have never stopped.
+    # After the drain, the model serves requests again. The other models have never stopped.
     assert [row for row in snapshots[-1].requests if row.model == model]
     assert all(any(row.model != model for row in one.requests) for one in snapshots)
 

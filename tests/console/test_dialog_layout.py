@@ -108,7 +108,8 @@ def test_a_button_does_not_show_the_explanation_of_a_parameter(name: str) -> Non
         dialog = await begin(pilot, app, name, target_of(action, "mobile"))
         assert dialog.focused is dialog.query_one("#cancel", Button)
         assert not dialog.query_one("#hint").display
-        # The parameter "cancel" has the same name as the button, and its explanation beside it.
+        # The parameter "cancel" has the same name as the button. The parameter's explanation is beside its
+        # field.
         dialog.query_one("#field-cancel", Checkbox).focus()
         await until(pilot, lambda: "space switch" in text_of(dialog, "#keys"))
         await close(pilot, app)

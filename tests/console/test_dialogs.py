@@ -77,7 +77,7 @@ def test_a_form_shows_durations_with_their_unit() -> None:
             dialog = app.screen
             assert isinstance(dialog, ActionDialog)
             assert dialog.query_one(f"#field-{field}", Input).value == duration
-            # The default is not sent, and the CLI command does not contain it.
+            # The default value is not sent, and the CLI command does not contain this value.
             assert dialog._collected() == values
             await pilot.press("escape")
             await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
@@ -245,7 +245,7 @@ def test_the_impact_in_an_open_dialog_follows_the_service_also_while_updates_are
         running = (request for one in sim.replicas for request in one.running)
         sim.cancel(next(one.id for one in running if target in (one.model, one.tenant)))
         await until(pilot, lambda: impact_of(app) != before)
-        # A different number of requests does not invalidate the confirmation, so the action is performed.
+        # The action is performed, because a changed number of requests does not invalidate the confirmation.
         dialog.query_one("#confirm", Button).press()
         await until(pilot, lambda: getattr(app.source, "performed", []))
 

@@ -1,4 +1,4 @@
-"""Tests that rows of every list can be found by exactly the text or the value that a cell shows."""
+"""Tests that, in every list, a filter with the exact text or value of a cell finds the cell's row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from console.screens.table import TableColumn, TableView
 from tests.console.frames import VIEWS, session
 
 _CELLS = 12
-"""Number of different cells that are tried in each column."""
+"""Maximum number of different cells that are tried in each column."""
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ _CELLS = 12
 def test_every_list_is_filtered_by_exactly_the_text_of_a_cell(view: View) -> None:
     made = session()
     if view.name == "compare":
-        return  # It has rows only after two times have been chosen.
+        return  # The screen Compare has rows only after two times have been chosen.
     made.run(f"screen {view.name}")
     table = made.view
     assert isinstance(table, TableView)

@@ -32,7 +32,7 @@ def test_the_legend_of_the_map_has_the_colours_of_the_map(variant: str) -> None:
     legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell ="))
     colours = {one.text[0]: one.role for one in rows[legend] if one.text[:1] in tuple("·▒█▓")}
     assert set(colours) == set("·▒█▓")
-    cells = [one for row in rows[5:legend] for one in row if one.role != "tab"]  # without the cursor
+    cells = [one for row in rows[5:legend] for one in row if one.role != "tab"]  # Leave out the cursor.
     assert {(one.text[0], one.role) for one in cells if one.text[:1] in colours} <= set(colours.items())
 
 

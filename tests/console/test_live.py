@@ -16,7 +16,8 @@ from tests.snapshots import empty_snapshot
 
 
 def test_a_shorter_interval_takes_effect_while_the_source_waits() -> None:
-    """Otherwise, a running service is shown as stale until the longer interval has passed."""
+    """If it took effect later, a running service would be shown as stale until the longer interval has
+    passed."""
     source = LiveSource(Path("/run/appliance-none"), interval_s=60.0)
 
     async def snapshots(hz: int) -> AsyncGenerator[Snapshot, None]:

@@ -1,4 +1,4 @@
-"""Tests of marked rows: what happens to their marks when the rows end, and which rows actions concern."""
+"""Tests of marked rows: their marks after the rows have ended, and the rows to which actions apply."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def sample(parameter: Parameter) -> Any:
 
 
 def cases() -> list[Any]:
-    """Return for each action: the parameters that it requires, each of the other parameters, all of them, and
-    each of them as "none" if this is possible."""
+    """Return sets of parameters for each action: only the required ones, these with one optional parameter
+    each, all parameters, and each optional parameter as "none" where this is allowed."""
     found = []
     for action in offered():
         known = entered(action)
@@ -66,7 +66,7 @@ def cases() -> list[Any]:
 
 
 class Called(Exception):
-    """Raised by the client that records actions, so that the command ends."""
+    """Raised by the client that records actions, to end the command."""
 
 
 class RecordingClient:
@@ -81,7 +81,7 @@ class RecordingClient:
         return self
 
     def __exit__(self, *args: object) -> None:
-        """Close nothing."""
+        """Do nothing."""
 
     def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
         self.performed.append(parameters)

@@ -1,4 +1,4 @@
-"""Tests of the present values and the defaults that the fields of dialogs show."""
+"""Tests of the current values and the defaults that the fields of dialogs show."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ def test_the_dialog_of_a_tenant_shows_the_present_value_of_every_field() -> None
         assert {name: absent(dialog, name) for name in known} == known
         fields = [one.name for one in entered(action_named("tenants.set")) if one.name != "name"]
         assert all(absent(dialog, name).startswith("now: ") for name in fields)
-        # The value stays visible while the operator types another one, and in the explanation.
+        # The current value stays visible while the operator types a new value, and the explanation contains
+        # it.
         field = dialog.query_one("#field-tokens_per_minute", Input)
         assert beside(dialog, "tokens_per_minute") == ""
         field.focus()
         await pilot.press(*"500")
         await until(pilot, lambda: beside(dialog, "tokens_per_minute") == "now: 240,000 tokens/min")
         assert "Now: 240,000 tokens/min" in str(dialog.query_one("#hint").render())
-        # Another operator changes it.
+        # Another operator changes the value.
         app.source.simulation.tenants["mobile"].limits[0].capacity = 123_456.0  # type: ignore[attr-defined]
         await until(pilot, lambda: beside(dialog, "tokens_per_minute") == "now: 123,456 tokens/min")
 

@@ -1,6 +1,6 @@
-"""Tests that a read-only console cannot change a service. They try every action, key, palette entry, command
-line, menu entry, clickable text and route against a real core with its admin API. All of them are taken from
-the registries, so that new ones are tried too."""
+"""Tests that a read-only console cannot change a service. The tests try every action, key, palette entry,
+command line, menu entry, clickable text and route against a real core with its admin API. These are taken
+from the registries, so that the tests also cover new entries."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def offered_on(view: View) -> frozenset[str]:
 
 
 ACTING = list({offered_on(view): view for view in reversed(VIEWS)}.values())
-"""One screen for each set of actions that screens offer for their rows."""
+"""For each distinct set of actions that screens offer for their rows, one screen that offers this set."""
 RULE = "model-is-ready"
 SETTINGS = f"""
 [[alerts.rules]]

@@ -14,8 +14,8 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 
 def console(folder: Path, *redirected: str) -> tuple[int, str]:
-    """Run the console on a pseudo-terminal, with these streams redirected to a file. Return its exit code and
-    all that it wrote."""
+    """Run the console on a pseudo-terminal, with the given streams redirected to a file. Return the exit code
+    and all output."""
     terminal, inside = os.openpty()
     file = folder / "file"
     with file.open("w+") as other:
@@ -26,7 +26,7 @@ def console(folder: Path, *redirected: str) -> tuple[int, str]:
     try:
         while part := os.read(terminal, 1 << 16):
             shown += part
-    except OSError:  # all has been read
+    except OSError:  # All output has been read.
         pass
     os.close(terminal)
     return code, " ".join((shown.decode() + file.read_text()).split())
@@ -48,4 +48,4 @@ def test_the_console_names_the_stream_that_is_not_a_terminal(
     assert code == 2
     assert f"the console needs a terminal, but {named}" in written
     assert "without redirections" in written and "appliance top" in written
-    assert "\x1b[?1049h" not in written, "the screen is left alone"
+    assert "\x1b[?1049h" not in written, "the screen must not be changed"

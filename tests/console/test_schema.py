@@ -199,7 +199,8 @@ def test_a_service_delivers_every_value_and_its_past_delivers_the_same(tmp_path:
         # The service writes its history in a separate thread.
         reader = TelemetryReader(service.state_dir / "history.db")
         wait_until(
-            lambda: (reader.span() or (0.0, 0.0))[1] > seen[-1].at, description="the record of what was seen"
+            lambda: (reader.span() or (0.0, 0.0))[1] > seen[-1].at,
+            description="the record of the received snapshots",
         )
     # These fields depend neither on the load nor on the machine.
     plain = ("started_at", "uptime_s", "version", "pid", "state", "run_dir", "audit_rows", "queue.limit")

@@ -125,14 +125,15 @@ def test_every_explanation_has_a_text_and_a_source() -> None:
 
 
 _NUMBER = re.compile(r"[<+-]?[0-9][0-9,.]*(?P<suffix>%|ms|s|µs|W|°)?(?![\w-])")
-"""Matches a number with its unit at the beginning of a text. It matches no times of day, dates and ids."""
+"""Matches a number with its unit at the beginning of a text, but not times of day, dates or ids."""
 _UNITS = {"W": "watts", "°": "°C"}
-"""For some units that are shown beside a number: the word for it in explanations."""
+"""Maps units as shown beside numbers to the words for these units in explanations."""
 _AVERAGED = re.compile(r"\b(mean|average|percentiles?|median|rates?|per second|share)\b", re.IGNORECASE)
 
 
 def shown_numbers(made: ConsoleSession, view: View) -> dict[str, set[str]]:
-    """Return the numbers that a screen shows, by the headings of their columns and the names beside them."""
+    """Return the numbers that a screen shows, keyed by the heading of their column or by the name beside
+    them."""
     found: dict[str, set[str]] = {}
 
     def collect() -> None:

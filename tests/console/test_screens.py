@@ -117,7 +117,8 @@ def test_the_cursor_on_batches_stays_on_its_stall_while_data_arrives(width: int)
         rows = advance(1)
         assert (view.request(shown), view.cursor) == (request, distance + seconds)
         assert any(request in row for row in rows)
-    # On another replica, the cursor stays at the same second, until the edge of the chart stops it.
+    # When another replica is selected, the cursor stays at the same second until it reaches the edge of the
+    # chart.
     view.move(1)
     view.render(shown, width, 40)
     assert view.cursor == distance + 5

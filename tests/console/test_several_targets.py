@@ -107,7 +107,7 @@ def test_the_footer_shows_which_target_is_in_progress() -> None:
         await asked(pilot, app, f"1 of 2: Cancel request {names[0]}?")
         await pilot.press("tab", "enter")
         await until(pilot, lambda: f"Cancel request {names[0]} (1 of 2): in progress…" in shown(app))
-        # A dialog that the operator opens meanwhile is not covered by the dialog of the next target.
+        # The dialog of the next target does not cover a dialog that the operator has opened in the meantime.
         app.call_later(
             app.action_runner.begin, action_named("tenants.suspend"), {"name": "mobile"}, given=True
         )

@@ -1,4 +1,4 @@
-"""Tests of which objects an action concerns on each screen."""
+"""Tests of the objects to which an action applies on each screen."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_key_is_created_for_the_selected_tenant() -> None:
         assert text_of(app, "#command") == f"$ appliance keys create --tenant {tenant}"
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
-        # On the other screens, the tenant is a field.
+        # On the other screens, the dialog has a field for the tenant.
         await pilot.press("1")
         app.action_run("act keys.create")
         await until(pilot, lambda: opened(app))

@@ -16,7 +16,7 @@ from tests.console.frames import source
 
 SCREENS = get_args(Screen)
 TITLES = {"audit": "Audit 7 ", "logs": "Logs ", "models": "─ Versions ", "tenants": "never expires"}
-"""For each of these screens, text that it shows only once its lists have been read."""
+"""For each of these screens, a text that appears only after the screen's lists have been read."""
 
 
 def printed(screen: str, made: FakeSource | ReplaySource | None = None) -> str:

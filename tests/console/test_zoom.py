@@ -188,7 +188,7 @@ def test_jump_mode_labels_the_rows_of_a_table_in_a_small_terminal() -> None:
 
 def _started_and_replaced(size: tuple[int, int], screen: str) -> tuple[ConsoleSession, list[str], list[str]]:
     """Start jump mode, then let the service replace all requests and alerts. Return the session, and the
-    screen before and after that, without the header."""
+    lines of the screen before and after the replacement, without the header."""
     made = session(write=True)
     made.run(f"screen {screen}")
     made.lines(*size)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SANE = {"icanon", "echo", "isig", "icrnl", "opost"}
-"""Terminal modes that are set once a program has restored the terminal."""
+"""Terminal modes that are set again after a program has restored the terminal."""
 
 
 class Tmux:

@@ -1,4 +1,4 @@
-"""The components of a core that handle requests, and its metrics, without processes or sockets.
+"""The components of a core that handle requests, and the core's metrics, without processes or sockets.
 `scripts/bench_metrics` also uses them."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from tests.monitoring.histories import evaluate, history, summary, transitions
 
 
 def kill(tree: dict[str, Any], second: int, died: int, back: int, model: int = 0, one: int = 0) -> None:
-    """Change the tree of values as a replica's death between two samples would."""
+    """Change the tree of values as if a replica had died between two samples."""
     replica = tree["models"][model]["replicas"][one]
     name = replica["name"]
     if second < died:

@@ -98,7 +98,7 @@ _NOT_FROM_NVML = (
     *("number", "name", "unsupported", "replicas", "weight_bytes", "kv_bytes"),
     "mig_instances",
 )
-"""Fields that do not come from an NVML function that a GPU may not support."""
+"""Fields whose values do not come from optional NVML functions."""
 
 
 @pytest.fixture
@@ -139,8 +139,8 @@ def test_link_rates_are_differences_per_second_and_unknown_at_first_or_after_a_r
 def test_values_that_a_gpu_does_not_support_differ_from_values_that_cannot_be_read(
     driver: FakeDriver,
 ) -> None:
-    """The driver supports no other values than those that its functions return. The second GPU supports the
-    power draw, but reading it fails."""
+    """The fake driver supports only the values that its functions return. The second GPU supports the power
+    draw, but reading this value fails."""
     first, second = reader_of(driver).read()
     fields = set(Gpu.__struct_fields__) - set(_NOT_FROM_NVML)
     unsupported = {name for name in fields if getattr(first, name) in (None, "")}

@@ -151,7 +151,7 @@ def test_tenants_beyond_the_limit_are_combined_and_no_request_is_lost() -> None:
     assert len(billed) == 201
     assert billed[OTHERS,] == 3 * 300
     assert sum(billed.values()) == 3 * 500
-    # A tenant that already has its own label keeps it, however busy other tenants are.
+    # A tenant that already has a separate label keeps the label, however busy other tenants are.
     for _ in range(50):
         metrics.end(row(tenant=names[-1]))
     assert list(metrics.tenants) == names[:200]

@@ -128,7 +128,7 @@ def test_an_existing_file_is_not_overwritten(running, tmp_path):
 
 
 def test_an_inaccessible_target_is_named(running, tmp_path, monkeypatch):
-    # A folder owned by another user raises this error for every caller except root.
+    # Accessing another user's folder raises this error for every user except root.
     def refuse(*asked, **options):
         raise PermissionError(13, "Permission denied", str(tmp_path / "theirs"))
 

@@ -75,7 +75,7 @@ def test_an_expired_key_is_not_valid(control, monkeypatch):
 def test_invalid_fields_of_a_key_are_refused_with_the_value(control):
     with pytest.raises(ValueError, match=r"expires_at is 5\.0, which is in the past"):
         control.create_key(actor="uid:0", name="a", tenant="default", expires_at=5.0)
-    for at in (1e3 * time.time(), 1e300, float("inf"), float("nan")):  # the first one is in milliseconds
+    for at in (1e3 * time.time(), 1e300, float("inf"), float("nan")):  # The first time is in milliseconds.
         with pytest.raises(ValueError, match=r"expires_at is .*: use a unix time in the future, in seconds"):
             control.create_key(actor="uid:0", name="a", tenant="default", expires_at=at)
     for name in ("", "a\nb", "x" * 201, "\ud800"):

@@ -141,7 +141,7 @@ def test_waiting_texts_take_a_bounded_amount_of_memory(contents):
     large = "x" * (MAX_WAITING_BYTES // 4)
     kept = [log.keep([content(f"req-{number}", text=large)]) for number in range(6)]
     assert kept == [True, True, True, False, False, False] and log.dropped == 3
-    assert stuck.state().dropped_rows == 3, "status and metrics show this count"
+    assert stuck.state().dropped_rows == 3, "Status and metrics show this count."
     assert log.keep([content("small")])
     stuck.start()
     stuck.flush()

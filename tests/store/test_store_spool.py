@@ -103,7 +103,7 @@ def test_waiting_entries_survive_the_end_of_the_service(tmp_path):
     second = ControlStore(tmp_path / "control.db")
     second.start()
     second.close()
-    # The spool also contained an entry that was already in the chain. It appears only once.
+    # The spool also contained an entry that was already in the chain. This entry appears only once.
     assert before == 2
     assert [row.phase for row in read_audit(first.path)] == ["intent", "result"]
     assert not (tmp_path / "audit.spool").exists()

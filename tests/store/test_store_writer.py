@@ -51,7 +51,7 @@ def limit_pages(writer: Writer, pages: int) -> None:
 def test_a_row_is_committed_within_the_interval_without_a_flush(writer, eventually):
     writer.submit(insert(1))
     eventually(lambda: numbers(writer.path) == [1])
-    assert COMMIT_INTERVAL_S == 0.2  # as documented, a crash loses at most this many seconds of writes
+    assert COMMIT_INTERVAL_S == 0.2  # As documented, a crash loses at most the writes of this many seconds.
 
 
 def test_rows_share_commits(writer):
@@ -64,7 +64,7 @@ def test_rows_share_commits(writer):
     # The writer commits once every 500 operations. It also makes a few time-based commits while this thread
     # is paused.
     assert 40 <= statements.count("COMMIT") <= 400
-    assert writer.state().committed_rows == 20_001  # the call above counts as one row
+    assert writer.state().committed_rows == 20_001  # The call above counts as one row.
 
 
 def test_submit_returns_at_once_while_another_process_locks_the_database(writer, eventually):
@@ -334,7 +334,8 @@ for number in range(10**9):
 def test_a_call_that_does_not_begin_in_time_never_runs(writer):
     with closing(sqlite3.connect(writer.path, isolation_level=None)) as intruder:
         intruder.execute("BEGIN IMMEDIATE")
-        first = writer.call(insert(1), within_s=60)  # waits for the lock until the attempt times out
+        # The first call waits for the lock until its attempt times out.
+        first = writer.call(insert(1), within_s=60)
         second = writer.call(insert(2), within_s=0.1)
         with pytest.raises(StorageFaultError, match="locked"):
             first.result(60)

@@ -48,7 +48,7 @@ def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokeniz
     characters that are not in the vocabulary."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    # Train only on the first half of the corpus. Characters that occur only in the second half are then
+    # Train only on the first half of the corpus, so that characters that occur only in the second half are
     # missing from the alphabet.
     trainer = trainers.BpeTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False)
     trained.train_from_iterator(CORPUS[:1], trainer)

@@ -70,11 +70,11 @@ def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:
     with memory.reserved("hog", 900_000):
         with pytest.raises(TooMuchWorkError, match="'hog'"), memory.reserved("hog", 200_000):
             pass
-        # The small tenant may use half of the memory, even if this makes the total exceed the limit.
+        # The small tenant may use half of the memory, even if the total then exceeds the limit.
         with memory.reserved("small", 100_000), memory.reserved("small", 300_000):
             with pytest.raises(TooMuchWorkError, match="'small'"), memory.reserved("small", 200_000):
                 pass
-            with memory.reserved("third", 5_000_000):  # a tenant's first text is always accepted
+            with memory.reserved("third", 5_000_000):  # A tenant's first text is always accepted.
                 pass
     with memory.reserved("hog", 900_000):
         pass

@@ -122,7 +122,7 @@ def test_a_template_that_exceeds_a_bound_is_killed_and_the_next_conversation_is_
 
 
 def test_a_template_that_takes_too_long_to_compile_is_refused_at_load() -> None:
-    longest = "{{a}}" * (MAX_TEMPLATE_BYTES // 5)  # Takes more than ten seconds.
+    longest = "{{a}}" * (MAX_TEMPLATE_BYTES // 5)  # Compiling this template takes more than ten seconds.
 
     async def compile_template() -> None:
         process = TemplateProcess({"default": longest}, NAMES, max_compile_s=1.0)
