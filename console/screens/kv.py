@@ -19,7 +19,9 @@ from console.screens.panels import history_chart, kv_bar, shown_span
 _CONTEXT_ROWS = 7
 _CELL_SIZE_WIDTH = 24
 """Width of the text that states how many blocks a cell stands for."""
-_LETTERS = {"braille": "·▒█▓", "block": "·▒█▓", "ascii": ".c#S"}
+_LETTERS = {"braille": "·▓█▒", "block": "·▓█▒", "ascii": ".=#S"}
+"""The characters of free, cached, used and shared blocks. Used and cached blocks have the same characters in
+the bar above the map."""
 _STATE_ROLES = ("free", "cached", "used", "shared")
 _SHARING_ROLES = ("free", "cached", "track", "shared")
 """Roles that highlight only the blocks that several sequences share or could share."""
@@ -36,9 +38,11 @@ class KvView(View):
     can_zoom = True
     help_text = (
         "Every block of a replica's KV cache, in pool order. If there are more blocks than cells, a cell "
-        "stands for several blocks and shows the first of them. The arrow keys move the cursor, and {open} "
-        "shows the request that uses the block under it. {zoom} shows only the map. Page down shows the next "
-        "replica, and {variant} switches the colouring: state, tenant, age or sharing."
+        "stands for several blocks and shows the first of them, so that the shares of the states on the map "
+        "are about those of all blocks. The line below the map states the number of blocks. The arrow keys "
+        "move the cursor, and {open} shows the request that uses the block under it. {zoom} shows only the "
+        "map. Page down shows the next replica, and {variant} switches the colouring: state, tenant, age or "
+        "sharing."
     )
     reads_blocks = True
     variants = ("state", "tenant", "age", "sharing", "replicas")
@@ -88,6 +92,8 @@ class KvView(View):
         contexts = _CONTEXT_ROWS if height >= 30 and not self.zoomed else 0
         tenants = self._tenant_lines(context, one.blocks, width, 3 if contexts else 2)
         space = max(3, height - len(lines) - 1 - len(tenants) - (contexts + 1 if contexts else 0))
+        if len(one.blocks.states) > width * space or one.blocks.stride > 1:
+            space = max(2, space - 1)  # The legend has one more line.
         lines += [*self._map(context, one.blocks, width, space)]
         lines += self._legend(context, one.blocks, width, tenants)
         lines.append(self._under_cursor(context, one.blocks, width))
@@ -246,13 +252,24 @@ class KvView(View):
         return lines
 
     def _legend(self, context: Context, blocks: BlockMap, width: int, tenants: list[Line]) -> list[Line]:
-        """Return the size of a cell and the meaning of the characters."""
-        marks = _LETTERS[context.glyphs]
+        """Return the number of blocks in a cell, what a cell with several blocks shows, and the meaning of
+        the characters."""
         per_cell = self._blocks_per_cell(blocks) * blocks.stride
-        size = f"1 cell = {per_cell} block{'s' if per_cell > 1 else ''}"
-        row: Line = [span(f"{size}  ", "dim")]
+        if per_cell == 1:
+            size, mixed = "1 cell = 1 block", []
+        else:
+            text = f"1 cell = {per_cell} blocks; a mixed cell shows its first block"
+            size, mixed = "", [clip([span(text, "dim")], width)]
+        return [*mixed, *self._meanings(context, blocks, width, tenants, size)]
+
+    def _meanings(
+        self, context: Context, blocks: BlockMap, width: int, tenants: list[Line], size: str
+    ) -> list[Line]:
+        """Return the meaning of the characters, after the size of a cell."""
+        marks = _LETTERS[context.glyphs]
+        row: Line = [span(f"{size}  ", "dim")] if size else []
         if self.variant == "tenant":
-            first = [span(f"{size:<{_CELL_SIZE_WIDTH}}", "dim"), *tenants[0]]
+            first = [span(f"{size:<{_CELL_SIZE_WIDTH}}" if size else "", "dim"), *tenants[0]]
             return [clip(one, width) for one in (first, *tenants[1:])]
         if self.variant == "age":
             row.append(span("0: in use or <1 s, 3: 7 s, 6: 1 min, 9: ≥8 min since use", "dim"))

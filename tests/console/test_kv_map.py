@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
 import pytest
 
 from console.lines import plain
@@ -15,10 +18,11 @@ def test_the_map_shows_the_shares_of_the_pool_if_a_cell_stands_for_several_block
     made.run("screen kv")
     rows = made.lines(80, 24)
     legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell = 2 blocks"))
+    assert plain(rows[legend]) == "1 cell = 2 blocks; a mixed cell shows its first block"
     letters = "".join(one.text for row in rows[5:legend] for one in row)
     assert made.context.snapshot is not None
     pool = made.context.snapshot.kv[0]
-    in_use = sum(letters.count(letter) for letter in "█▓") / (pool.blocks_total / 2)
+    in_use = sum(letters.count(letter) for letter in "█▒") / (pool.blocks_total / 2)
     assert in_use == pytest.approx(pool.blocks_used / pool.blocks_total, abs=0.05)
 
 
@@ -29,11 +33,58 @@ def test_the_legend_of_the_map_has_the_colours_of_the_map(variant: str) -> None:
     while made.view.variant != variant:
         made.run("variant")
     rows = made.lines(80, 24)
-    legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell ="))
+    legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell =")) + 1
     colours = {one.text[0]: one.role for one in rows[legend] if one.text[:1] in tuple("·▒█▓")}
     assert set(colours) == set("·▒█▓")
     cells = [one for row in rows[5:legend] for one in row if one.role != "tab"]  # Leave out the cursor.
     assert {(one.text[0], one.role) for one in cells if one.text[:1] in colours} <= set(colours.items())
+
+
+@pytest.mark.parametrize("glyphs", ["block", "ascii"])
+def test_the_map_and_the_bar_above_it_have_the_same_characters(glyphs: str) -> None:
+    made = session(195, interval_s=1.0)
+    for command in ("screen kv", f"glyphs {glyphs}"):
+        made.run(command)
+    rows = [plain(row) for row in made.lines(80, 24)]
+    legend = next(row for row in rows if " cached " in row and " shared " in row)
+    # From left to right, the bar shows used blocks, cached blocks and free blocks.
+    bar = "".join(dict.fromkeys(rows[3]))
+    assert f"{bar[0]} used" in legend and f"{bar[1]} cached" in legend
+
+
+@pytest.mark.parametrize("variant", ["state", "tenant", "age", "sharing"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stride", [1, 4])
+def test_the_legend_says_how_many_blocks_a_cell_stands_for(
+    variant: str, size: tuple[int, int], stride: int
+) -> None:
+    made = session(195, interval_s=1.0)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    first, *others = snapshot.kv
+    assert first.blocks is not None
+    blocks = msgspec.structs.replace(
+        first.blocks,
+        states=first.blocks.states * 20,
+        owners=first.blocks.owners * 20,
+        ages=(first.blocks.ages or b"") * 20,
+        stride=stride,
+    )
+    total = len(blocks.states) * stride
+    made.context.snapshot = msgspec.structs.replace(
+        snapshot, kv=[msgspec.structs.replace(first, blocks=blocks, blocks_total=total), *others]
+    )
+    made.run("screen kv")
+    while made.view.variant != variant:
+        made.run("variant")
+    rows = [plain(row) for row in made.lines(*size)]
+    at = next(number for number, row in enumerate(rows) if row.startswith("1 cell = "))
+    found = re.fullmatch(r"1 cell = (\d+) blocks; a mixed cell shows its first block", rows[at])
+    assert found is not None
+    cells = sum(map(len, rows[5:at]))
+    assert cells * int(found[1]) >= total > (cells - 1) * int(found[1]) - stride * 8
+    # The legend and the blocks under the cursor fit below the map.
+    assert any(row.startswith("▸ block") for row in rows[at:])
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -272,7 +272,7 @@ def test_actions_apply_to_the_selected_keys_or_mappings(shown: ConsoleSession) -
     view.render(shown.context, 120, 40)
     assert view.targets(action_named("keys.revoke"), shown.context) == [key.id]
     assert view.targets(action_named("peers.unmap"), shown.context) == ["uid:1004"]
-    assert not view.accepts(action_named("tenants.set"))
+    assert not view.accepts(action_named("models.load"))
     assert key.state == "valid" and key._replace(caller=EXPIRING).state == "expired"
 
 
