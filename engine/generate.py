@@ -111,7 +111,8 @@ class LocalEngine:
         return list(answers.values())
 
     def change_memory(self, asleep: bool) -> MemoryChanged:
-        """Put the replica to sleep (`asleep`), or wake it. All sequences must have finished."""
+        """Put the replica to sleep if `asleep` is true, otherwise wake it. All sequences must have
+        finished."""
         self._sleeping.request(asleep)
         while (changed := self._sleeping.poll()) is None:
             select.select([self._sleeping], [], [])

@@ -194,8 +194,8 @@ class ReplicaGroup:
         self._ranks[0].channel.send(AskBlocks())
 
     def change_memory(self, asleep: bool) -> None:
-        """Put the replica to sleep (`asleep`), or wake it. The replica answers with a `MemoryChanged`
-        message."""
+        """Put the replica to sleep if `asleep` is true, otherwise wake it. The replica answers with a
+        `MemoryChanged` message."""
         self._ranks[0].channel.send(Sleep() if asleep else Wake())
 
     async def stop(self, grace_s: float = 5.0) -> None:

@@ -171,8 +171,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that end a sequence: the stop tokens of the request, and the checkpoint's end-of-sequence
     tokens, which the front adds."""
     ignore_eos: bool = False
-    """Whether to ignore `stop_token_ids`. If so, stop tokens neither end the sequence nor are they suppressed
-    until `min_tokens`."""
+    """Whether to ignore `stop_token_ids`. If so, stop tokens do not end the sequence, and they may be sampled
+    before `min_tokens` is reached."""
     logprobs: int | None = None
     """Number of most likely tokens whose log probabilities are returned in addition to that of the sampled
     token. None disables log probabilities."""

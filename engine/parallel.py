@@ -89,8 +89,8 @@ class Ranks(Protocol):
         not improve performance."""
 
     def abandon(self, reason: str) -> None:
-        """Abort all current and future waits for peers. The caller has detected that a peer was lost. May be
-        called from any thread.
+        """Abort all current and future waits for peers. Call after a peer was lost. May be called from any
+        thread.
 
         After this call, the results of collectives are undefined, and `check` raises RankLost.
         """
@@ -128,7 +128,7 @@ class Collectives:
         words = torch.stack((values.float().view(torch.int32), ids.int()))
         stack = self.all_gather_stack(words)
         values, ids = stack[:, 0].view(torch.float32), stack[:, 1]
-        # argmax returns the index of the first NaN, or otherwise of the first maximum.
+        # argmax returns the index of the first NaN if there is one, and otherwise that of the first maximum.
         winner = values.argmax(dim=0, keepdim=True)
         finite = values.gather(0, winner)[0].isfinite()
         return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)

@@ -190,8 +190,8 @@ class ModelRunner:
         return StreamStep(plan, results, began, ended, before, self.ranks.check)
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
-        """Release the memory of the weights and the KV cache (`asleep`), or restore it, on another thread.
-        See `engine.sleeping.MemoryRunner`."""
+        """Release the memory of the weights and the KV cache if `asleep` is true, otherwise restore it, on
+        another thread. See `engine.sleeping.MemoryRunner`."""
         if self._stream is not None:
             return self._stream.submit(self._change_memory, asleep)
         if self._memory_thread is None:

@@ -158,7 +158,8 @@ class Sampler:
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:
-            # The padding of all ranks is at the end, so the first `vocab_size` columns are the vocabulary.
+            # All padding is at the end of the gathered columns, so the first `vocab_size` columns are the
+            # vocabulary.
             logits = self._ranks.all_gather_last_dim(logits)
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         mine = self._hashes[self._first : self._first + self._real]

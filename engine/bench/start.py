@@ -140,8 +140,8 @@ def _start(
 def _max_model_len(
     arguments: argparse.Namespace, model: Path, workloads: Mapping[str, EngineWorkload]
 ) -> int:
-    """Return --max-model-len, or by default the workloads' longest sequence. Raises UnsupportedError if the
-    sequences are too long for the option or for the model."""
+    """Return the value of --max-model-len, or by default the length of the longest sequence in the workloads.
+    Raises UnsupportedError if the sequences are too long for the option or for the model."""
     name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
     needed, given = longest.sequence_tokens, arguments.max_model_len
     longest_text = (

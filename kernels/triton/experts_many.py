@@ -37,7 +37,7 @@ _SUMMED = 1 << 14
 """Maximum number of counts that a `sort` program adds up at a time."""
 
 _SMALL_ROWS = 32
-"""Number of rows of the smaller tiles for groups with few choices, in plans with large tiles."""
+"""Number of rows of the smaller tiles that plans with large tiles use for groups with few choices."""
 
 _COMBINED_COLUMNS = 1024
 """Number of columns per program of `combine`."""

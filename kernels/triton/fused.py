@@ -55,7 +55,7 @@ def rms_norm_fp8(
 def rms_norm_both(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, values: torch.dtype = FP8, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `rms_norm` and of `rms_norm_fp8` from one launch."""
+    """Return the results of `rms_norm` and of `rms_norm_fp8`, computed in one launch."""
     normed = torch.empty_like(x)
     quantised, scales = _quantised(x, x.shape[1], values)
     _launch_norm(x, weight, eps, normed, quantised, scales, pdl)

@@ -26,7 +26,7 @@ _FINALISTS = 3
 """Number of plans per linear that are timed again, together with the fastest plans of the other linears."""
 
 _ROUNDS = 2
-"""Number of repetitions of each final measurement. The minimum is used."""
+"""Number of repetitions of each final measurement. The minimum time is used."""
 
 _NOISE = 0.002
 """Expected relative difference between two measurements of the same plan."""

@@ -149,7 +149,8 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class ChatRows:
-    """`tokens` and `labels`, int16 [rows, length]: one conversation per row, padded at the end.
+    """Conversations as `tokens` and `labels`, int16 [rows, length]. Each row contains one conversation,
+    padded at the end.
 
     A label is the token that follows, or `IGNORED` outside of answers and their end-of-turn tokens.
     """

@@ -43,10 +43,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TextStream:
-    """`tokens` int16 [total]: shuffled documents, each followed by its end token.
+    """The training text. `tokens`, int16 [total], contains the shuffled documents, each followed by its end
+    token.
 
-    `starts` int64: the positions where rows may begin, which are the starts of lines. Each position is
-    repeated according to the weight of its document.
+    `starts`, int64, contains the positions where rows may begin, which are the starts of lines. Each position
+    is repeated according to the weight of its document.
     """
 
     tokens: Tensor
