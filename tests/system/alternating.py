@@ -43,7 +43,7 @@ WITHIN_S = 180.0
 
 
 class Answered(NamedTuple):
-    """One answer."""
+    """The times and tokens of one answer."""
 
     model: str
     begun_at: float
@@ -86,8 +86,8 @@ class Alternating:
         self.answers.append(Answered(model, began, first_s, len(tokens)))
 
     def run(self, clients: dict[str, int], for_s: float) -> float:
-        """Run this many clients for each model. Each client sends one request after another. Return the time
-        in seconds until the last answer."""
+        """Run the given number of clients for each model for `for_s` seconds. Each client sends one request
+        after another. Return the time in seconds until the last answer."""
         began = time.monotonic()
 
         def send(model: str) -> None:
@@ -98,7 +98,9 @@ class Alternating:
         return time.monotonic() - began
 
     def send_in_order(self, pattern: str, every_s: float) -> None:
-        """Send one request for each letter of the pattern, at this interval, without waiting for answers."""
+        """Send one request for each letter of `pattern`, one every `every_s` seconds, without waiting for
+        answers. The letter is the name of the model.
+        """
         began = time.monotonic()
 
         def send(number: int) -> None:
@@ -108,7 +110,7 @@ class Alternating:
         self.in_parallel([partial(send, number) for number in range(len(pattern))])
 
     def in_parallel(self, calls: list[Callable[[], object]]) -> None:
-        """Make calls in threads, and wait until all have returned."""
+        """Call the functions in parallel threads, and wait until all have returned."""
         threads = [threading.Thread(target=call, daemon=True) for call in calls]
         for thread in threads:
             thread.start()
@@ -129,16 +131,16 @@ class Alternating:
 
     @property
     def loads(self) -> int:
-        """Number of loads on demand so far."""
+        """Number of on-demand loads so far."""
         return int(sum(self.count("appliance_model_demand_loads_total").values()))
 
     def loads_s(self) -> list[float]:
-        """Return the durations of all loads so far, in seconds."""
+        """Return the durations of all on-demand loads so far, in seconds."""
         times = re.findall(r"was ready after ([0-9.]+) s", self.running.log_path.read_text())
         return list(map(float, times))
 
     def swap_s(self) -> float:
-        """Return the duration of the longest load so far, in seconds."""
+        """Return the duration of the longest on-demand load so far, in seconds."""
         return max(self.loads_s())
 
     def in_memory(self) -> set[str]:
@@ -147,17 +149,17 @@ class Alternating:
             return {model.name for model in client.models() if model.versions[0].replicas}
 
     def check(self, first: int = 0, models: int = 2) -> None:
-        """Check that no request has failed. Also check that, from answer number `first` on, no request waited
-        longer than is allowed when this many models compete for the memory."""
+        """Check that no request has failed, and that the requests from number `first` on waited no longer
+        than is allowed when `models` models compete for the memory."""
         assert not self.failures, self.failures[:5]
         longest = max(answer.first_token_s for answer in self.answers[first:])
         bound_s = self.bound_s(models)
         assert longest <= bound_s, (longest, bound_s, self.swap_s())
 
     def bound_s(self, models: int) -> float:
-        """Return the longest time that a request may wait when this many models compete for the memory. The
-        drain, the end of the processes and the swaps after the first one must fit into `SLACK_S`, unless the
-        machine is so slow that they cannot."""
+        """Return the longest time that a request may wait when `models` models compete for the memory.
+        `SLACK_S` covers the drain, the exit of the replica's processes and further swaps, but a slow machine
+        gets more slack if its swaps take longer."""
         slack_s = max(SLACK_S, DRAIN_S + 2 * self.swap_s())
         more_swaps_s = (models - 2) * (self.swap_s() + MIN_SERVICE_S)
         return self.min_residence_s + self.swap_s() + max(slack_s, more_swaps_s + slack_s / 2)
@@ -172,7 +174,7 @@ def checkpoints(folder: Path) -> dict[str, Path]:
 
 
 def memory_gb(folder: Path, models: float) -> float:
-    """Return the memory needed by this many of the models, as a value for `on_demand.memory_gb`."""
+    """Return the memory that `count` of the models need, as a value for `on_demand.memory_gb`."""
     checkpoint = write_constant_checkpoint(folder / "measured", 1)
     settings = ModelSettings(folder=str(checkpoint), device="cpu", **SETTINGS)
     return models * host_bytes(settings, read_memory()) / 1e9
@@ -182,7 +184,7 @@ def memory_gb(folder: Path, models: float) -> float:
 def alternating(
     folder: Path, capacity: float = 1.5, more: str = "", min_residence_s: float = MIN_RESIDENCE_S
 ) -> Iterator[Alternating]:
-    """Run a service that may use memory for `capacity` models at a time. `more` contains additional
+    """Run a service that has enough memory for `capacity` models at a time. `more` is appended to its
     settings."""
     config = folder / "appliance.toml"
     config.write_text(
@@ -208,10 +210,10 @@ def measure_alone(world: Alternating) -> dict[str, float]:
 def compared(
     world: Alternating, first: int, took_s: float, rates: dict[str, float], sent_s: float, loaded: set[str]
 ) -> str:
-    """Compare the answers from number `first` on, which took `took_s` seconds in total, with the ideal order.
-    In the ideal order, all requests of a model are served together, so each model that is not in `loaded` is
-    loaded once, which takes the mean duration of a load. The ideal order cannot end before the last request
-    was sent, at `sent_s`."""
+    """Format a comparison of the measured throughput with an ideal order of requests, for the answers from
+    number `first` on, which took `took_s` seconds. The ideal order serves all requests of a model together,
+    so it loads each model that is not in `loaded` once, in the mean duration of a load. It cannot end before
+    `sent_s`, when the last request was sent."""
     names = [answer.model for answer in world.answers[first:]]
     answers_s = sum(names.count(name) / rates[name] for name in set(names))
     ideal_s = max(sent_s, answers_s + len(set(names) - loaded) * statistics.mean(world.loads_s()))

@@ -186,8 +186,8 @@ def give_way() -> None:
 def attackers(
     orders: Sequence[Orders], prepare: Callable[[], None] = give_way
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start processes that execute the orders. They are stopped at the end of the block. `prepare` is called
-    in each process before the process begins; by default, it sets the process to nice 19."""
+    """Start a process for each of the orders, and stop all processes at the end of the block. Each process
+    calls `prepare` before it runs; by default, this sets the process to nice 19."""
     with ExitStack() as stack:
         started = []
         for one in orders:
@@ -346,8 +346,8 @@ def p99_interval_ms(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def parts_of(attacked: Target, seconds: float, request_id: str) -> dict[str, float]:
-    """Return the breakdown of a request's latency, in milliseconds, from the client's times and the request
-    log."""
+    """Return the parts of a request's latency in milliseconds: the client's total, and the times in the
+    request log."""
     rows = attacked.running.rows(request_id=request_id)
     logged = {name: row[name] for row in rows for name in ("queue_ms", "ttft_ms", "e2e_ms")}
     return {"client_ms": round(1e3 * seconds, 1), **logged}
@@ -391,8 +391,8 @@ def line_of(row: Row) -> str:
 
 @contextmanager
 def attacked_service(*flags: str) -> Iterator[tuple[Target, str]]:
-    """Yield a service and the key of the attackers' tenant. The service is warmed up, and has two fronts and
-    all sockets. `flags` are options of `appliance serve`."""
+    """Yield a warmed-up service with two fronts and all sockets, and the key of the attackers' tenant.
+    `flags` are options of `appliance serve`."""
     with (
         tempfile.TemporaryDirectory(prefix="soak-") as folder,
         target(Path(folder), fronts=2, flags=flags) as attacked,

@@ -95,7 +95,7 @@ class Findings:
     examples: list[str] = field(default_factory=list)
 
     def note(self, kind: str, amount: int, example: str) -> None:
-        """Add `amount` to the count of this kind of error."""
+        """Add `amount` to the count of errors of this kind, and keep an example."""
         setattr(self, kind, getattr(self, kind) + amount)
         if len(self.examples) < 20:
             self.examples.append(f"{kind}: {example}")
@@ -265,14 +265,16 @@ class Bursts:
         return found
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Return the rows of the request log by request id."""
+        """Return all rows of the request log, keyed by request id."""
         with contextlib.closing(self._database()) as database:
             database.row_factory = sqlite3.Row
             found = map(dict, database.execute("SELECT * FROM requests"))
             return {row["request_id"]: row for row in found}
 
     def _replica_is_idle(self) -> bool:
-        """Return whether the latest report of the replica shows that nothing is in use."""
+        """Return whether the replica's latest report shows no used blocks, no running sequences and unused
+        credit.
+        """
         replica = self._replica()
         return not (replica.blocks_used or replica.running or replica.credit_seqs != replica.max_num_seqs)
 

@@ -68,7 +68,7 @@ class Askers:
 
 
 def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dict[str, list[Caller]]]:
-    """Return the callers of the fronts and of the admin socket, keyed by their permissions."""
+    """Return the callers of the fronts and the callers of the admin socket, each grouped by permission."""
     for tenant in ("acme", "stopped"):
         running.tenant(tenant)
     scopes = ["inference", "admin", "read"]
@@ -77,7 +77,7 @@ def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dic
     reader, operator = (running.key("k", scopes=[scope]) for scope in ("read", "admin"))
     stopped = running.key("k", "stopped", scopes=scopes)
     running.act(SuspendTenant(name="stopped"))
-    # A key must not have expired when it is created, even on a busy machine.
+    # The key must still be valid when it is created, even on a busy machine, so it expires only 10 s later.
     expires_at = time.time() + 10.0
     expired = running.key("k", scopes=scopes, expires_at=expires_at)
     revoked, rotated = (running.act(CreateKey(name=name, scopes=scopes)) for name in ("revoked", "rotated"))

@@ -78,8 +78,8 @@ class Client:
         return first
 
     async def ask(self, prompt: int, output: int) -> float:
-        """Send a request. Return the service that it received, in weighted tokens. If it is refused, wait for
-        the time given in the refusal and return 0."""
+        """Send a request, and return the number of weighted tokens that the service spent on it. If the
+        request is refused, wait for the time given in the refusal and return 0."""
         answer = await self._http.post("/v1/completions", json=_body(prompt, output))
         if answer.status_code in (429, 503):
             await asyncio.sleep(float(answer.headers.get("retry-after", "1")))

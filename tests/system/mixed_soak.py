@@ -4,10 +4,10 @@ No process is killed. In the second half of the run, the memory, descriptors and
 not keep growing. Afterwards, the request log must contain exactly one row for every request that the clients
 sent.
 
-Memory that is first used long after the start would look like growth. A CPU replica's KV cache takes up
-memory only when a block is first used, and blocks that were never used are allocated first, so all blocks are
-used once before the traffic starts. Python keeps much of the memory that a front has used for large bodies,
-so the attackers first send large bodies at full speed.
+Memory that is used for the first time long after the start would look like growth, so two kinds are used
+before the traffic starts. A CPU replica's KV cache takes up memory only when a block is first used, and the
+allocator prefers blocks that were never used, so all blocks are used once. Python keeps much of the memory
+that a front has used for large bodies, so the attackers first send large bodies at full speed.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def account(attacked: Target, tally: Tally) -> list[str]:
 
 
 def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[threading.Thread]:
-    """Start clients that send one request after another. The clients stop by themselves."""
+    """Start clients that send one request after another until the run ends."""
     attacked.running.tenant(CLIENT)
     key = attacked.running.key(CLIENT, CLIENT)
     ends_at = time.monotonic() + seconds

@@ -187,7 +187,7 @@ class Swaps:
 
     def swap_and_roll_back(self, rounds: int) -> int:
         """Swap the versions and roll back, `rounds` times each, while streams run. Return the number of
-        answers. Raises AssertionError if a request failed or was answered by the wrong version."""
+        answers. Raises AssertionError if a request fails or the wrong version answers it."""
         clients = Streams(self.running, "chat", STREAMS)
         try:
             for _ in range(rounds):

@@ -85,7 +85,7 @@ ON_GPU = Traffic(prompts=16, prompt_tokens=6000, decode_tokens=4000, near_tie=NE
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The undisturbed streams, with which others are compared."""
+    """The streams of an undisturbed run, with which the streams of disturbed runs are compared."""
 
     traffic: Traffic
     decode: Stream
@@ -104,7 +104,7 @@ class Took:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Resource counts that must not grow from one fault to the next."""
+    """Counts of the service's resources. They must not grow from one fault to the next."""
 
     processes: int
     shared_memory: frozenset[str]
@@ -114,7 +114,9 @@ class Left:
     """Memory in use on each GPU."""
 
     def allows(self, after: Left) -> bool:
-        """Return whether `after` is no more than this, except for shared memory."""
+        """Return whether the resources in `after` are within these counts. Shared memory is checked
+        separately.
+        """
         return (
             after.processes == self.processes
             and after.rendezvous_folders == self.rendezvous_folders
@@ -128,7 +130,7 @@ def used_bytes() -> tuple[int, ...]:
 
 
 def grown(before: tuple[int, ...], after: tuple[int, ...]) -> int:
-    """Return the largest growth of a GPU's memory in use, in bytes."""
+    """Return the largest growth of any GPU's used memory, in bytes."""
     return max((now - then for then, now in zip(before, after, strict=True)), default=0)
 
 
@@ -163,7 +165,7 @@ def finished(streams: list[Stream]) -> list[Stream]:
 
 
 def undisturbed(running: Service, traffic: Traffic = ON_CPU) -> Expected:
-    """Return streams with which disturbed ones are compared."""
+    """Run streams without a fault, and return them for comparison with disturbed streams."""
     options = {"logprobs": 2} if traffic.near_tie else {}
     return Expected(
         traffic,
@@ -173,7 +175,9 @@ def undisturbed(running: Service, traffic: Traffic = ON_CPU) -> Expected:
 
 
 def check_tokens(found: Stream, wanted: Stream, near_tie: float) -> None:
-    """Check that a stream has the tokens of an undisturbed one, or first differs from it at a near-tie."""
+    """Check that a stream has the same tokens as an undisturbed stream, or first differs from it at a
+    near-tie.
+    """
     assert len(found.token_ids) == len(wanted.token_ids)
     pairs = zip(found.token_ids, wanted.token_ids, strict=True)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
@@ -185,7 +189,7 @@ def check_tokens(found: Stream, wanted: Stream, near_tie: float) -> None:
 
 
 def left(running: Service) -> Left:
-    """Wait until the replica is idle, and return the resources in use."""
+    """Wait until the replica is idle, and return the counts of the resources in use."""
 
     def idle() -> bool:
         replica = running.replica()
@@ -195,8 +199,8 @@ def left(running: Service) -> Left:
     core = psutil.Process(running.process.pid)
 
     def settled() -> int | None:
-        """Return how many descriptors the core has open, or None if the number is still changing because
-        connections are being closed."""
+        """Return how many descriptors the core has open, or None if connections are still being closed and
+        the number changes."""
         count = core.num_fds()
         time.sleep(0.2)
         return count if core.num_fds() == count else None
@@ -251,8 +255,8 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
 
 
 def _noticed_s(running: Service, began_at: float, exited_s: float) -> float:
-    """Return the time in seconds after `began_at` at which a rank first logged that another rank was lost, or
-    `exited_s` if none did."""
+    """Return the time in seconds from `began_at` until a rank first logged the loss of another rank, or
+    `exited_s` if no rank logged a loss."""
     times = [
         datetime.fromisoformat(f"{when}+00:00").timestamp() - began_at
         for when in _NOTICED.findall(running.log_path.read_text())
@@ -262,7 +266,9 @@ def _noticed_s(running: Service, began_at: float, exited_s: float) -> float:
 
 
 def write_gpu_model(folder: Path) -> str:
-    """Write the folder of the model for GPUs, and return the settings with which the service loads it."""
+    """Write a model folder for the test on GPUs, and return the settings with which the service loads the
+    model.
+    """
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(demo_model_folder() / name, folder)
     config = json.loads((demo_model_folder() / "config.json").read_text())

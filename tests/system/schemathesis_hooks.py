@@ -10,8 +10,8 @@ import schemathesis
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Make most bodies valid. The schema cannot express two conditions: the name of the model, and the
-    permitted combinations of fields."""
+    """Make most bodies valid. The schema cannot express which model names exist and which combinations of
+    fields are permitted."""
     if not (isinstance(body, dict) and isinstance(body.get("model"), str)) or len(body["model"]) == 3:
         return body
     excluded = set()

@@ -47,8 +47,8 @@ CALL_TIMEOUT_S = 60.0
 
 
 class Service:
-    """`appliance serve` in a separate folder. The folder has a short path because socket paths are limited in
-    length."""
+    """A running `appliance serve` in a separate folder. The folder has a short path because socket paths are
+    limited in length."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
@@ -150,8 +150,8 @@ class Service:
         return rows
 
     def descendants(self) -> list[psutil.Process]:
-        """Return the processes of every front and rank. Processes that render chat templates are not
-        included, because they exit with their front."""
+        """Return the processes of all fronts and ranks. Processes that render chat templates are omitted,
+        because they exit with their front."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if not renders_templates(child)]
 
@@ -198,7 +198,7 @@ def service(*flags: str, kind: type[Service] = Service) -> Iterator[Service]:
             running.process.kill()
             running.process.wait()
         for process in processes:
-            # They also end by themselves when the core has ended.
+            # These processes also exit by themselves when the core has exited.
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(folder, ignore_errors=True)

@@ -91,7 +91,9 @@ class SingleAttacks:
             thread.start()
 
     def failures(self) -> list[str]:
-        """Wait until all attacks have ended. Return a message for each server error other than 503."""
+        """Wait until all attacks have ended. Return a message for each server error (status 5xx)
+        except 503.
+        """
         for thread in self._threads:
             thread.join()
         return [
@@ -118,8 +120,8 @@ def _repeated(requests: list[Callable[[], bytes]], draw: random.Random) -> Itera
 
 
 def status_of(address: Address, request: bytes, ends_at: float) -> str:
-    """Send a request, read its answer, and return its status. Return the name of the error if there is no
-    answer. Disconnect if the answer is not complete at the monotonic time `ends_at`."""
+    """Send a request, read its answer, and return its status, or the name of the error if there is no answer.
+    Disconnect if the answer is still incomplete at the monotonic time `ends_at`."""
     answer = b""
     try:
         with connect(address, max(_MIN_TIMEOUT_S, ends_at - time.monotonic())) as sock:

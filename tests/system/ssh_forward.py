@@ -30,7 +30,7 @@ class _ForwardingServer(asyncssh.SSHServer):
 
 
 async def _serve(folder: Path, uid: int, gids: list[int]) -> None:
-    """Serve as this user, whose primary group is the first of `gids`."""
+    """Run the SSH server as this user. The first of `gids` is the user's primary group."""
     options = asyncssh.SSHServerConnectionOptions(
         server_factory=_ForwardingServer,
         server_host_keys=[asyncssh.read_private_key(folder / "host")],
@@ -46,7 +46,7 @@ async def _serve(folder: Path, uid: int, gids: list[int]) -> None:
 
 
 async def _forward(folder: Path, port: int, local: str, remote: str) -> None:
-    """Do the same as `ssh -N -L local:remote`."""
+    """Forward the socket as `ssh -N -L local:remote` does."""
     Path(local).unlink(missing_ok=True)
     async with asyncssh.connect(
         "127.0.0.1", port, username=_USER, client_keys=[str(folder / "client")], known_hosts=None, config=None

@@ -128,8 +128,8 @@ def storm(running: Service, seconds: float, seed: int, clients: int = 8, kill_ev
 
 
 def without_row(running: Service, tally: Tally) -> list[str]:
-    """Wait until every request has a closed row in the log, but for a minute at most. Return the ids of those
-    that have none. The core may learn of a refused request a moment after the client."""
+    """Return the ids of the requests that have no closed row in the log after at most a minute. The core may
+    learn of a refused request a moment after the client does."""
     deadline = time.monotonic() + 60
     while True:
         with closing(sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True)) as database:
@@ -141,7 +141,7 @@ def without_row(running: Service, tally: Tally) -> list[str]:
 
 
 def check_service(running: Service, tally: Tally) -> None:
-    """Raise AssertionError unless all resources have returned to their initial state."""
+    """Raise AssertionError unless all blocks, slots and credits are free again."""
 
     def calm() -> Any:
         status = running.status()

@@ -123,7 +123,7 @@ def test_a_disconnect_from_a_stream_releases_its_blocks_and_slots(
         replica = demo.replica()
         return replica["blocks_used"] == 0 and replica["credit_seqs"] == replica["max_num_seqs"]
 
-    # The step in flight still used the blocks, so they may not be free until a later report.
+    # The step that was running still used the blocks, so only a later report may show them as free.
     demo.wait_until(all_returned, 60, "the blocks and slots to be free")
     row = demo.wait_until(
         lambda: next((r for r in demo.rows()[-3:] if r["finish_reason"] == "cancelled"), None), 60, "its row"

@@ -32,7 +32,7 @@ SQL = "SELECT request_id, status, generated_tokens FROM requests WHERE state = '
 
 
 class Record(NamedTuple):
-    """The files left by a stopped service, and the data that was read while it ran."""
+    """The files that a stopped service left behind, and the data that was read while the service ran."""
 
     state_dir: Path
     log: Path
@@ -157,7 +157,9 @@ def copy(record: Record, tmp_path: Path) -> Path:
 
 @contextmanager
 def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the chain like a user who can write to the file and knows its format."""
+    """Open the audit chain's database and drop its triggers, as an attacker with write access to the file
+    could.
+    """
     with closing(sqlite3.connect(state_dir / "control.db", isolation_level=None)) as database:
         for trigger in ("audit_rows_do_not_change", "audit_rows_do_not_go"):
             database.execute(f"DROP TRIGGER {trigger}")
@@ -181,8 +183,8 @@ def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
 def test_a_rewrite_with_newly_signed_heads_is_detected_with_the_heads_in_the_journal(
     copy: Path, record: Record
 ) -> None:
-    """The forger has the same permissions as the service itself. Only chain heads that are stored outside the
-    machine reveal the change."""
+    """The forger has the same permissions as the service itself. Only chain heads that are stored out of the
+    forger's reach, here in the journal, reveal the change."""
     forged = rewrite(copy, 6, after='{"name":"somebody else"}')
     key: SigningKey = read_key(copy / "audit.key")
     line = key.sign_head(audit.Head(forged[-1].seq, forged[-1].hash), forged[-1].at).line
@@ -308,7 +310,7 @@ def test_entries_spooled_when_the_service_is_killed_are_in_the_chain_after_the_n
 
 
 def sick(running: Service) -> Any:
-    """Return the status of a database to which writes fail, or None if there is none."""
+    """Return the status of a database whose writes fail, or None if there is no such database."""
     return next((one for one in running.status()["databases"] if one["failing_s"] > 0), None)
 
 

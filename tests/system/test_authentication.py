@@ -338,7 +338,7 @@ def test_each_route_of_the_admin_socket_is_open_only_to_permitted_callers(
                     found.append(f"{caller.name}: {route.method} {route.path}: {status} {body[:100]}")
     print(f"{asked} requests over {len(admin_table())} routes")
     assert not found, holes(found)
-    # None of the requests may have changed anything.
+    # None of the denied requests may have changed anything.
     with AdminClient(matrix.running.run_dir) as admin:
         assert len(admin.tenants()) == 4
 
@@ -348,8 +348,8 @@ def expected_of_admin(route: Route, caller_kind: str, status: int) -> bool:
         return status in (401, 403)
     if caller_kind == "read" and route.wanted == "admin":
         return status == 403
-    # The permitted callers' requests lack valid action parameters, so a status of 400 shows that they reached
-    # the route.
+    # The requests of permitted callers have no valid action parameters. Status 400 therefore shows that the
+    # request passed authentication.
     return status == (200 if route.method == "GET" else 400)
 
 
@@ -412,7 +412,9 @@ def test_the_admin_api_is_served_on_no_other_socket(matrix: Matrix) -> None:
 
 
 def test_a_change_by_an_operator_applies_to_the_next_connection(matrix: Matrix) -> None:
-    """The test need not wait, because a front receives the change before it accepts any later connection."""
+    """A front receives an operator's change before it accepts any later connection, so the test does not
+    wait.
+    """
     address = matrix.callers["inference"][0].address
 
     def status(key: str) -> int:

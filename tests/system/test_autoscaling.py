@@ -41,8 +41,8 @@ POINTS, POINT_S = 58, 0.75
 
 
 class Clients:
-    """Clients that send one stream after another. Their number follows the recorded load, so the load of the
-    service, measured in replicas, does not depend on the machine's speed."""
+    """Clients that send one stream after another. The recorded load sets the number of clients rather than a
+    request rate, so the load on the replicas does not depend on the machine's speed."""
 
     def __init__(self, running: Service) -> None:
         self.answers, self.failures = 0, list[str]()
@@ -51,7 +51,7 @@ class Clients:
         self._ended = threading.Event()
 
     def replay(self) -> None:
-        """Replay the recorded load, and wait for the last answer."""
+        """Run clients according to the recorded load, and wait for the last answer."""
         threads = [threading.Thread(target=self._run, args=(one,), daemon=True) for one in range(CLIENTS)]
         for thread in threads:
             thread.start()

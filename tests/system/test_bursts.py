@@ -28,7 +28,7 @@ def test_no_burst_exceeds_a_quota_when_clients_disconnect_or_processes_die() -> 
 
 
 def a_round(**changes: Any) -> tuple[Round, dict[str, dict[str, Any]]]:
-    """Return a round with two requests and their rows. The quota has 20 tokens, and 16 of them are used."""
+    """Return a burst with two requests, their rows, and a quota of 20 tokens of which 16 are used."""
     usage = LimitUsage(limit="tokens_per_day", capacity=20, used=16, held=0, resets_in_s=1.0)
     got = [Got(5, name, 200, whole=True, tokens=3) for name in ("a", "b")]
     this = Round(0, "key", "tokens_per_day", 20.0, 0.0, "burst-0", seconds=1.0, got=got, usage=[usage])

@@ -67,7 +67,9 @@ class Stream(threading.Thread):
 
 
 def gap_of(top: dict[str, float] | None) -> float:
-    """Return the difference between the two highest log probabilities. It is infinite if fewer are known."""
+    """Return the difference between the two highest log probabilities, or infinity if fewer than two are
+    given.
+    """
     highest = sorted((top or {}).values(), reverse=True)
     return highest[0] - highest[1] if len(highest) > 1 else math.inf
 
@@ -128,7 +130,8 @@ def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
                 assert stream.text == undisturbed.text
             assert running.replica()["pids"] != pids
             assert answer(running)
-            # Two ranks and a front: none of them is orphaned or running twice.
+            # The processes are two ranks and a front. An orphaned or duplicate process would increase the
+            # count.
             running.wait_until(lambda: len(running.descendants()) == 3, 60, "no process but the new ones")
             everybody = running.descendants()
             rows = running.wait_until(
@@ -137,7 +140,7 @@ def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
                 "the rows of the resubmitted requests",
             )
             assert {row["billed_tokens"] for row in rows} == {TOKENS_OF_RANKS}
-            # This is the rendezvous directory of the new ranks.
+            # The only rendezvous directory left is that of the new ranks.
             assert len(list(running.run_dir.glob("ranks-*"))) == 1
         running.stop()
         wait_exited([process.pid for process in everybody], 60.0)

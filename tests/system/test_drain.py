@@ -325,8 +325,8 @@ def test_sigterm_under_load_drains_the_service_and_leaves_nothing_behind(
             assert running.process.wait(120) == 0
         check(load, broken_connections=True)
         check_order(load)
-        # Requests whose connections were cut off had not been accepted: every answer in the log was received
-        # by its client.
+        # Requests whose connections were closed before an answer had not been accepted, because the clients
+        # received every answer in the log.
         answered = sum(not answer.refused for answer in load.answers)
         found = outcomes(running)
         assert found.pop(("ended", 200)) == answered

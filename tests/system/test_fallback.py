@@ -103,7 +103,7 @@ def test_the_fallback_of_a_draining_model_answers_keys_that_allow_it(
     running: Service, keys: dict[str, str], stream: bool
 ) -> None:
     act(running, DrainService(model="big"))
-    # A drain is announced first, and the service refuses requests only after that.
+    # A drain is announced before the service refuses requests.
     running.wait_until(lambda: ask(running, keys["never"])[0] == 503, 60, "the model to be drained")
     try:
         check_fell_back(running, ask(running, keys["allowed"], stream))

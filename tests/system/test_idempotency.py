@@ -75,8 +75,8 @@ def test_64_concurrent_duplicates_on_two_fronts_run_only_once(running: Service) 
 
 
 def test_openais_client_that_times_out_gets_the_answer_to_its_first_attempt(running: Service) -> None:
-    # The first attempt takes longer than the time limit. Later ones get the recorded answer, for which a busy
-    # machine needs a part of a second.
+    # The first attempt takes longer than the client's timeout. Later attempts get the recorded answer, which
+    # takes less than a second even on a busy machine.
     with running.client().with_options(max_retries=20, timeout=1.0) as client:
         answer = client.completions.create(
             model="demo",

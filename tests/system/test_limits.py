@@ -206,7 +206,7 @@ def test_without_max_tokens_an_answer_has_its_tenants_default_and_at_most_the_re
     answer = caller.ask(10, None)
     assert tokens(answer) == 40
     assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
-    # A request that is still open would count against the new quota.
+    # The core would count a request that is still open against the new quota.
     caller.wait(lambda: caller.in_flight() == [], "the request's end in the core")
     caller.set(tokens_per_day=None)
     caller.set(tokens_per_day=45.0)
@@ -251,8 +251,8 @@ def test_usage_survives_a_restart_and_the_death_of_the_core(running: Service) ->
     running.start()
     for caller in callers:
         used = caller.usage()["tokens_per_day"]
-        # The stream's whole reservation counts as used, because it is unknown how many of its tokens were
-        # generated.
+        # The core counts the stream's whole reservation as used, because it does not know how many tokens
+        # were generated.
         assert used.used in (918, 919, 920) and used.held == 0
         refused(caller.ask(40, 50), "tokens")
         assert tokens(caller.ask(40, 20)) == 20

@@ -1,5 +1,5 @@
-"""Tests that every load ends within its bound, reports the cause, and leaves no process and no model
-behind."""
+"""Tests that every load ends in time, reports the cause of a failure, and leaves no process and no partly
+loaded model behind."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_replica_whose_files_have_changed_is_not_restarted_after_it_was_killed
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["loading", "stopped by a signal"])
 def test_a_load_is_cancelled_by_unloading_the_model(running: Service, added: Path, hangs: bool) -> None:
-    """A rank that is stopped by a signal neither progresses nor reads messages."""
+    """The rank is stopped by a signal, so it neither makes progress nor reads messages."""
     before = set(ranks(running))
     assert running.command("models", "load", "other")["state"] == "loading"
     (pid,) = running.wait_until(lambda: set(ranks(running)) - before, BOUND_S, "the new rank")
@@ -168,8 +168,8 @@ def test_a_load_whose_rank_hangs_ends_after_load_timeout_s(running: Service, add
 def test_a_load_without_enough_host_memory_fails_with_the_reason_and_affects_no_other_model(
     running: Service, added: Path
 ) -> None:
-    """Each new rank may use only slightly more address space than the running rank, which is too little for a
-    KV cache of 3 GB."""
+    """Each new rank may use only slightly more address space than the running rank. A KV cache of 3 GB does
+    not fit."""
     before = set(ranks(running))
     (demo,) = ranks(running).values()
     limit = demo.memory_info().vms + (200 << 20)

@@ -36,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def command(running: Service, hub: HubServer, *words: str) -> str:
-    """Return the output of a command run by a new user."""
+    """Run a command as a new user, and return its output."""
     environ = {
         name: value
         for name, value in os.environ.items()

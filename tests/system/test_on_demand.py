@@ -90,8 +90,8 @@ def test_a_long_answer_continues_after_its_model_was_swapped_out(world: Alternat
 
 
 def stopped_ranks(running: Service, name: str) -> list[int]:
-    """Stop the ranks of a model if a request is running on it, so that the request cannot end. Return their
-    process ids."""
+    """Send SIGSTOP to the ranks of a model if it is running a request, so that the request cannot end. Return
+    their process ids."""
     with AdminClient(running.run_dir) as client:
         replicas = [one for model in client.status().models for one in model.replicas]
     pids = [pid for one in replicas if one.name.startswith(name) and one.running for pid in one.pids]
@@ -174,7 +174,7 @@ def test_groups_and_a_time_to_live_and_optional_models_in_the_settings_work(tmp_
             return states(running)["a"] == "ready"
 
         running.wait_until(is_loaded, WITHIN_S, "a to be loaded")
-        # While model `a` is loading, `c` is also shown as available.
+        # `c` is listed as available even while model `a` is loading.
         running.wait_until(
             lambda: "c is unloaded: its time to live has expired" in running.log_path.read_text(),
             WITHIN_S,

@@ -30,8 +30,8 @@ def cached_tokens(running: Service) -> int:
 
 
 def test_a_repeated_prompt_always_finds_its_cached_prefix_on_two_replicas(tmp_path: Path) -> None:
-    """While one replica is busy, the other one computes the prompt. Afterwards, both have the same number of
-    free slots."""
+    """The prompt is also computed by the second replica while the first one is busy. Afterwards, both
+    replicas have the same number of free slots."""
     config = tmp_path / "appliance.toml"
     config.write_text(
         f'[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\nkv_blocks = 200\nthreads = 1\n'

@@ -1,6 +1,6 @@
 """Tests that all ranks of a group exit in time and leave nothing behind after one of them is killed or
-stopped. The tests cover the states that `test_deaths` and `attacks.test_replicas` do not. `scripts/soak`
-tests every state ten times."""
+stopped. They cover the states of a rank that `test_deaths` and `attacks.test_replicas` do not cover.
+`scripts/soak` tests every state ten times."""
 
 from __future__ import annotations
 

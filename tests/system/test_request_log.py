@@ -90,8 +90,8 @@ def test_each_log_policy_stores_what_it_allows_and_never_a_secret(running: Servi
     assert [text["sha256"] for text in full["texts"]] == [sha256(REDACTED), sha256(answers["full"])]
     assert [text["text"] for text in hashes["texts"]] == [None, None]
     assert [text["sha256"] for text in hashes["texts"]] == [sha256(PROMPT), sha256(answers["hashes"])]
-    # The contents of later requests have already been written. The contents of this request are therefore not
-    # merely delayed, but were never stored.
+    # The contents of later requests have already been written. This request's contents are therefore not just
+    # late: the service never stored them.
     assert shown(running, request_ids["metadata"]) is None
     running.wait_until(lambda: ended(running) >= set(request_ids.values()), 60, "the rows of the requests")
     on_disk = state_bytes(running)
@@ -123,7 +123,7 @@ def test_expired_texts_are_removed_and_the_row_is_kept(running: Service) -> None
     kept(running, stays)
     running.command("tenants", "set", "full", "--log-days", "0.000001")
     running.wait_until(lambda: shown(running, request_id) is None, 60, "the texts to be removed")
-    # Removed data is also overwritten, including in the write-ahead log.
+    # The service also overwrites removed data, including in the write-ahead log.
     running.wait_until(lambda: b"def login" not in state_bytes(running), 60, "the texts to be overwritten")
     assert kept(running, stays)["texts"]
     running.wait_until(lambda: request_id in ended(running), 60, "the row of the request")

@@ -50,7 +50,7 @@ _ARGUMENTS = {"tenants show": "default", "models show": "demo"}
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the names of all commands that print JSON, without those that perform actions."""
+    """Yield the names of all commands that print JSON and perform no action."""
     own = getattr(command, "commands", {})
     for word, one in own.items():
         yield from commands(one, (*words, word))
@@ -77,7 +77,7 @@ _CHANGING = {
         "committed_rows",
         "accepted",
         "at",
-        # Only the local command reads the journal, and only the remote one relies on the service.
+        # The local command also reads the journal. The remote command has only the service's answers.
         "journal_missing",
         "notes",
     ),
@@ -186,7 +186,7 @@ def test_doctor_and_exports_of_the_history_read_the_service_through_ssh(
         # The local command is not given the settings file with which the service was started.
         return found["host"], found["state_dir"], [row for row in rows if row[1] != "settings"]
 
-    # The level of a finding may change between the two calls, and the service keeps its findings for 30 s.
+    # A finding's level may change between the two calls, and the service caches its findings for 30 s.
     remote.service.wait_until(
         lambda: examined(remote.run_dir) == examined(remote.service.run_dir), 120, "the same findings"
     )

@@ -31,14 +31,15 @@ long."""
 
 
 def long_stall(snapshot: Snapshot) -> Stall | None:
-    """Return the newest stall with a long prompt and a known tenant, or None if there is none among the
-    stalls that the console has room for. A tenant is unknown if the request has already ended."""
+    """Return the newest stall with a long prompt and a known tenant, or None. Only the last five stalls are
+    searched, because the console shows no more. A stall's tenant is unknown if the request has already ended.
+    """
     stalls = reversed(snapshot.stalls[-5:])
     return next((one for one in stalls if one.tenant and one.prompt_tokens > _LONG_TOKENS), None)
 
 
 def ask_long_prompts(stop: threading.Event, running: Service) -> None:
-    """Submit one long prompt after another. No prompt is in the prefix cache."""
+    """Send one long prompt after another. Each prompt is new to the prefix cache."""
     chance = random.Random(1)
     with running.client(timeout=60) as client:
         while not stop.is_set():
@@ -53,7 +54,7 @@ def stream_until(stop: threading.Event, running: Service) -> None:
 
 
 def named(snapshot: dict[str, Any]) -> set[str]:
-    """Return the requests that own blocks in the output of `appliance top --json`."""
+    """Return the requests that own KV blocks according to `appliance top --json`."""
     found: set[str] = set()
     for one in snapshot["kv"]:
         if blocks := one["blocks"]:
@@ -67,8 +68,8 @@ def named(snapshot: dict[str, Any]) -> set[str]:
 
 
 async def watch(running: Service) -> tuple[Snapshot, set[str], list[Snapshot]]:
-    """Follow the service until a stall names a tenant and every field has had a value. Return the newest
-    snapshot, the fields without a value, and all snapshots."""
+    """Read snapshots until a stall names a tenant and every field has had a value. Return the newest
+    snapshot, the fields that never had a value, and all snapshots."""
     source, seen = LiveSource(running.run_dir, interval_s=0.5), list[Snapshot]()
     source.reads_blocks = True
     deadline = time.monotonic() + _WAIT_S
@@ -85,9 +86,10 @@ async def watch(running: Service) -> tuple[Snapshot, set[str], list[Snapshot]]:
 
 
 def wait_for_blocks(running: Service) -> dict[str, Any]:
-    """Return an output of `appliance top --json` in which the cache and a running request show blocks.
+    """Return an output of `appliance top --json` in which both the cache and a running request show KV
+    blocks.
 
-    A request that has just been admitted has no block yet, so one snapshot may show none.
+    A single snapshot may show none, because a request that has just been admitted has no block yet.
     """
     deadline = time.monotonic() + _WAIT_S
     while True:

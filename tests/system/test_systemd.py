@@ -81,7 +81,7 @@ class Server:
         }
 
     def write(self, text: str) -> None:
-        """Write settings in addition to those in the main file."""
+        """Write a drop-in file with settings that extend the main settings file."""
         path = self.inside.root / DROP_IN.lstrip("/")
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -90,8 +90,8 @@ class Server:
         (self.inside.root / DROP_IN.lstrip("/")).unlink(missing_ok=True)
 
     def wait_logged(self, text: str, lines: int) -> str:
-        """Wait until one of the service's newest lines in the journal contains this text, and return these
-        lines. The journal receives lines a moment after the service has written them."""
+        """Wait until the newest `lines` lines of the service's journal contain `text`, and return these
+        lines. The journal receives a line a moment after the service has written it."""
 
         def logged() -> str:
             newest = self.inside.journal("--unit", SERVICE, "--lines", str(lines))
@@ -100,7 +100,7 @@ class Server:
         return str(self.inside.wait_until(logged, 60, f"{text!r} in the journal"))
 
     def wait_active(self, *, but: str = "") -> None:
-        """Wait until the unit is active and has a main process other than `but`."""
+        """Wait until the unit is active with a main process whose id differs from `but`."""
 
         def active() -> bool:
             unit = self.unit()
@@ -139,8 +139,7 @@ class Stream(threading.Thread):
 
 
 def shown_to_the_sandbox() -> str:
-    """Return unit settings that make this checkout and its Python visible where the sandbox would otherwise
-    hide them."""
+    """Return unit settings that make this checkout and its Python visible inside the sandbox."""
     needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
     hidden = [path for path in sorted(needed) if path.parts[1] in ("home", "root", "tmp")]
     return "".join(
@@ -322,7 +321,7 @@ def test_a_killed_core_is_restarted_and_waiting_clients_are_served(
 def test_a_stalled_rank_is_replaced_by_the_core_without_a_restart_of_the_service(server: Server) -> None:
     before, ranks = server.unit(), server.replica()["pids"]
     server.inside.run("kill", "-STOP", *map(str, ranks))
-    assert server.complete() == 200  # the answer arrives only after a new rank has replaced the stopped rank
+    assert server.complete() == 200  # the answer arrives only after a new rank has replaced the stopped one
     assert server.replica()["pids"] != ranks
     assert "did not report for" in server.replica()["last_error"]
     now = server.unit()

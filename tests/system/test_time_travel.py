@@ -81,7 +81,7 @@ def bodies(session: ConsoleSession, screens: Sequence[str] = SCREENS) -> dict[st
 
 
 async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
-    """Show the service and its KV blocks in a console, once per second, until a killed replica is ready
+    """Show the service and its KV blocks in a console once per second, until the killed replica is ready
     again. Return the screens and the snapshots."""
     source = LiveSource(running.run_dir, interval_s=1.0)
     source.reads_blocks = True
@@ -90,7 +90,7 @@ async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
     try:
         for number in range(_MAX_SECONDS):
             snapshot = await source.next()
-            # A recorded map has a limited number of cells.
+            # A recorded map of KV blocks is limited in size, so use the same coarse map here.
             caches = {one.replica: coarse(one.blocks) for one in snapshot.kv if one.blocks is not None}
             session.accept(with_blocks(snapshot, caches))
             frames[snapshot.at] = bodies(session)
@@ -109,8 +109,8 @@ async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
 
 
 def keep_only(history: History, times: list[float]) -> None:
-    """Remove the points of the seconds that the live console did not receive: those before it was opened, and
-    those that the stream of a busy service has skipped."""
+    """Remove all points of seconds that the live console did not receive, either because they precede the
+    console or because the stream of a busy service skipped them."""
     for points in (history.points, *history.batches.values()):
         kept = [one for one in points if min(abs(one.at - at) for at in times) < 0.1]
         points.clear()
@@ -119,8 +119,8 @@ def keep_only(history: History, times: list[float]) -> None:
 
 
 async def replay(recording: RecordedPast, times: list[float]) -> tuple[Frames, dict[float, Maps]]:
-    """Return the content of a console's screens as it steps through the recorded samples, starting at the
-    first of these times, and the recorded KV blocks."""
+    """Replay the recorded samples in a console from the first of the given times on. Return the content of
+    its screens and the recorded KV blocks."""
     source, frames, blocks = ReplaySource(recording, times[0] + 0.0005), Frames(), dict[float, Maps]()
     session = ConsoleSession(source)
     snapshot = await source.next()
@@ -136,9 +136,9 @@ async def replay(recording: RecordedPast, times: list[float]) -> tuple[Frames, d
 
 
 def compare(live: Frames, recording: RecordedPast) -> None:
-    """Assert that the recorded screens are equal to those of the live console for every second that it
-    showed. A console reads the KV blocks and the snapshots separately, so it may show the blocks up to
-    `_BLOCKS_LATE` samples earlier or later than they were recorded."""
+    """Assert that the recorded screens equal those of the live console for every second that the live console
+    showed. A live console reads KV blocks and snapshots separately, so its blocks may be up to `_BLOCKS_LATE`
+    samples older or newer than the recorded ones."""
     past, blocks = asyncio.run(replay(recording, sorted(live)))
     assert set(live) <= set(past), sorted(set(live) - set(past))
     samples, same = sorted(past), 0
@@ -154,8 +154,8 @@ def compare(live: Frames, recording: RecordedPast) -> None:
 
 
 async def are_equal_with(recording: RecordedPast, at: float, live: Frames, candidates: list[Maps]) -> bool:
-    """Return whether the live screens with KV blocks are equal to those at a recorded time, with one of these
-    states of the blocks."""
+    """Return whether the live screens equal the replayed screens of this time with any of the candidate maps
+    of KV blocks."""
     times = sorted(live)
     for maps in candidates:
         source = ReplaySource(recording, at + 0.0005)
@@ -199,7 +199,7 @@ async def watch_lists(running: Service) -> tuple[float, dict[str, list[str]]]:
     try:
         for _ in range(_MAX_SECONDS):
             before, read_at = await shown(), time.time()
-            # A snapshot that was on its way while the lists were read may be older than their newest rows.
+            # A snapshot that was already on its way while the lists were read may lack their newest rows.
             while (snapshot := await source.next()).at <= read_at:
                 pass
             after = await shown()
@@ -211,12 +211,14 @@ async def watch_lists(running: Service) -> tuple[float, dict[str, list[str]]]:
 
 
 def without_heading(screens: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the screens without their first rows, the headings, which show values of the snapshot."""
+    """Return the screens without their heading rows, which show values of the snapshot."""
     return {name: rows[1:] for name, rows in screens.items()}
 
 
 async def replay_lists(recording: RecordedPast, at: float) -> dict[str, list[str]]:
-    """Return the screens that show lists, as of a recorded time. Empty if that time is not recorded yet."""
+    """Return the replayed screens that show lists, at a recorded time. The result is empty if that time has
+    not been recorded yet.
+    """
     source = ReplaySource(recording, at + 0.0005)
     session = ConsoleSession(source)
     if (await source.next()).at != at or source.instant is None:
@@ -233,7 +235,7 @@ def export(running: Service, path: Path, since: float) -> str:
 
 
 def raised_alerts(path: Path) -> list[str]:
-    """Evaluate the built-in alert rules on a recording, and return those that raise an alert."""
+    """Evaluate the built-in alert rules on a recording, and return the rules that raise an alert."""
     done = run_appliance("alerts", "test", "built-in", "--on", path, "--json")
     assert done.returncode == 0, done.stderr
     return [one["rule"] for one in json.loads(done.stdout)["transitions"] if one["event"] == "raised"]

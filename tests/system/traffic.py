@@ -12,7 +12,7 @@ from tests.system.service import Service, run_appliance
 
 
 class Load(threading.Thread):
-    """A client that sends one request after another until it is stopped."""
+    """A client that sends one request after another until the test stops it."""
 
     def __init__(self, running: Service, key: str = "placeholder") -> None:
         super().__init__(daemon=True)

@@ -66,8 +66,8 @@ def slope_of(
 
 
 def _effective_count(residuals: Sequence[float], squares: float) -> float:
-    """Return the number of independent residuals that determine a line as well as these do, at least 3.
-    `squares` is the sum of their squares."""
+    """Return the number of independent residuals that would determine a line as precisely as these
+    autocorrelated ones, at least 3. `squares` is the sum of the residuals' squares."""
     products = sum(one * following for one, following in itertools.pairwise(residuals))
     correlation = max(0.0, products / squares) if squares else 0.0
     return max(3.0, len(residuals) * (1.0 - correlation) / (1.0 + correlation))

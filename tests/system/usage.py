@@ -30,7 +30,7 @@ class Usage:
 
 
 def processes_of(running: Service) -> dict[str, psutil.Process]:
-    """Return the core, fronts and ranks, by descriptive name."""
+    """Return the processes of the core, the fronts and the ranks, keyed by a descriptive name."""
     status = running.status()
     found = {"core": running.process.pid}
     for number, front in enumerate(status["fronts"]):
@@ -85,9 +85,9 @@ class PeakMemory(threading.Thread):
         return {name: self.peak_mb[name] - size for name, size in self.before_mb.items()}
 
     def growth_after_mb(self, seconds: float, expected_mb: float) -> dict[str, float]:
-        """Wait for the given number of seconds, and return the growth of each process's memory since its
-        first sample. Wait up to a minute longer until no process has grown by more than `expected_mb`,
-        because a busy machine may still be handling requests."""
+        """Wait for the given number of seconds, and return how much each process's memory has grown since its
+        first sample. If a process has grown by more than `expected_mb`, wait up to a minute longer, because a
+        busy machine may still be handling requests."""
         time.sleep(seconds)
         deadline = time.monotonic() + 60
         while True:
@@ -98,8 +98,8 @@ class PeakMemory(threading.Thread):
 
 
 def fill_kv_cache(running: Service, blocks: int, draw: random.Random) -> float:
-    """Run random prompts that use at least this many KV blocks. Return the replica's resident memory in
-    MiB."""
+    """Run random prompts that together use at least the given number of KV blocks. Return the replica's
+    resident memory in MiB."""
     with running.http() as http:
         for _ in range(blocks // _PROMPT_BLOCKS + 1):
             prompt = [draw.randrange(7, 5000) for _ in range(64 * _PROMPT_BLOCKS)]

@@ -86,6 +86,6 @@ def one_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """Start a service with the default limits. The tests in all files share it."""
+    """Start a service with the default limits, shared by the tests of all files."""
     with target(tmp_path_factory.mktemp("attacked"), fronts=2) as made:
         yield made

@@ -24,7 +24,7 @@ SOME_FAILED = 1
 
 
 class Defect(NamedTuple):
-    """A defect of the service."""
+    """A defect that is put into the service's source."""
 
     tests: str
     """NAME in the name of the test file, `test_NAME.py`."""
@@ -37,8 +37,8 @@ class Defect(NamedTuple):
     """pytest's -k expression for the tests that must detect the defect."""
 
     def seeded(self, text: str) -> str:
-        """Return the source with the defect. Raises ValueError unless the correct text occurs exactly
-        once."""
+        """Return the source with the defect in it. Raises ValueError unless the text to replace occurs
+        exactly once."""
         if text.count(self.right) != 1:
             raise ValueError(f"{self.name}: found {text.count(self.right)} times in {self.source}")
         return text.replace(self.right, self.wrong)
@@ -180,7 +180,9 @@ DEFECTS = (
 
 
 def main(words: list[str]) -> int:
-    """Seed the defects of the given test files, or all defects. Return how many of them the tests missed."""
+    """Seed the defects of the given test files, or all defects if none is given. Return how many of them the
+    tests missed.
+    """
     missed = 0
     for defect in DEFECTS:
         if words and defect.tests not in words:

@@ -25,8 +25,8 @@ def configured(settings: str, *flags: str) -> Iterator[Service]:
 
 
 def problem(running: Service, where: str, text: str, timeout_s: float = 120) -> dict[str, Any]:
-    """Wait until the status lists a current problem in `where` that contains the given text, and return the
-    problem."""
+    """Wait until the status lists a current problem whose `where` is the given one and whose text contains
+    the given text. Return the problem."""
 
     def look() -> Any:
         found = running.status()["current_problems"]
@@ -38,8 +38,9 @@ def problem(running: Service, where: str, text: str, timeout_s: float = 120) -> 
 
 
 def past_problem(running: Service, where: str, text: str) -> None:
-    """Wait until the status lists a problem in `where` that contains the given text, even if the problem has
-    already ended. A replica, for example, may be restarted before the status is read again."""
+    """Wait until the status lists a problem, current or past, whose `where` is the given one and whose text
+    contains the given text. Return the problem. A past problem counts because, for example, a replica may
+    have been restarted before the status is read again."""
 
     def look() -> bool:
         return any(
@@ -60,8 +61,8 @@ def no_problem(running: Service, timeout_s: float = 120) -> None:
 
 
 def doctor(running: Service, *levels: str) -> list[str]:
-    """Return the doctor's findings at the given levels, with their remedies. If no level is given, return
-    only the problems."""
+    """Return the doctor's findings at the given levels, with their remedies. By default, return only the
+    problems."""
     found = findings(running)
     return [f"{one.text} → {one.remedy}" for one in found if one.level in (levels or ("problem",))]
 

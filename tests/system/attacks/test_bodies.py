@@ -31,7 +31,7 @@ LIMIT = 8 * MEGABYTE
 
 @pytest.fixture(scope="module")
 def bounded(one_front: Target) -> Iterator[Target]:
-    """Limit the unfinished bodies in the service's front to 16 MiB per tenant and 24 MiB in total."""
+    """Limit the unfinished request bodies in the service's front to 16 MiB per tenant and 24 MiB in total."""
     limits = (
         f"max_body_bytes = {LIMIT}\nmax_tenant_body_bytes = {2 * LIMIT}\nmax_front_body_bytes = {3 * LIMIT}\n"
     )
@@ -71,8 +71,8 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
     with unfinished(bounded, 30, bounded.authorization) as sockets:
         assert memory.growth() < 60 * MEGABYTE
         answers = [read_all(sock) for sock in sockets[2:]]
-        # The local user counts as another tenant and can still send bodies, because its small body fits into
-        # the remaining memory.
+        # The local user is another tenant. Its small body fits into the remaining memory, so the service
+        # accepts it.
         assert exchange(bounded.unix, post("/v1/chat/completions", chat(), "Connection: close")).startswith(
             b"HTTP/1.1 200 OK"
         )
@@ -174,8 +174,8 @@ def test_the_unfinished_heads_of_a_user_are_bounded_and_reported(bounded: Target
 
 
 def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) -> None:
-    # The prompt is returned with each of the 128 samples, so the answer is larger than 1 MB. The first
-    # request generates and records it, and the others get the recorded answer.
+    # Each of the 128 samples repeats the prompt, so the answer is larger than 1 MB. The first request
+    # generates the answer and stores it; the other requests get the stored answer.
     body = {"model": "demo", "prompt": [1000] * 2000, "n": 128, "max_tokens": 1, "return_token_ids": True}
     request = post("/v1/completions", body, "Idempotency-Key: large", "Connection: close")
     size = len(exchange(bounded.unix, request))

@@ -142,7 +142,7 @@ def test_repeated_requests_for_the_admin_apis_description_cost_the_core_little(a
         before = cpu_s()
         for _ in range(50):
             exchange(attacked.admin, request)
-        # The core may also do other work. Only the best attempt counts.
+        # The measured CPU time includes other work of the core, so only the lowest measurement counts.
         least_s = min(least_s, cpu_s() - before)
         if least_s < 0.4:
             break
@@ -187,7 +187,7 @@ def test_requests_with_wrong_keys_write_one_log_line_and_are_reported(attacked: 
     wait_for(lambda: denied() >= before + 400, "the report")
     for text in sockets:
         wait_for(lambda text=text: len(logged(text)) > lines[text], "the log line")  # type: ignore[misc]
-        # There are two fronts. Each front, and the core, writes at most one line every 5 s.
+        # Two fronts and the core each write at most one line every 5 s.
         assert len(logged(text)) - lines[text] <= 2 * (2 + (time.monotonic() - started) / 5)
     for told in ("had no valid key", "requests on admin.sock were denied: at least 100"):
         wait_for_problem(attacked, told)
@@ -284,7 +284,7 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
 
 @pytest.fixture
 def two_fronts(small: Target) -> Iterator[Target]:
-    """Let the service have two fronts, each with 8 connections."""
+    """Change the service's settings to two fronts with 8 connections each."""
     path = Path(small.running.flags[1])
     before = path.read_text()
 
@@ -302,7 +302,7 @@ def two_fronts(small: Target) -> Iterator[Target]:
 
 
 def test_a_local_user_gets_in_while_any_front_has_a_free_place(two_fronts: Target) -> None:
-    """One tenant may have 7 of the 8 connections of a front."""
+    """One tenant may have at most 7 of a front's 8 connections."""
     made = two_fronts
     with ExitStack() as stack:
 

@@ -65,7 +65,7 @@ def stopped(disk: Path) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def running(stopped: Service) -> Iterator[Service]:
-    """Start the service."""
+    """Start the stopped service."""
     stopped.start()
     try:
         no_problem(stopped)
@@ -77,8 +77,8 @@ def running(stopped: Service) -> Iterator[Service]:
 
 @contextmanager
 def load(running: Service, *, logged: bool = True) -> Iterator[None]:
-    """Send requests while the `with` block runs. Each must be answered and, if `logged` is true, must have a
-    row in the log afterwards."""
+    """Send requests while the `with` block runs. Each request must be answered and, if `logged` is true, must
+    have a row in the log afterwards."""
     clients = [Load(running) for _ in range(2)]
     for client in clients:
         client.start()

@@ -278,5 +278,5 @@ def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Measurements])
     body = completion(prompt=[100] * 250_000)
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
         client.post("http://front" + COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    # On any machine, the front needs at least this long to create a quarter of a million Python objects.
+    # On any machine, creating a quarter of a million Python objects takes the front at least this long.
     assert min(MEASUREMENTS.unpack_from(measurements)) > 0.002

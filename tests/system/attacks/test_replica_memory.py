@@ -16,7 +16,8 @@ def test_memory_rises_with_the_first_use_of_each_kv_block_and_then_stays() -> No
     draw, blocks = random.Random(11), 400
     with service("--kv-blocks", str(blocks)) as running:
         kv_mb = running.replica()["kv_bytes"] / MEGABYTE
-        # The first prompts of this length also allocate the workspace and compile kernels.
+        # The first prompts of this length also allocate a workspace and compile kernels, so they are not
+        # measured.
         first = fill_kv_cache(running, 30, draw)
         full = fill_kv_cache(running, blocks, draw)
         again = fill_kv_cache(running, blocks, draw)

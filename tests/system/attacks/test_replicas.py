@@ -27,7 +27,7 @@ TWO_REPLICAS = f'[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\n
 
 @pytest.fixture(scope="module")
 def two_replicas() -> Iterator[Service]:
-    """Start a service with two replicas. The service does not kill a replica that stops responding."""
+    """Start a service with two replicas, in which the core does not kill a replica that stops responding."""
     with configured(f"hang_timeout_s = 600\n{TWO_REPLICAS}") as running:
         running.wait_until(  # the service is ready when one replica of each model is ready
             lambda: all(one["state"] == "ready" for one in replicas(running)),
@@ -69,8 +69,8 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_continue() -> No
 
 
 def test_a_step_that_takes_longer_than_the_deadline_counts_neither_as_silence_nor_as_a_hang() -> None:
-    """One step computes most prompts. It takes several seconds, during which the replica sends no reports.
-    The deadline allows for shorter steps, which are not announced, to be slow on a busy machine."""
+    """A single step computes most prompts. It takes several seconds, during which the replica sends no
+    reports. Short steps are not announced, so the hang deadline is long enough for them on a busy machine."""
     deadline_s = 3.0
     tokens = ["--max-num-batched-tokens", "32768", "--kv-blocks", "600"]
     with configured(f"hang_timeout_s = {deadline_s}\n", *tokens) as running, ThreadPoolExecutor(1) as thread:

@@ -1,10 +1,10 @@
 """A front process that measures how long its event loop is blocked, and writes the maximum to
 `$BLOCKED_FILE`.
 
-The file contains two doubles. Each is a maximum over all intervals between two heartbeats of the loop. The
+The file contains two doubles, each the maximum over all intervals between two heartbeats of the loop. The
 first is the CPU time of the loop's thread. The second is the CPU time of the whole process, or the elapsed
-time if that is shorter; it includes time during which other threads hold the GIL. Neither includes CPU time
-used by other processes. The test resets both to zero.
+time if that is shorter; it includes time during which other threads hold the GIL. CPU time of other processes
+counts in neither. The test resets both to zero.
 """
 
 from __future__ import annotations

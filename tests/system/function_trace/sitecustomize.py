@@ -1,9 +1,9 @@
 """Records which functions of the product run in a process, and when.
 
-Python imports this module at its start if its folder is in `PYTHONPATH`. `APPLIANCE_TRACE` names a folder
-with a file `phase` of one byte. While that byte is not 0, each process appends a line to its own file in the
-folder at the first call of each function in a phase: phase, time (the same clock in all processes), file and
-function.
+Python imports this module when it starts if the module's folder is in `PYTHONPATH`. `APPLIANCE_TRACE` names a
+folder with a one-byte file named `phase`. While that byte is not 0, each process records the first call of
+each function in each phase: it appends the phase, the time (from a clock that all processes share), the file
+and the function to its own file in the folder.
 """
 
 from __future__ import annotations
