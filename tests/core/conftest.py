@@ -91,8 +91,8 @@ class Service:
         return RequestReader(self.state_dir / "history.db").changes(0)
 
     def audit(self) -> list[AuditRow]:
-        """Return the audit rows, oldest first. The service answers an action after 3 s even if the disk has
-        not stored the action's rows yet, so wait until it has."""
+        """Return the audit rows, oldest first. First wait until they are on the disk, because the service
+        answers an action after 3 s even if its rows are not stored yet."""
         path = self.state_dir / "control.db"
 
         def written() -> bool:
@@ -103,8 +103,8 @@ class Service:
         return read_audit(path)
 
     def have_time_to_load(self) -> None:
-        """Raise `load_timeout_s` from 2 s, the value in tests, to 600 s, so that a slow machine has time to
-        load the model."""
+        """Raise `load_timeout_s` from 2 s, the tests' value, to 600 s, so that even a slow machine can load
+        the model in time."""
         self.config.write_text(self.config.read_text().replace("load_timeout_s = 2", "load_timeout_s = 600"))
         self.admin.act(ReloadConfig())
 
@@ -116,7 +116,7 @@ class Service:
 
 @contextlib.contextmanager
 def running_core(folder: Path, settings: str = "") -> Iterator[Service]:
-    """Run a core in `folder` until the block ends. It is ready when the block begins."""
+    """Run a core in `folder` until the block ends. The core is ready when the block begins."""
     service = Service(folder, settings)
     service.start()
     assert service.process is not None

@@ -1,7 +1,7 @@
 """A front process without HTTP. A connection sends one line "MODEL MAX_TOKENS" and receives one line per
-token, followed by a line with the reason why the answer ended. The fake implements the core's protocol,
-including resubmissions. If a model's folder contains a file named `hang`, the fake hangs as soon as that
-model is configured."""
+token, followed by a line with the reason why the answer ended. The fake front implements the core's protocol,
+including resubmissions. If a model's folder contains a file named `hang`, the fake front hangs as soon as
+that model is configured."""
 
 from __future__ import annotations
 
@@ -200,8 +200,8 @@ class FakeFront:
         os._exit(0)
 
     def problems(self) -> dict[str, str]:
-        """Return a problem for each model whose folder contains a file named `untold`. This front cannot
-        serve these models."""
+        """Return a problem for each model that this front cannot serve: those with a file named `untold` in
+        their folder."""
         return {
             model.name: "tokenizer.json is missing"
             for model in self.models

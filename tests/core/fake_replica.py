@@ -1,10 +1,11 @@
 """A replica without an engine. It implements a rank's protocol and generates one token every 10 ms for each
 sample.
 
-`fake.json` in the model's folder may contain {"fatal": [kind, message]}, {"exit": code}, or {"hang": true}.
-With "hang", the replica stops sending messages while it loads, until "hang" is removed from the file. With
-{"child": true}, the replica starts a process that survives it, and writes its process id to `child`. A file
-named `step.json`, such as {"announced_s": 2.0, "seconds": 9.0}, makes the next step long and is then deleted.
+A file `fake.json` in the model's folder determines the replica's behaviour. With {"fatal": [kind, message]},
+it reports a fatal error. With {"exit": code}, it exits. With {"hang": true}, it stops sending messages while
+it loads, until "hang" is removed from the file. With {"child": true}, it starts a process that survives it,
+and writes that process's id to the file `child`. A file named `step.json`, such as {"announced_s": 2.0,
+"seconds": 9.0}, makes the next step long and is then deleted.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class FakeReplica:
 
 
 def said(script: Path) -> dict[str, Any]:
-    """Return how the fake is configured to behave while loading."""
+    """Read from `fake.json` how the fake replica must behave while it loads."""
     try:
         found: dict[str, Any] = json.loads(script.read_text())
     except FileNotFoundError:

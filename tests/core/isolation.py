@@ -1,5 +1,5 @@
-"""Measures the guarantees in docs/traffic.md for urgent and light requests, on a server in virtual time:
-`measurements` returns the time to first token of short requests that arrive after one large request."""
+"""Measures the guarantees in docs/traffic.md for urgent and light requests, on a simulated server in virtual
+time. `measurements` returns the time to first token of short requests that arrive after one large request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def full_step_s(slots: int, max_num_batched_tokens: int = BUDGET) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """Large requests on a server with one replica, and the short requests that arrive after them."""
+    """A scenario on a server with one replica: large requests, and the short requests that arrive
+    after them.
+    """
 
     asked_class: str
     prompt: int = 50
@@ -122,9 +124,9 @@ CASES: dict[str, Case] = {
 
 
 def measurements() -> dict[str, float]:
-    """Return times to first token, in ms: that of a request with 50 tokens and no other load ("alone"), and
-    that of the short requests in each case. If several of them arrive together, the time of the last one is
-    returned."""
+    """Return times to first token in ms. "alone" is the time of a request with 50 tokens on an idle server;
+    each other entry is the time of a case's short request. If several short requests arrive together, the
+    entry is the time of the last one."""
     made = {"alone": _ttft_ms(None)}
     for name, case in CASES.items():
         made[name] = _ttft_ms(case)

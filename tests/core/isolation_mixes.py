@@ -1,6 +1,6 @@
 """Checks the guarantees in docs/traffic.md for urgent and light requests with random mixes of requests, on a
-server in virtual time: `broken_promises` runs a mix, and returns the measured requests (probes) that waited
-longer than guaranteed."""
+simulated server in virtual time. `broken_promises` runs a mix, and returns those of its measured requests
+(the probes) that waited longer than guaranteed."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Probes(NamedTuple):
 
     @property
     def is_large_crowd(self) -> bool:
-        """Whether several probes are sent at the same time and do not fit into one step together."""
+        """Whether several probes are sent at the same time and need more than one step."""
         return self.crowd > 1 and self.crowd_tokens > BUDGET
 
     @property
     def after_s(self) -> float:
-        """Time, in seconds, for which a mix runs after the last probes have been sent."""
+        """Time in seconds for which a mix continues after the last probes have been sent."""
         return 1.0 + self.crowd_tokens * SPEED.prompt_token_s
 
     @property
@@ -79,18 +79,19 @@ MAX_TOKENS = 131_072
 
 
 def max_samples(slots: int) -> int:
-    """Return the maximum number of samples of an urgent request, over all of its prompts."""
+    """Return the maximum number of samples of an urgent request, summed over its prompts."""
     return max(2, slots // 32)
 
 
 def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float) -> list[Load]:
-    """Return requests of random kinds that must not delay these probes. One exception: P0 requests may delay
-    a busy tenant's P1 probes by the time that the P0 prompts take. Urgent requests in the probes' class have
-    prompts at least twice as long as the probes' prompts. There are none if the probes' prompts do not fit
-    into one step, because all such prompts have the same level (class and urgency).
+    """Return random requests that must not delay these probes. The only permitted delay is that of a busy
+    tenant's P1 probes by the prompts of P0 requests.
 
-    If only one tenant sends P0 requests, it also sends the P0 loads, unless it sends more probes at once than
-    fit into one step. docs/traffic.md gives the reason for each kind of request that is left out."""
+    Urgent requests in the probes' class have prompts at least twice as long as the probes' prompts. There are
+    no urgent requests in that class if the probes' prompts do not fit into one step, because all such prompts
+    have the same level (class and urgency). If only one tenant sends P0 requests, it also sends the P0 loads,
+    unless it sends more probes at once than fit into one step. docs/traffic.md gives the reason for each kind
+    of request that is left out."""
     classes = {
         "P0": ("P0", "P1", "P2", "P3"),
         "only P0": ("P1", "P2", "P3") if probes.is_large_crowd else ("P0", "P0", "P1", "P2", "P3"),
@@ -111,7 +112,7 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
         if asked_class == probes.own_class and prompts * samples <= max_samples(slots):
             prompt = max(prompt, 2 * probes.prompt_tokens)
             samples = samples if fits else 64
-        # When a request must begin soon to meet its promised deadline, it may overtake requests in
+        # A request that must begin soon to meet its promised deadline may overtake requests in
         # higher-priority classes.
         has_deadline = samples == 1 and draw.random() < 0.4
         loads.append(
@@ -125,7 +126,7 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
                 deadline_s=0.03 * output + draw.uniform(1.0, 20.0) if has_deadline else None,
             )
         )
-    # Urgent requests of other tenants, which arrive at the same time.
+    # These are urgent requests of other tenants that arrive at the same time.
     lower = probes.kind in ("light", "only P0") or (probes.kind == "P0" and not fits)
     asked_class = "P1" if lower else "P0"
     for _ in range(0 if probes.kind == "light" and not fits else draw.choice((0, 1, 3))):
@@ -144,14 +145,14 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
 
 
 def random_probes(draw: random.Random, slots: int) -> Probes:
-    """Return probes that never delay each other by more than a step, because all of them together fit into
-    one step and into the slots, or because each of them arrives long after the previous one. There is one
-    exception: the only tenant that sends P0 requests may send many at once, which take several steps and use
-    up most of the server."""
+    """Return probes that never delay each other by more than a step: either all of them fit together into one
+    step and into the slots, or each one arrives long after the previous one. As an exception, the only tenant
+    that sends P0 requests may send many at once, which take several steps and use most of the server's
+    capacity."""
     kind = draw.choice(("P0", "only P0", "light", "busy"))
     if kind == "only P0" and draw.random() < 0.6:
-        # The slots suffice for two crowds (probes sent together) or, beside their tenant's loads, for three
-        # of the smaller crowds.
+        # The slots suffice for two crowds (probes that are sent together). If crowds are smaller, they
+        # suffice for three of them beside the loads of their tenant.
         crowd, prompt = draw.randint(12, 30), draw.choice((800, 2000))
         if draw.random() < 0.5:
             crowd, prompt = draw.randint(3, 12), draw.choice((20, 200, 600))
@@ -176,13 +177,14 @@ def random_probes(draw: random.Random, slots: int) -> Probes:
     if made == "several steps":
         prompt = round(BUDGET * 2 ** draw.uniform(0.1, 3.0))
         return Probes(kind, Shape(prompt, 5, 5), 1.0 + 1.5 * prompt * SPEED.prompt_token_s)
-    # In a mix, a tenant's probes have less than a full step of tokens, so its urgency is never suspended.
+    # In a mix, a tenant's probes together have less than a full step of tokens, so the tenant's urgency is
+    # never suspended.
     return Probes(kind, Shape(draw.choice((20, 100)), 5, 5), 0.23, crowd=draw.choice((1, crowd)))
 
 
 class Event(NamedTuple):
-    """A disturbance during the run: the "death" of a replica, which is replaced after a second; the "drain"
-    of a replica; or a "pause" of admissions, which ends after half a second."""
+    """A disturbance during the run. A "death" kills a replica, which is replaced after a second. A "drain"
+    drains a replica. A "pause" stops admissions for half a second."""
 
     at: float
     kind: str
@@ -217,7 +219,7 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
         # Several crowds of probes would wait during a pause and together need more than one step.
         kinds = tuple(events for events in kinds if "pause" not in events)
     if 2 * probes.crowd_tokens > BUDGET and probes.crowd > 1:
-        # After a drain, a crowd takes longer. After a death, it shares its steps with a resumed crowd.
+        # A drain lengthens a crowd's service. After a death, a crowd shares its steps with a resumed crowd.
         kinds = ((),)
     strict = QueueRules(background_share=0.0, lifted_share=0.0)
     return Mix(
@@ -225,7 +227,7 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
         blocks=draw.choice((20_000, 4_000)),
         prefix_cache=draw.random() < 0.5,
         replicas=replicas,
-        # A second replica dies only after the first one has been replaced.
+        # The second replica dies only after the first one has been replaced.
         events=tuple(
             Event(seconds * (draw.uniform(0.1, 0.4) + 0.5 * number), kind)
             for number, kind in enumerate(draw.choice(kinds))
@@ -238,13 +240,13 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
 
 
 def broken_promises(mix: Mix) -> list[str]:
-    """Run a mix. Return a description of each probe whose time to first token exceeds the time without load
-    by more than two full steps. Return a description of the mix if it measures nothing: if it has no probe,
-    if no load was dispatched, or if the engine rejected a load.
+    """Run a mix. Return a description of each probe whose time to first token exceeds its time without load
+    by more than two full steps. If the mix measures nothing, because it has no probe, no load was dispatched,
+    or the engine rejected a load, return a description of the mix.
 
     If a probe's replica dies, the allowance starts again when the probe is resubmitted. A busy tenant's probe
-    is also allowed the time of the prompts served before it: prompts of P0 requests, of requests dispatched
-    ahead of higher-priority classes, and of resumed P1 requests.
+    may also wait for prompts served before it: those of P0 requests, of requests dispatched ahead of
+    higher-priority classes, and of resumed P1 requests.
     """
     alone = _run(mix, (), ()).probes
     beside, better, loads = _run(mix, mix.loads, mix.events)
@@ -252,7 +254,7 @@ def broken_promises(mix: Mix) -> list[str]:
         return ["no probe was sent"]
     alone_s = max(probe.ttft_s for probe in alone)
     if mix.probes.prompts > 1:
-        # Without load, the first prompt may be computed before the others arrive. Otherwise, all of them are
+        # Without load, the first prompt may be computed before the others arrive, or all prompts may be
         # computed in one step.
         alone_s = max(alone_s, SPEED.step_s + SPEED.prompt_token_s * mix.probes.prompt_tokens + HOST_S)
     bound_s = alone_s + 2 * full_step_s(mix.slots) + MARGIN_S
@@ -279,14 +281,16 @@ def broken_promises(mix: Mix) -> list[str]:
 
 
 def _prompts_s(asked: Asked) -> float:
-    """Return how long it takes to compute a request's prompts, and its earlier tokens if it was resumed, in
-    steps that also contain decodes."""
+    """Return how long steps that also contain decodes take to compute a request's prompts and, if the request
+    was resumed, its earlier tokens."""
     recomputed = asked.tokens if asked.attempt else 0
     return 1.2 * (asked.admit.prompt_tokens + recomputed) * SPEED.prompt_token_s
 
 
 def _may_delay(asked: Asked, probe: Asked) -> bool:
-    """Return whether a request's prompts may have been computed while a probe waited for its first token."""
+    """Return whether a request's prompts may have been computed while the probe waited for its first
+    token.
+    """
     if asked.admitted_at is None:
         return False
     begins_before = probe.first_token_at is None or asked.admitted_at <= probe.first_token_at

@@ -69,10 +69,10 @@ def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Measureme
 
 
 def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Measurements:
-    """Run a tenant that asks about one long document after another: once alone, and once while another tenant
+    """Run a tenant that asks about one long document after another, first alone and then while another tenant
     floods the server.
 
-    The tenant's first token has to wait for the step that is running when its request arrives, and for the
+    A request's first token has to wait for the step that is running when the request arrives, and for the
     step that has already been launched. The steps for its prompt also contain the flood's decodes. The flood
     can therefore multiply a short time to first token.
     """
@@ -182,7 +182,7 @@ def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: 
 
 def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
     prompt, output, shape = MIXES[mix]
-    # Mean time that a request takes on a replica when all of its slots are busy.
+    # Compute the mean time that a request takes on a replica whose slots are all busy.
     served_s = prompt * SPEED.prompt_token_s + output * SPEED.step_s * 2 / SLOTS
     per_s = load * REPLICAS / served_s
 

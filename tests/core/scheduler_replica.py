@@ -1,9 +1,9 @@
 """A replica in virtual time: the engine's step loop and scheduler on a simulated device (see
 `tests.core.simulated_server`).
 
-The tests compare forecasts with this replica. The forecasts use another simulation
-(`appliance.traffic.simulated_replica`), which has no scheduler. The two share no code, so no error can affect
-both.
+Tests compare the product's forecasts with this replica. The forecasts use a separate simulation without a
+scheduler (`appliance.traffic.simulated_replica`). The two simulations share no code, so a mistake in one
+cannot hide in the other.
 """
 
 from __future__ import annotations

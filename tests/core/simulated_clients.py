@@ -51,15 +51,15 @@ def backlogged(
 
 
 def fixed(prompt: int, output: int) -> Callable[[random.Random], Shape]:
-    """Return a function that always returns this shape."""
+    """Return a function that always returns this request size."""
     return lambda draw: Shape(prompt, output, output)
 
 
 def uniform(
     prompt: tuple[int, int], output: tuple[int, int], max_tokens: int | None = None
 ) -> Callable[[random.Random], Shape]:
-    """Return a function that draws request sizes within these bounds. The client allows `max_tokens` output
-    tokens, or exactly the answer's length if `max_tokens` is None."""
+    """Return a function that draws request sizes within these bounds. `max_tokens` is the limit that the
+    client sets for an answer; if `max_tokens` is None, the limit equals the length of the answer."""
 
     def shape(draw: random.Random) -> Shape:
         made = draw.randint(*output)

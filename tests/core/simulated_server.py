@@ -186,7 +186,7 @@ class SimulatedServer:
         return replica
 
     def kill_replica(self, replica: SchedulerReplica) -> None:
-        """Kill a replica. The front resubmits the remaining part of each of its requests."""
+        """Kill a replica. The front resubmits the rest of each request that ran on it."""
         replica.dead = True
         self.replicas.remove(replica)
         self.after(HOP_S, lambda: self.requests.lose_replica(replica.account))
@@ -216,7 +216,7 @@ class SimulatedServer:
         heapq.heappush(self._events, (max(time, self.now), self._serial, event))
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Call `event` after this many virtual seconds."""
+        """Call `event` after `seconds` virtual seconds."""
         self.at(self.now + seconds, event)
 
     def run(self, until: float) -> None:
@@ -303,7 +303,8 @@ class SimulatedServer:
                     prompt=pack_tokens(prompt),
                     output_token_ids=_PROMPT[: asked.tokens_of[first]] if asked.attempt else [],
                     n=1 if asked.attempt else asked.samples,
-                    # All simulated prompts begin with the same tokens, so each request has its own salt.
+                    # All simulated prompts begin with the same tokens, so each request gets its own salt to
+                    # prevent prefix cache hits.
                     cache_salt=asked.request_id,
                     sampling=SamplingParams(max_tokens=asked.shape.output, ignore_eos=True),
                     **_order_of(message),
@@ -351,7 +352,7 @@ class SimulatedServer:
 
 
 def _order_of(message: Admitted) -> dict[str, int]:
-    """Return the fields of `Admitted` that determine the order in which the engine serves the request."""
+    """Return the fields of `Admitted` that determine when the engine serves the request."""
     return {
         "priority": message.priority,
         "urgency": message.urgency,

@@ -1,5 +1,5 @@
-"""A simulated service around the request manager. Its fronts and replicas follow the protocol. A message is
-delivered only when the test says so. Tests can therefore create any order of events between two processes."""
+"""A simulated service around the real request manager. Its fronts and replicas follow the protocol. The test
+decides when each message is delivered, so it can create any order of events between two processes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Submission:
 
 @dataclass
 class FakeReplica:
-    """An engine that accepts submissions, finishes them and sends reports. A submission counts as accepted
-    once the engine has read it."""
+    """An engine that accepts submissions, finishes them and sends reports. The engine accepts a submission
+    when it reads it."""
 
     account: CreditAccount
     alive: bool = True
@@ -160,8 +160,8 @@ class SimulatedService:
     def new_replica(self) -> FakeReplica:
         replica = FakeReplica(CreditAccount(f"m-{len(self.replicas)}", "m", "cpu"))
         for front in self.fronts.values():
-            # Also attach a front that has died if the core has not noticed its death yet. The replica will
-            # then read the end of file.
+            # A front whose death the core has not noticed yet is attached too. The replica then reads the end
+            # of file.
             if not front.buried:
                 replica.inbox[front.name] = deque() if front.alive else deque([None])
         self.replicas.append(replica)
@@ -176,7 +176,7 @@ class SimulatedService:
         return [replica for replica in self.replicas if replica.alive]
 
     def on_replicas(self) -> set[str]:
-        """Return the requests that are running on a replica or still in its channels."""
+        """Return the requests that run on a replica or are still in its channels."""
         return {
             submission.request_id
             for replica in self.live_replicas()
@@ -272,7 +272,9 @@ class SimulatedService:
         front.to_core.append(ask.admit)
 
     def settle(self, front: FakeFront, request_id: str, status: int) -> None:
-        """Settle a request. `submitted` is true only if its latest attempt was submitted to a replica."""
+        """Settle a request in the core. `submitted` is true only if its latest attempt was submitted to a
+        replica.
+        """
         ask = front.asks.pop(request_id)
         front.to_core.append(
             Settle(

@@ -59,7 +59,7 @@ def webhook() -> Iterator[Webhook]:
 
 
 def kill_replica(service: Service) -> None:
-    """Kill the replica, and prevent its next incarnation from becoming ready."""
+    """Kill the replica, and prevent the restarted replica from becoming ready."""
     (service.folder / "m" / "fake.json").write_text('{"hang": true}')
     [pid] = service.admin.status().models[0].replicas[0].pids
     os.kill(pid, signal.SIGKILL)

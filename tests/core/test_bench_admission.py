@@ -26,6 +26,6 @@ def test_every_request_of_the_admission_benchmark_gets_a_decision(tmp_path: Path
     assert sum(measurements["decisions"].values()) == measurements["requests"] == 200
     assert measurements["queued"] >= 400
     assert measurements["decisions"]["waits"] > 100
-    # Half of the requests, on average, have a deadline, and the service can promise to meet all deadlines.
-    # With 400 waiting requests, the standard deviation of the share of requests with a deadline is 2.5%.
+    # On average, half of the requests have a deadline, and the service can promise to meet all of them. With
+    # 400 waiting requests, the standard deviation of the share of requests with a deadline is 2.5%.
     assert 0.4 * measurements["queued"] < measurements["promises"] < 0.6 * measurements["queued"]

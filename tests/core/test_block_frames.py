@@ -33,7 +33,7 @@ from tests.core.test_recorded_details import at
 def a_map(
     chance: random.Random, cells: int, requests: list[str], *, stride: int = 1, ages: bool = True
 ) -> BlockMap:
-    """Return a map with random states and owners."""
+    """Return a map of KV blocks with random states and owners."""
     owners = [chance.choice([NO_OWNER, *range(len(requests))]) for _ in range(cells)]
     return BlockMap(
         stride=stride,
@@ -48,8 +48,8 @@ def a_map(
 
 
 def story(seed: int, count: int) -> list[BlockMap]:
-    """Return the maps of a replica whose requests arrive and end. Sometimes, the order of the requests or the
-    size of the pool changes."""
+    """Return the maps of a replica whose requests arrive and end. Occasionally, the order of the requests or
+    the size of the pool changes."""
     chance = random.Random(seed)
     requests: list[str] = []
     found = []
@@ -205,7 +205,7 @@ def test_the_history_rarely_asks_a_replica_and_uses_the_answers_to_operators(
         assert first.states == b"\1" and first.tenants == ["acme"] and first.request_blocks == [3]
         now += RECORDED_EVERY_S - 0.5
         assert maps.recent()["m-0"] is first and group.count == 1
-        # An operator asks for the blocks and gets a newer map, which the history then uses too.
+        # An operator's query brings a newer map, which the history then uses too.
         reading = asyncio.create_task(maps.read())
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -89,7 +89,7 @@ def checks(module: str, limit_s: float = 60.0) -> CheckRunner:
 def test_callers_share_a_run_and_checks_run_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module records the start and the end of each of its runs."""
+    """A module that records the start and the end of each of its runs stands in for the check."""
     monkeypatch.setenv("CHECK_LOG", str(tmp_path / "log"))
 
     async def ask() -> list[bytes]:

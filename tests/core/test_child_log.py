@@ -107,7 +107,7 @@ def test_a_core_that_does_not_read_delays_neither_the_child_nor_its_standard_err
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        # The pipe is not read. It holds 64 KiB, which is less than a thousand records.
+        # Nothing reads the pipe. It holds 64 KiB, which is less than a thousand records.
         output, written = await asyncio.to_thread(process.communicate)
         assert output == b"done\n"
         assert written.count(b"\n") == 3000

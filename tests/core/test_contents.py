@@ -1,4 +1,6 @@
-"""Tests of how the core stores the texts that fronts send: how many wait, and how large they may be."""
+"""Tests of how the core stores the texts that fronts send: how many texts may wait to be written, and how
+large they may be.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,14 @@ def keep(keeper: ContentKeeper, request_id: str, data: bytes) -> None:
 
 
 def texts(size: int) -> bytes:
-    """Return a message with one text, whose total size is `size` bytes."""
+    """Return a message that contains one text and has a total size of `size` bytes."""
     empty = msgspec.msgpack.encode([KeptText("prompt", 0, "0" * 64, 0, "x" * 100_000)])
     text = "x" * (size - len(empty) + 100_000)
     return msgspec.msgpack.encode([KeptText("prompt", 0, "0" * 64, 0, text)])
 
 
 def memory_files() -> int:
-    """Return the number of open descriptors of memory files with texts."""
+    """Return the number of open descriptors of memory files that hold texts."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # os.listdir also lists its own descriptor.

@@ -20,7 +20,7 @@ PROMPT = 10
 
 
 class Pair:
-    """An engine that never runs out of tokens or blocks, and its credit account."""
+    """An engine that never runs out of tokens or blocks, and the core's credit account for it."""
 
     def __init__(self, slots: int) -> None:
         self.engine = SimulatedEngine(max_num_seqs=slots, max_num_batched_tokens=4096, blocks=4096)

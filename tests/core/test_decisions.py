@@ -140,7 +140,7 @@ def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> Non
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
     with httpx.Client(transport=transport, base_url="http://server", timeout=60) as http:
         refused = http.post("/actions/keys.revoke", headers={"Authorization": f"Bearer {key}"}, json={})
-        # The log line describes the latest denied request.
+        # The log line describes the latest of the denied requests.
         wait_until(lambda: "denied POST '/actions/keys.revoke'" in service.log.read_text())
         nobody = http.get("/status%0Aforged line", headers={"Authorization": "Bearer ak-wrong"})
     assert (refused.status_code, nobody.status_code) == (403, 401)
@@ -162,7 +162,7 @@ def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: 
         http.post("/actions/keys.revoke", headers={"Authorization": "Bearer ak-wrong"}, json={})
         assert http.post("/actions/keys.revoke", json={"bogus": 1}).status_code == 400
     with AdminClient(service.run_dir) as client:
-        client.act(CreateTenant(name="after"))  # This row is the last in the chain.
+        client.act(CreateTenant(name="after"))  # This row is the last one in the audit chain.
     rows = [row for row in service.audit() if row.action == "keys.revoke"]
     assert 10 <= len(rows) <= 20, "10 rows per minute, for one minute or two"
     assert {row.actor for row in rows} == {f"uid:{os.geteuid()} key:{made.id}"}

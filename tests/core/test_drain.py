@@ -40,8 +40,8 @@ class Unfinished:
 
 
 class FakeService:
-    """Records the calls that drains make. Once `fronts_know` is set, it reports that all fronts have applied
-    the configuration."""
+    """A fake service that records the calls made by drains. Once `fronts_know` is set, it reports that all
+    fronts have applied the configuration."""
 
     def __init__(self, looks: int = 3) -> None:
         self.told: list[str] = []

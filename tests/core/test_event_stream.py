@@ -32,8 +32,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def first(snapshots: Iterator[Snapshot], matches: Callable[[Snapshot], bool]) -> Snapshot:
-    """Return the first matching snapshot, or fail after 500 snapshots. The stream sends several per second,
-    so this takes minutes."""
+    """Return the first snapshot that matches. Fail after 500 snapshots, which take minutes because the stream
+    sends only several per second."""
     for _, one in zip(range(500), snapshots, strict=False):
         if matches(one):
             return one
@@ -68,7 +68,7 @@ def test_a_request_appears_counts_its_tokens_grows_older_and_disappears(running:
     begun = first(snapshots, lambda one: bool(one.requests) and one.requests[0].phase == "decode")
     tokens, age_s, at = begun.requests[0].generated_tokens or 0, begun.requests[0].age_s, begun.at
     later = first(snapshots, lambda one: one.at > at + 2 and (one.requests[0].generated_tokens or 0) > tokens)
-    # A busy machine may pause the core between its readings of the time and of the age.
+    # A busy machine may pause the core after it reads the time and before it reads the age.
     assert later.requests[0].age_s - age_s == pytest.approx(later.at - at, abs=0.5)
     listed = running.admin.in_flight()[0]
     assert (listed.request_id, listed.phase) == (later.requests[0].request_id, "decode")
@@ -201,7 +201,7 @@ def test_frames_rebuild_every_snapshot() -> None:
 
 
 def test_a_snapshot_of_another_version_is_refused_with_the_remedy() -> None:
-    """The console handles an AdminError. Any other error would end it."""
+    """The console handles only AdminError. Any other error would end the console."""
     feed = EventFeed(lambda: asyncio.sleep(0, at(10.0)), 1.0)
     feed.take(at(10.0))
     whole = msgspec.json.decode(feed.whole_line(), type=Frame)

@@ -1,4 +1,4 @@
-"""Tests of the request manager with requests that are answered by their model's fallback."""
+"""Tests of the request manager with requests that the fallback of their model answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def admit(service: SimulatedService, front: FakeFront, **changed: Any) -> Admit:
 
 
 def again(first: Admit, model: str = "small") -> Admit:
-    """Return the request's first attempt on the fallback."""
+    """Return the request's first attempt on the fallback model."""
     return msgspec.structs.replace(
         first, model=model, unit=model, fallback_of=first.model, may_fall_back=False, prompt_tokens=9
     )

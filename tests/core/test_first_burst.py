@@ -21,7 +21,7 @@ def server() -> SimulatedServer:
 
 
 def burst(on: SimulatedServer, streams: int, gap_s: float = 0.0) -> list[Asked]:
-    """Send `streams` requests, `gap_s` apart."""
+    """Send `streams` requests at intervals of `gap_s` seconds."""
     asked: list[Asked] = []
     for number in range(streams):
         on.at(on.now + number * gap_s, lambda: asked.append(on.ask("a", SHAPE)))
@@ -42,7 +42,7 @@ def test_slow_first_steps_cause_no_refusals_in_a_first_burst(
     served.run(120.0)
     refused = [one.refused.message for one in asked if one.refused is not None]
     assert len(asked) == streams and refused == []
-    # Accepting all requests was correct: the whole burst is served within the maximum wait.
+    # The service was right to accept all requests, because it serves the whole burst within the maximum wait.
     assert all(one.ended_at is not None for one in asked)
     waits_s = [one.admitted_at - one.arrived_at for one in asked if one.admitted_at is not None]
     assert max(waits_s) < QueueRules().timeout_s

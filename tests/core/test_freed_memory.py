@@ -28,7 +28,8 @@ def test_a_process_that_survives_an_unload_is_named_until_the_model_is_loaded_ag
     service.start_and_wait()
     service.admin.act(AddModel(name="late", folder=str(folder)))
     service.admin.act(LoadModel(model="late", wait=True))
-    # The fake replica writes into the folder, so a later comparison with the manifest would fail.
+    # The fake replica writes a file into the model's folder, so comparing the folder with its manifest
+    # afterwards would fail.
     child = int((folder / "child").read_text())
     (folder / "child").unlink()
     try:

@@ -55,8 +55,8 @@ def test_the_random_mixes_contain_probes_of_every_kind_and_size() -> None:
 
 def test_a_wide_request_does_not_make_the_predicted_wait_of_long_prompts_far_too_long() -> None:
     """Reproduces a bug: the prediction assumed that a 45 s request in a higher-priority class would recur
-    continuously. Prompts that would have waited for at most 80 s were refused because they "would wait 719
-    s"."""
+    continuously. It refused prompts because they "would wait 719 s", although they would have waited for at
+    most 80 s."""
     server = SimulatedServer(
         tenants=[TenantRecord(name=name, created_at=0.0) for name in ("long", "wide")],
         rules=QueueRules(timeout_s=200.0, overload=1000.0),
@@ -106,7 +106,7 @@ def test_the_shared_prompt_of_a_resumed_request_counts_once_for_new_deadlines() 
     server.ask("long", Shape(120_000, 1, 1), asked_class="P3")
     server.run(5.0)
     assert wide.first_token_at is not None
-    # The other replica has no credit for a while, so the resumed request waits.
+    # The other replica has no credit for a while, so the resumed request has to wait.
     server.ask("long", Shape(120_000, 1, 1), asked_class="P3")
     server.run(5.1)
     server.kill_replica(wide.replica)
@@ -139,9 +139,9 @@ def test_a_light_request_is_not_refused_because_of_work_that_it_overtakes() -> N
 
 
 def test_urgent_requests_that_wait_for_their_share_count_for_the_limits_and_predictions() -> None:
-    """Reproduces a bug: urgent requests of a tenant that had received more than its share were accepted as if
-    they could start at once, although they had to wait. The queue grew without limit, and deadlines were
-    promised that could not be met."""
+    """Reproduces a bug: if a tenant had received more than its share, its urgent requests were accepted as if
+    they could start at once, although they had to wait. The queue grew without limit, and the service
+    promised deadlines that it could not meet."""
     server = _server("flood", "wide", rules=QueueRules(limit=10, reserved_slots=0.0))
     server.add_replica(slots=32)
     server.run(1.0)
@@ -155,7 +155,7 @@ def test_urgent_requests_that_wait_for_their_share_count_for_the_limits_and_pred
     server.run(4.1)
     assert promised.refused is None and promised.met
     waiting = [one for one in flood if one.refused is None]
-    # A tenant gets at most four fifths of the queue. The two other requests above also wait in it.
+    # A tenant gets at most four fifths of the queue, which also holds the two earlier requests.
     assert 5 <= len(waiting) <= 8 and not any(one.admitted_at for one in waiting)
     assert {one.refused.code for one in flood if one.refused is not None} == {"queue_full"}
     assert few.ttft_s < 2 * full_step_s(32) + 0.02
@@ -167,7 +167,7 @@ def test_urgent_requests_that_wait_for_their_share_count_for_the_limits_and_pred
 def test_a_request_that_goes_before_higher_classes_is_not_overtaken_by_them_in_the_engine(
     promised: bool,
 ) -> None:
-    """A promised deadline is met, and the background class gets its share, although P1 prompts fill every
+    """The promised deadline is met and the background class gets its share, although P1 prompts fill every
     step."""
     server = _server("batch", "busy-0", "busy-1")
     server.add_replica()

@@ -69,7 +69,7 @@ def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the
     port = free_port()
     service = make_service().start_and_wait()
     listen_on(service, f"127.0.0.1:{port}")
-    service.admin.act(CreateTenant(name="t"))  # This is the tenant of the fake front's requests.
+    service.admin.act(CreateTenant(name="t"))  # the tenant of the fake front's requests
     read_answer(service.connect("m 3"))
     wait_until(lambda: 'appliance_tenant_requests_total{tenant="t",outcome="ok"} 1' in scrape(port))
     service.admin.act(DeleteTenant(name="t"))

@@ -32,7 +32,7 @@ WATCHDOG_S = 0.4
 
 
 class Heard:
-    """The service manager's end of the notification socket."""
+    """The service manager's end of the notification socket, which collects the reports."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "notify"
@@ -203,7 +203,7 @@ class Watched:
         self.notifier = Notifier(Manager(environ), self.board, lambda: self.writer.stalled_s)
 
     async def signs(self, more: int) -> None:
-        """Wait for `more` additional keep-alives."""
+        """Wait for `more` further keep-alive messages."""
         so_far = self.heard.count("WATCHDOG")
         await until(lambda: self.heard.count("WATCHDOG") >= so_far + more)
 

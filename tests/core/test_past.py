@@ -39,7 +39,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def equal(live: Snapshot, past: Snapshot) -> None:
-    """Assert that all values are equal within the precision of the recorded one-second samples."""
+    """Assert that all values are equal within the precision at which one-second samples are recorded."""
 
     def compare(one: object, other: object, place: str) -> None:
         if isinstance(one, dict):
@@ -80,7 +80,9 @@ def test_the_past_equals_what_a_reader_of_one_frame_per_second_has_seen(running:
 
 
 def without_blocks(past: Snapshot) -> Snapshot:
-    """Return the snapshot without the KV blocks, which are recorded but are not in the event stream."""
+    """Return the snapshot without its KV blocks. The history records them, but the event stream omits
+    them.
+    """
     past.kv = [msgspec.structs.replace(one, blocks=None) for one in past.kv]
     return with_blocks(past, {})
 

@@ -1,4 +1,6 @@
-"""Tests of the hashes of prompt prefixes, and of the core's record of them."""
+"""Tests of the hashes of prompt prefixes, and of the core's record of which replica has cached which
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ def test_prompts_share_the_hashes_of_their_common_beginning() -> None:
     common = [len(set(hashes)) for hashes in zip(prefix_hashes(first), prefix_hashes(second), strict=True)]
     assert common == [1 if length <= 1500 else 2 for length in LENGTHS]
     assert prefix_hashes(list(range(257))) == prefix_hashes(first)[:2]
-    assert prefix_hashes([5] * 64) == ()  # a prompt's last token is never taken from the cache
+    assert prefix_hashes([5] * 64) == ()  # the engine never takes a prompt's last token from the cache
 
 
 def test_the_longest_known_beginning_of_the_same_tenant_counts() -> None:

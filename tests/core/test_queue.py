@@ -57,8 +57,8 @@ def test_under_endless_load_of_higher_classes_every_request_has_its_turn_in_a_bo
         queue.push(ticket, 1.0, light=False)
     share = RULES.background_share if victim == 3 else RULES.lifted_share
     largest = max(p + RULES.output_weight * o for p, o in sizes)
-    # Once the request is late, its class gets a fixed share of the service. Each time it is the class's turn,
-    # one of the class's requests is served.
+    # Once the oldest request has waited too long, its class gets a fixed share of the service. In each of the
+    # class's turns, one of its requests is served.
     bound = sum(ticket.service for ticket in waiting) / share + 2 * largest
     now = 0.0 if victim == 3 else RULES.late_s(victim) + 0.001
     given_to_others, turn = 0.0, 0
@@ -212,7 +212,7 @@ def test_promises_know_the_latest_time_at_which_serving_must_begin_property(
             promises.remove(removed[0], removed[1])
     assert promises.latest_begin() == latest(plain)
     ahead = [one for one in plain if one[0] <= time]
-    # The new promise does not affect earlier promises, which were checked when they were added.
+    # Earlier promises were checked when they were added. The new promise does not affect them.
     unaffected = latest(ahead)
     assert min(unaffected, promises.latest_begin_with(time, work)) == latest([*plain, (time, 1 << 40, work)])
 

@@ -188,8 +188,8 @@ def test_many_concurrent_reservations_are_returned_exactly_in_any_order(time: Ti
     held = [taken(of, 1, 59 - number % 7) for number in range(100)]
     for number in (*range(1, 100, 2), *range(0, 100, 2)):
         of.settle(held[number], 10)
-    # No time passes, so the quota is not refilled. Levels may be stored with low precision, but no token may
-    # be lost.
+    # No time passes, so the quota is not refilled. Levels are stored with limited precision, but not a single
+    # token may be lost.
     assert used(of) == {"tokens_per_minute": 1000}
 
 
@@ -273,8 +273,8 @@ def test_the_tightest_limit_of_each_kind_is_reported(time: Time) -> None:
 def restarted(
     time: Time, of: Quotas, after_s: float, *used: Used, keys: tuple[KeyRecord, ...] = ()
 ) -> Quotas:
-    """Take a snapshot at Unix time 5000, and return the quotas as restored by a restart `after_s` seconds
-    later."""
+    """Take a snapshot at Unix time 5000, and return the quotas as a restart `after_s` seconds later restores
+    them."""
     levels, _ = of.news(5000.0)
     again = quotas(time, *of._policies.tenants.values(), keys=tuple(of._policies.keys.values()))
     again.restore(QuotaState(levels, list(used)), 5000.0 + after_s)

@@ -236,8 +236,8 @@ class QuotaMachine(RuleBasedStateMachine):
             for limit in RATE_LIMITS:
                 if (rate := rate_of(quota, limit)) is None:
                     continue
-                # Compute the bucket's level with exact arithmetic, as if each request took only the tokens
-                # that it will actually use.
+                # Compute the exact level of the bucket after each request has taken only the tokens that it
+                # actually uses.
                 level, at = Fraction(rate.capacity), Fraction(1000)
                 for ask in mine:
                     moment = Fraction(ask.at)

@@ -81,7 +81,7 @@ def test_every_second_is_decoded_from_the_frames_since_the_last_whole_frame(seed
         decoded = decode_details(frames)
         assert decoded is not None and decoded.at == one.at
         assert decoded.alerts == one.alerts and decoded.stalls == one.stalls
-        # Ages are sums of times between frames, so their last digits differ.
+        # An age is computed by adding the times between frames, so its last digits may differ.
         for known, sent in zip(decoded.requests, one.requests, strict=True):
             assert known.age_s == pytest.approx(sent.age_s) and known.queue_s == pytest.approx(sent.queue_s)
             assert msgspec.structs.replace(known, age_s=sent.age_s, queue_s=sent.queue_s) == sent
@@ -110,7 +110,7 @@ def test_frames_stay_within_their_mean_size_and_recording_continues() -> None:
     encoder, chance = DetailEncoder(), random.Random(3)
     sizes = []
     for second in range(200):
-        # Every second brings a completely new set of requests.
+        # In every second, all earlier requests are replaced by new ones.
         requests = [a_request(f"req-{chance.getrandbits(96):024x}") for _ in range(1500)]
         encoded = encoder.encode(at(1000.0 + second, requests))
         if encoded is not None:

@@ -32,7 +32,7 @@ def test_every_second_of_a_replicas_death_can_be_read_back(make_service: Make) -
         return [msgspec.convert(one.sample.tree(), Snapshot) for one in seconds]
 
     wait_until(lambda: any(one.models[0].replicas[0].restarts for one in recorded()))
-    # The processes are listed every 2 s only, so the new process may be missing from the first seconds.
+    # The core lists its processes only every 2 s, so a new process may be missing from the first samples.
     names = {("core", "core"), ("front-0", "front"), ("m-0", "replica")}
 
     def is_complete(one: Snapshot) -> bool:

@@ -224,7 +224,7 @@ def test_the_address_can_change_and_connections_continue(make_service: Make) -> 
     with pytest.raises(ConnectionRefusedError):
         service.connect("m 2", ("127.0.0.1", port))
     assert read_answer(stream)[-1] == "front-0 length"
-    # Change to an address that includes the previous one, and then change back.
+    # First change to an address that includes the previous one, and then change back.
     change(service, (f"127.0.0.1:{other}", f"0.0.0.0:{other}"))
     assert read_answer(service.connect("m 2", ("127.0.0.2", other)))[-1] == "front-0 length"
     change(service, (f"0.0.0.0:{other}", f"127.0.0.1:{other}"))
@@ -251,7 +251,7 @@ def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service:
     change(service, ("fronts = 1", "fronts = 2"))
     wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 2)
     answers = [read_answer(service.connect("m 2"))[-1] for _ in range(2)]
-    # The name of a stopped front is not reused while replicas may still send messages about that front.
+    # While replicas may still send messages about a stopped front, the core does not reuse the front's name.
     assert sorted(answers) == ["front-0 length", "front-3 length"]
 
 
@@ -346,7 +346,7 @@ def test_a_change_that_fails_leaves_no_address_open() -> None:
 
 
 class OpeningListener:
-    """A listener that opens a socket at every reload."""
+    """A listener that opens a new socket at every reload."""
 
     def prepare(self, settings: Settings) -> socket.socket:
         self.opened = socket.socket()
@@ -405,7 +405,8 @@ def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -
     assert "503 model 'm' is draining" in read_answer(service.connect("m 1"))[-1]
     service.admin.resume(ResumeService(model="m"))
     assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
-    # Removing a model ends its drain, so a model that is later added under the same name is not draining.
+    # Removing a draining model ends its drain, so a model that is added later under the same name is not
+    # draining.
     change(service, ('[models.n]\nfolder = "n"\n', ""))
     wait_until(lambda: len(service.pids()) == 2)
     assert service.admin.status().drains == []

@@ -21,7 +21,7 @@ def service() -> SimulatedService:
 
 
 def read_all(service: SimulatedService) -> None:
-    """Deliver all messages to the core."""
+    """Let the core read all messages that are waiting."""
     for front in service.live_fronts():
         while front.to_core:
             service.core_reads_front(front)
@@ -89,8 +89,8 @@ def test_of_two_replicas_the_one_with_more_credit_takes_the_request(service: Sim
 def test_a_prompt_returns_to_the_replica_that_computed_its_beginning_unless_that_is_busier(
     service: SimulatedService, ahead: int, chosen: str
 ) -> None:
-    """With 16 slots, the prompt is still sent to the replica that computed its beginning if that replica has
-    up to two sequences more than the other one."""
+    """With 16 slots, a prompt goes to the replica that computed its beginning unless that replica has more
+    than two sequences more than the other one."""
     front, replicas = service.new_front(), [service.new_replica(), service.new_replica()]
     read_all(service)
     for replica in replicas:
@@ -380,8 +380,8 @@ def test_a_request_whose_replica_died_continues_on_another_replica_ahead_of_othe
         service.ask(front, tokens=TOKENS)
     read_all(service)
     service.kill_replica(first)
-    # The front notices the replica's death before the core does. The core must not send the request to the
-    # dead replica again.
+    # The front notices the replica's death before the core does. The core must not dispatch the request to
+    # the dead replica again.
     service.ask_again(front, "r0")
     read_all(service)
     assert all(turn.request_id != "r0" for turn in answers(front))
@@ -393,7 +393,7 @@ def test_a_request_whose_replica_died_continues_on_another_replica_ahead_of_othe
     service.requests.settle(front.name, settle("r0", 6))
     service.requests.report(second.account, report(finished("r0", 2)))
     row = service.rows.ended[-1]
-    # The dead replica's own count is lost, but it must have generated the tokens that were delivered.
+    # The dead replica can no longer report a count, but it generated at least the tokens that were delivered.
     assert (row.generated_tokens, row.billed_tokens, row.resubmissions) == (6, 6, 1)
 
 
@@ -420,7 +420,7 @@ def test_a_withdrawn_second_attempt_leaves_the_first_one_to_its_replica(service:
     service.ask(front)
     read_all(service)
     service.hear(front)
-    # The front's channel broke, but the replica is alive and will report the tokens that it generated.
+    # Only the front's channel broke. The replica is alive and will report the tokens that it generated.
     service.ask_again(front, "r0")
     service.settle(front, "r0", 499)
     read_all(service)

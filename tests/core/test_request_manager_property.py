@@ -23,7 +23,7 @@ pick = st.integers(0, 1_000)
 
 
 class Steady(Forecast):
-    """A forecast with round rates, so that the order of additions does not change a sum."""
+    """A forecast with round rates, so that floating-point sums do not depend on the order of addition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Steady(Forecast):
 
 
 def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
-    """Compute the value of `TrafficState.remaining` by adding up the remaining work of every request."""
+    """Compute `TrafficState.remaining` independently, by adding up the remaining work of every request."""
     unfinished = list(service.requests.state.unfinished())
     queued = [request for request in unfinished if request.queued_at is not None]
     lengths = {request: request.expected_tokens / request.admit.num_seqs for request in unfinished}
@@ -196,7 +196,7 @@ class RequestManagerMachine(RuleBasedStateMachine):
             self.check_quota()
 
     def check_quota(self) -> None:
-        """Check that the quota's usage equals the sum over the rows minus the refill."""
+        """Check that the quota's usage equals the sum over the log's rows minus the refill."""
         service = self.service
         (usage,) = service.requests.state.quotas.usage("tenant", "t")
         assert [one.used for one in service.requests.state.usage("tenant", "t")] == [usage.used, 0]

@@ -44,7 +44,7 @@ def used(service: SimulatedService) -> tuple[int, int]:
 
 
 def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> str:
-    """Send a request whose `Admit` has these changed fields."""
+    """Send a request whose `Admit` message has the given fields changed."""
     request_id = service.ask(front)
     front.asks[request_id].admit = msgspec.structs.replace(front.to_core.pop(), **changes)
     front.to_core.append(front.asks[request_id].admit)
@@ -128,7 +128,7 @@ def test_if_replica_and_front_die_the_whole_reservation_is_charged(service: Simu
 
 
 def front_of_a_lost_replica(service: SimulatedService) -> FakeFront:
-    """Return a front whose only request has lost its replica."""
+    """Return a front whose only request was running on a replica that has died."""
     front, replica = service.new_front(), service.new_replica()
     service.ask(front)
     read_all(service)

@@ -44,7 +44,7 @@ def test_a_replica_is_added_while_another_one_finishes_its_requests(
     assert states() == {"m-0": "ready"}
     load = add_load()
     wait_until(lambda: states().get("m-1") == "ready", description=f"the second replica ({service.log})")
-    # The replica gets requests only after its first report, which contains its credit.
+    # The new replica gets requests only after its first report, which states its credit.
     wait_until(lambda: service.admin.status().models[0].replicas[1].credit_seqs > 0, description="its credit")
     streams.append(service.connect("m 1000000"))  # runs on the second replica, which has more credit
     wait_until(

@@ -46,8 +46,8 @@ def test_promised_deadlines_are_met_under_three_times_the_load(mix: str, event: 
 
 
 def _lengthened_by_promised(prompt_tokens: int, promised_prompt_tokens: int) -> float:
-    """Return the factor by which 40 promised requests lengthen the predicted steps if 1,000 other requests
-    wait as well."""
+    """Return the factor by which the predicted steps grow if 40 requests with promised deadlines run while
+    1,000 other requests wait."""
     server = SimulatedServer(tenants=[tenant("many"), tenant("promised")])
     server.add_replica(slots=64)
     backlogged(server, "many", 1000, fixed(prompt_tokens, 300))

@@ -91,7 +91,7 @@ def test_connections_that_a_front_cannot_receive_are_answered_by_another_or_wait
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, limits[1]))
     clients = [service.connect("m 2") for _ in range(8)]
     if fronts == 1:
-        # The core tries to hand over the connections again after each of the front's reports.
+        # After each of the front's reports, the core tries again to hand over the connections.
         wait_until(lambda: service.admin.status().sockets[0].state == "waiting")
         time.sleep(0.5)
         assert not select.select(clients, [], [], 0)[0]
@@ -374,7 +374,7 @@ def test_operator_actions_are_audited_with_the_peers_uid(make_service: Make) -> 
     (running,) = service.admin.in_flight()
     service.admin.cancel_request(running.request_id)
     assert read_answer(stream)[-1] == "front-0 aborted an operator cancelled the request"
-    # This front does not end its submission, so the core makes the engine end it.
+    # This front never ends its submission, so the core makes the engine end the submission.
     wait_until(lambda: service.admin.in_flight() == [])
     database = service.state_dir / "control.db"
     audit = service.audit()

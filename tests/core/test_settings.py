@@ -212,8 +212,8 @@ def test_every_error_in_every_file_is_reported_with_its_line(tmp_path: Path) -> 
 
 
 def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[str, str, Any]]:
-    """Yield every place in `kind` where a number is expected: its path, a template into which the number is
-    inserted, and its type."""
+    """Yield every place in the struct `kind` where a number is expected: its path, a template for a file with
+    that number, and its type."""
     match kind:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             yield path, around, kind

@@ -69,8 +69,8 @@ def test_the_urgency_of_a_tenant_is_updated_when_its_first_request_changes() -> 
 
 
 def test_the_urgency_of_the_only_tenant_of_a_class_is_never_suspended() -> None:
-    """A tenant that alone sends P0 requests is not limited by fair sharing, because shares are computed only
-    among the tenants of one class."""
+    """Fair shares are computed among the tenants of one class, so a tenant that alone sends P0 requests is
+    not limited by its share."""
     queue, serial = RequestQueue[str](RULES), Serial()
     fair = queue.classes[0]
     fair.set_urgent(2, 1000)
@@ -115,8 +115,8 @@ def test_a_request_overtakes_less_urgent_requests_of_its_own_tenant() -> None:
 
 
 def test_more_urgent_requests_have_their_turn_even_if_many_less_urgent_ones_wait() -> None:
-    """Reproduces a bug: only the lowest open urgency was considered. If many requests of a tenant had that
-    urgency and its first request had none, the tenant's more urgent requests waited too."""
+    """Reproduces a bug: the queue considered only the lowest open urgency. If many of a tenant's requests had
+    that urgency and its first request had none, the tenant's more urgent requests had to wait too."""
     queue, serial = RequestQueue[str](RULES), Serial()
     fair = queue.classes[0]
     fair.set_urgent(2, 1000)
@@ -200,8 +200,8 @@ def test_the_next_request_is_the_one_that_the_rule_selects_property(
 def _allowed_next(
     fair: FairQueue[str], waiting: list[Ticket[str]], urgency: int, *, only_reserved: bool
 ) -> list[Ticket[str]]:
-    """Return the requests that `FairQueue.next` may return. Of the tenants with a request that may be next,
-    those with the lowest counter have one request each in the result."""
+    """Return the requests that `FairQueue.next` may return: one request of each tenant that has the lowest
+    counter among the tenants with a request that may be next."""
     lines = {
         tenant: sorted(
             (one for one in waiting if one.tenant == tenant), key=lambda one: (one.due, one.serial)

@@ -41,7 +41,9 @@ def tenants(limit: float | None) -> list[TenantRecord]:
 
 
 def served(limit: float | None, seconds: float = SECONDS) -> SimulatedServer:
-    """Return a server that has answered the load with this limit. The load does not depend on the limit."""
+    """Return a server that has answered the load under this limit. The load itself does not depend on the
+    limit.
+    """
     server = SimulatedServer(tenants=tenants(limit))
     server.add_replica(slots=48)
     draw, at = random.Random(5), 0.0
@@ -56,7 +58,7 @@ def served(limit: float | None, seconds: float = SECONDS) -> SimulatedServer:
 
 
 def past(server: SimulatedServer, one: Asked) -> PastRequest:
-    """Return a request in the form in which the service records it."""
+    """Return a finished request in the form in which the service records it."""
     refused = one.refused
     return PastRequest(
         arrived_at=_EPOCH + one.arrived_at,
@@ -77,7 +79,7 @@ def past(server: SimulatedServer, one: Asked) -> PastRequest:
 
 
 def given(server: SimulatedServer, changed: float | None) -> ReplayInput:
-    """Return the forecast's input, built from the requests that the server has handled."""
+    """Return the input for the forecast, built from the requests that the server has handled."""
     [account] = [replica.account for replica in server.replicas]
     speed = speed_of(account)
     assert speed is not None
