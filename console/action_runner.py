@@ -28,8 +28,8 @@ _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models
 _WITH_FORECAST = ("tenants.set", "keys.set")
 """Actions that change limits. Their dialogs can forecast the effect by replaying the last few minutes."""
 _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key": "keys", "peer": "keys"}
-"""Kinds of objects that must be chosen before an action on them starts, with the screens that list them.
-Actions on other kinds apply to the whole service if no object is chosen."""
+"""Kinds of objects that must be chosen before an action starts, each with the screen that lists these
+objects. Actions on other kinds apply to the whole service if no object is chosen."""
 _WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
 """Actions whose results are visible on the screens."""
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
@@ -100,8 +100,7 @@ class ActionRunner:
         )
 
     def resume(self) -> None:
-        """End the drain that the banner shows. If there are several drains, let the operator choose one of
-        them."""
+        """End the drain that the banner shows. If there are several drains, let the operator choose one."""
         session, action = self._app.session, action_named("resume")
         if not self._may_act():
             return

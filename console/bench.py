@@ -75,7 +75,7 @@ class Terminal:
             if select.select([self._descriptor], [], [], left)[0]:
                 try:
                     count += len(os.read(self._descriptor, 1 << 16))
-                except OSError:  # the console has exited
+                except OSError:  # The console has exited.
                     break
         return count
 

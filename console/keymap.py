@@ -30,7 +30,7 @@ _NAMES = {name: key for key, name in CHARACTERS.items()} | {
     "del": "delete",
     **{shown_name(key): key for key in ("up", "down", "left", "right", "backspace")},
 }
-"""Alternative names of keys: the characters, and the names shown in the help."""
+"""Maps alternative names of keys (their characters, and the names that the help shows) to Textual's names."""
 _SAME_CODE = {"ctrl+i": "tab", "ctrl+m": "enter", "ctrl+h": "backspace", "ctrl+left_square_bracket": "escape"}
 """Keys that terminals cannot distinguish from another key, because both send the same code."""
 QUIT_KEYS = ("ctrl+c", "ctrl+q")

@@ -15,7 +15,7 @@ class KeyBinding(NamedTuple):
     command: str
     """Description of what the keys do. It is also the name of the entry in a keymap file."""
     keys: tuple[str, ...]
-    """The keys, under Textual's names."""
+    """The names of the keys in Textual."""
     title: str
     group: str
     footer: str = ""
@@ -206,7 +206,8 @@ ALL_COMMANDS: KeyTable = (*KEYS, *_without_key())
 
 
 def key_of(keys: KeyTable, command: str) -> str:
-    """Return the name of a command's first key as shown in the help, or an empty string if it has none."""
+    """Return the name of a command's first key as shown in the help, or an empty string if the command has no
+    key."""
     return next((shown_name(one.keys[0]) for one in keys if one.command == command and one.keys), "")
 
 

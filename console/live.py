@@ -102,7 +102,7 @@ class LiveSource:
         self._reading = None
         try:
             self._blocks = {one.replica: one.blocks for one in await reading}
-        except AdminError:  # an older service has no such route
+        except AdminError:  # Older services do not have this route.
             self._blocks = {}
 
     async def rows(self, name: ListName) -> Sequence[Row]:

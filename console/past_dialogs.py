@@ -71,7 +71,7 @@ class TimeDialog(_PastDialog[float | None]):
         return [KeyHint("enter", "open"), KeyHint("esc", "cancel")]
 
     def on_mount(self) -> None:
-        """Focus the field."""
+        """Focus the field for the time."""
         super().on_mount()
         self.query_one(Input).focus()
 
@@ -93,7 +93,7 @@ class SliceDialog(_PastDialog[Slice | None]):
 
     def __init__(self, since: float, until: float, *, now: float) -> None:
         """`since` and `until` are the start and the end of the proposed slice. Times that the operator enters
-        are relative to `now`. All of them are in unix seconds."""
+        are relative to `now`. All these times are in unix seconds."""
         super().__init__()
         self._since, self._until, self._now = since, until, now
 

@@ -78,8 +78,8 @@ class PromptLine(Input):
         return not event.is_printable and event.key not in _KEYS
 
     async def result(self) -> Closed | None:
-        """Wait until the line has handled all keys that were sent to it. If one of them closed the line,
-        return its text."""
+        """Wait until the line has handled all keys that were sent to it. If one of these keys closed the
+        line, return the line's text."""
         handled = asyncio.Event()
         if self.call_later(handled.set):
             await handled.wait()

@@ -1,5 +1,5 @@
-"""The state of an operator's session: the newest snapshot, the screen and its badges, and the commands that
-change them. A session does not depend on a terminal."""
+"""The state of an operator's session: the newest snapshot, the current screen, its badges, and the commands
+that change this state. A session does not depend on a terminal."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class SimDrain:
     hold: bool = False
     """Whether new requests wait until the drain ends. Otherwise, they are refused."""
     completed_at: float | None = None
-    """When the last request had ended."""
+    """Time at which the last request of the drain ended; None before that."""
     cancelled: int = 0
     """Number of requests that were still running when the grace period ended, and were cancelled."""
 

@@ -1,5 +1,5 @@
-"""Viewing history: shows past states on the same screens, steps and plays through them, compares two of them
-and exports a slice."""
+"""Viewing history: shows past states on the same screens as the live state, steps through the history or
+plays it, compares two times, and exports a slice."""
 
 from __future__ import annotations
 

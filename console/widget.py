@@ -93,11 +93,11 @@ class FrameWidget(Widget, can_focus=True):
                 return
 
     def on_mouse_scroll_down(self) -> None:
-        """Move down."""
+        """Move the cursor down."""
         self.post_message(self.Scrolled(3))
 
     def on_mouse_scroll_up(self) -> None:
-        """Move up."""
+        """Move the cursor up."""
         self.post_message(self.Scrolled(-3))
 
 

@@ -253,7 +253,8 @@ def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Ver
 
 
 def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq: int = 0) -> Verdict:
-    """Check the given rows in the same way as `verify`. Rows up to `highest_seq` must be present."""
+    """Check the given rows as `verify` checks the rows of a database. Rows up to `highest_seq` must be
+    present."""
     expected: dict[int, set[str]] = {}
     for known in recorded:
         if known.seq > 0:

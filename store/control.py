@@ -118,8 +118,8 @@ class ControlStore:
         return list(self._policies.keys.values())
 
     def lookup(self, key: str) -> KeyRecord | None:
-        """Return the record of the currently valid key with this secret; None if there is none. Takes
-        microseconds and needs no I/O.
+        """Return the record of the currently valid key with this secret, or None if no valid key has this
+        secret. Takes microseconds and needs no I/O.
 
         The table is indexed by the SHA-256 of the secret, so lookup times reveal nothing about valid keys.
         """

@@ -142,7 +142,8 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 )
 
 
-# Null in rows written by earlier versions. Null columns are not hashed, so those rows keep their hashes.
+# These columns are null in rows that earlier versions wrote. Null columns are not hashed, so such rows keep
+# their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
     "ALTER TABLE audit ADD COLUMN act TEXT",

@@ -211,8 +211,8 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
         # A database in WAL mode, such as a copy, may have no -wal and -shm files and be in a folder where
-        # this process cannot create them. In that case the database file is complete and no process is
-        # writing to it, so open it as immutable.
+        # this process cannot create them. If so, the database file is complete and no process is writing to
+        # it, so open the file as immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:

@@ -1,4 +1,4 @@
-"""The errors of this package."""
+"""The exceptions that this package raises."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class ConflictError(StoreError):
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """Return SQLite's primary result code of `error` (the low byte of an extended code); 0 if it has none."""
+    """Return SQLite's primary result code of `error` (the low byte of an extended code), or 0 if `error` has
+    no code."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 

@@ -159,7 +159,7 @@ def is_optional(hint: Any) -> bool:
 
 
 def without_none(hint: Any) -> Any:
-    """Return the type without None."""
+    """Return the type without its alternative None."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
     (inner,) = (each for each in get_args(hint) if each is not type(None))

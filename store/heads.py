@@ -60,7 +60,7 @@ class SignedHead(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The head as a line for the journal and the file."""
+        """The head as one line of text, for the journal and the heads file."""
         key = f" key={self.key}" if self.key else ""
         return f"audit head seq={self.seq} hash={self.hash} at={self.at}{key} sig={self.signature}"
 

@@ -127,7 +127,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     weight: Annotated[
         float,
-        # a tenant with a smaller weight would get too small a share to measure
+        # With a smaller weight, a tenant's share would be too small to measure.
         Field(
             "Weight in fair sharing, relative to other tenants with requests of the same class",
             low=0.001,

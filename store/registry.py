@@ -359,7 +359,7 @@ def _read(connection: sqlite3.Connection) -> Registry:
 
 
 def _end_split(connection: sqlite3.Connection, name: str) -> SplitRecord | None:
-    """Delete the split of a name. Return it, or None if there is none."""
+    """Delete the split of a name. Return the deleted split, or None if the name has no split."""
     split = records.find(connection, SplitRecord, name)
     if split is not None:
         records.delete(connection, split)
@@ -367,7 +367,7 @@ def _end_split(connection: sqlite3.Connection, name: str) -> SplitRecord | None:
 
 
 def _end_shadow(connection: sqlite3.Connection, name: str) -> ShadowRecord | None:
-    """Delete the shadow of a name. Return it, or None if there is none."""
+    """Delete the shadow of a name. Return the deleted shadow, or None if the name has no shadow."""
     shadow = records.find(connection, ShadowRecord, name)
     if shadow is not None:
         records.delete(connection, shadow)

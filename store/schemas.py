@@ -49,9 +49,9 @@ CREATE TABLE requests (
     "CREATE INDEX requests_created_at ON requests (created_at)",
     "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
     "CREATE INDEX requests_model ON requests (model, created_at)",
-    # Partial indexes that always stay small or empty. The first contains the open rows, which must be closed
-    # at startup after a crash. The second contains the rows that were closed more than once (double_ends),
-    # which indicates a bug.
+    # These partial indexes always stay small or empty. The first index contains the open rows, which must be
+    # closed at startup after a crash. The second index contains the rows that were closed more than once
+    # (double_ends), which indicates a bug.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """

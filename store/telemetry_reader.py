@@ -99,7 +99,7 @@ class TelemetryReader:
         return min(first for first, _ in known) / 1000, max(last for _, last in known) / 1000
 
     def begin(self, resolution: Resolution) -> float | None:
-        """Return the time of a resolution's oldest sample, or None if there is none."""
+        """Return the time of a resolution's oldest sample, or None if the resolution has no samples."""
         with self._reading() as connection:
             spans = _span(connection, resolution)
         return None if spans is None else spans[0] / 1000

@@ -119,7 +119,7 @@ class AuditTrail:
         self._writer.call(lambda connection: None, lambda _: self._heads.record())
 
     def state(self) -> TrailState:
-        """Return the current state."""
+        """Return the current state of the audit trail."""
         recorded = self._heads.recorded
         return TrailState(
             head=self._heads.newest,

@@ -90,12 +90,12 @@ class Writer:
         self._opened: Future[None] = Future()
         # These two are used by the writer thread only.
         self._database: WritableDatabase | None = None
-        self._refused = False  # whether the disk refused the latest attempt to write
+        self._refused = False  # Whether the disk refused the latest attempt to write.
 
         # The condition's lock guards all attributes below.
         self._condition = threading.Condition()
         self._queue: deque[_Item] = deque()
-        self._urgent = 0  # number of queued items with a future
+        self._urgent = 0  # Number of queued items with a future.
         self._close_within_s = 0.0
         self._close_by: float | None = None
         self._last_error: str | None = None
@@ -442,7 +442,7 @@ class Writer:
     def _give_up_the_rest(self) -> None:
         with self._condition:
             if self._close_by is None:
-                self._close_by = time.monotonic()  # stop processing the queue
+                self._close_by = time.monotonic()  # Stop processing the queue.
             rest = list(self._queue)
             self._pop(len(rest))
             self._dropped_rows += len(rest)

@@ -209,7 +209,7 @@ ENGINE: dict[str, Explanation] = {
         "fit",
         "bytes",
         "the last start",
-        "GPU memory use, on all ranks, that was predicted before the replica started.",
+        "Predicted GPU memory use on all ranks, computed before the replica started.",
         "status: models.replicas.predicted_bytes",
     ),
     "replica_memory": Explanation(

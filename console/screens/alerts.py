@@ -21,7 +21,7 @@ _ORDER = ("critical", "warning", "info")
 
 
 class ListedAlert(NamedTuple):
-    """A row of the screen."""
+    """A row of the screen: an alert and the time of the snapshot."""
 
     alert: Alert
     now: float
@@ -163,7 +163,7 @@ class AlertsView(TableView[ListedAlert]):
             ("since", f"{units.date(one.since)}, {held}{units.seconds(row.age_s)}"),
             ("explains", f"{one.suppressed} other alert{'' if one.suppressed == 1 else 's'}"),
         ]
-        if one.threshold is not None:  # rules that check text have no threshold
+        if one.threshold is not None:  # Rules that check text have no threshold.
             value = units.UNKNOWN if one.value is None else of_measure(one.value, one.unit)
             facts.append(("value", f"{value} when raised (threshold {of_measure(one.threshold, one.unit)})"))
         for name, at in (("ended", one.ended_at), ("silenced until", one.silenced_until)):

@@ -71,8 +71,8 @@ class Difference(NamedTuple):
 
 
 def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Difference]:
-    """Return the values at two times: all of them if `every` is true, otherwise only those that differ.
-    Timestamps are left out."""
+    """Return the values at two times. If `every` is false, return only values that differ. Timestamps are
+    left out."""
     one, other = named_values(first), named_values(second)
     names = [*one, *(name for name in other if name not in one)]
     rows = [Difference(name, one.get(name), other.get(name)) for name in names if not _TIMESTAMP.search(name)]

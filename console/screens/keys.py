@@ -20,7 +20,7 @@ _USABLE = ("valid", "mapped", "settings")
 
 
 class CallerRow(NamedTuple):
-    """A row of the screen."""
+    """A row of the screen: a key, or the mapping of a local user or group to a tenant."""
 
     caller: Key | PeerMapping
     now: float

@@ -312,8 +312,8 @@ def _owners(blocks: BlockMap) -> array[int]:
 
 
 def _first_request(blocks: BlockMap, owners: Iterable[int]) -> str:
-    """Return the id of the request that uses the first of these blocks that is in use by a request, or an
-    empty string if there is none."""
+    """Find the first of these blocks that a request uses. Return the request's id, or an empty string if no
+    request uses any of the blocks."""
     return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
 
 

@@ -97,7 +97,7 @@ def test_help_loads_few_modules_and_no_large_ones() -> None:
     packages = {name.partition(".")[0] for name in modules}
     assert packages.isdisjoint(HEAVY)
     assert packages >= {"typer", "appliance"}
-    assert len(modules) < 220  # currently 200, including 144 modules of typer
+    assert len(modules) < 220  # The number is currently 200, including 144 modules of typer.
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

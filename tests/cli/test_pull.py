@@ -99,7 +99,7 @@ def received_bytes(partials: Path) -> int:
     """Return the size of the largest partial file."""
     sizes = [0]
     for path in partials.glob("*.incomplete"):
-        with contextlib.suppress(FileNotFoundError):  # a complete file is renamed
+        with contextlib.suppress(FileNotFoundError):  # A complete file is renamed.
             sizes.append(path.stat().st_size)
     return max(sizes)
 

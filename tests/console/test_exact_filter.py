@@ -49,7 +49,7 @@ def _filtered(table: TableView, context: object, text: str) -> list[object]:
 
 
 def _is_equal(column: TableColumn, row: object, cell: str, found: list[object]) -> bool:
-    """Return whether a row has the cell, or the same value as a row with the cell."""
+    """Return whether a row shows this cell, or has the same value as a row that shows this cell."""
     if column.shown(row).strip().lower() == cell.lower():
         return True
     value = column.value(row)

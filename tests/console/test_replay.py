@@ -1,5 +1,5 @@
-"""Tests of replays from a history database and from an incident file. The screens must look the same as they
-did live in the recorded seconds."""
+"""Tests of replays from a history database and from an incident file. The screens must look as they did live
+in the recorded seconds."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def test_the_usage_of_a_day_outlives_the_rows_of_its_requests(history, request_r
     counts = {"prompt_tokens": 10, "cached_tokens": 4, "billed_tokens": 3, "quota_tokens": 13, "status": 200}
     for number in range(3):
         history.log.end(request_row(f"req-{number}", **ended, **counts))
-    history.log.end(request_row("req-2", **ended, **counts))  # a request is counted only once
+    history.log.end(request_row("req-2", **ended, **counts))  # A request is counted only once.
     history.log.end(request_row("refused", **{**ended, "status": 429}, prompt_tokens=10))
     history.log.open(request_row("open"))
     history.writer.flush()

@@ -175,7 +175,7 @@ def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
     # that the encoder does not block the event loop.
     stalled, ticks = min(asyncio.run(watch()) for _ in range(3))
     assert ticks > 20
-    assert stalled < 0.25  # fraction of the time spent encoding
+    assert stalled < 0.25  # Fraction of the time spent encoding.
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
