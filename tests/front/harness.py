@@ -104,8 +104,8 @@ def write_model(folder: Path) -> Path:
 
 @dataclass
 class Harness:
-    """The test harness. Call `start` before using it and `close` afterwards. The loop's thread sets the
-    attributes, and tests read them."""
+    """The test harness. Call `start` before using it, and `close` afterwards. Attributes are set on the
+    loop's thread and read by tests."""
 
     folder: Path
     runtime: Path
@@ -168,8 +168,8 @@ class Harness:
         return f"{sample}{SENTENCE}"
 
     def endless(self, token_id: int = 50) -> None:
-        """Make the replica repeat this token until the context of `MAX_MODEL_LEN` tokens is full. This takes
-        half a minute, which is longer than any test."""
+        """Make the replica repeat this token until the context of `MAX_MODEL_LEN` tokens is full, which takes
+        half a minute and thus longer than any test."""
         self.script = self.replica.script = lambda submit, sample: [token_id]
         self.step_s = self.replica.step_s = 0.06
 
@@ -187,18 +187,18 @@ class Harness:
 
     @property
     def replica(self) -> FakeReplica:
-        """The replica attached most recently."""
+        """The replica that was attached last."""
         return list(self.replicas.values())[-1]
 
     def report(self) -> FrontReport:
-        """Wait for a report that the front process sends after this call, and return it. The first report to
-        arrive may have been sent before the call, so wait for the second one."""
+        """Wait for a report that the front process sends after this call, and return it. The next report to
+        arrive may have been sent before the call, so wait for the one after it."""
         seen = len(self.reports)
         self.wait_for(lambda: len(self.reports) >= seen + 2)
         return self.reports[-1]
 
     def settled(self, count: int, timeout_s: float = 30.0) -> list[Settle]:
-        """Wait until there are at least `count` settlements, and return all of them."""
+        """Wait until the front process has settled at least `count` requests, and return all settlements."""
         self.wait_for(lambda: len(self.settles) >= count, timeout_s)
         return self.settles
 
@@ -211,7 +211,7 @@ class Harness:
             time.sleep(0.005)
 
     def reset(self) -> None:
-        """Clear the records and restore the default behaviour."""
+        """Clear the recorded messages, and restore the default behaviour."""
 
         def forget() -> None:
             self.admits, self.settles, self.rejected, self.worked = [], [], [], []
@@ -237,7 +237,7 @@ class Harness:
         self.configure()
 
     def served(self, name: str = MODEL, **changes: Any) -> ServedModel:
-        """Return a description of the test model with this name and with the given fields changed."""
+        """Return a description of the test model with this name and the given changed fields."""
         fields: dict[str, Any] = {
             "folder": str(self.folder),
             "version": "v1",
@@ -287,7 +287,7 @@ class Harness:
         self.call(lambda: self.channel.send(identities))
 
     def attach(self, name: str = "demo-0") -> FakeReplica:
-        """Attach a new replica to the front process. From then on, the core admits requests to this
+        """Attach a new replica to the front process. From now on, the core admits requests to this
         replica."""
 
         def make() -> FakeReplica:
@@ -302,8 +302,8 @@ class Harness:
         return self.call(make)
 
     def give_back(self) -> HandOver:
-        """Take the first connection that the front process handed over, and send it back to that process,
-        just as the core would send the connection to another front."""
+        """Take the first connection that the front process handed over, and send it back to the front
+        process, just as the core would send it to another front."""
 
         def give() -> HandOver:
             moved, *descriptors = self.moved.pop(0)

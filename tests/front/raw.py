@@ -62,8 +62,8 @@ def request(body: Any, path: str = "/v1/chat/completions", headers: dict[str, st
 
 
 def read_answer(sock: socket.socket, buffer: bytearray | None = None, has_body: bool = True) -> Answer:
-    """Read one response. Bytes that follow it stay in `buffer`. If the connection closes before a response
-    arrives, the returned status is 0."""
+    """Read one response. Bytes after it stay in `buffer`. The returned status is 0 if the connection is
+    closed before a response arrives."""
     buffer = bytearray() if buffer is None else buffer
 
     def more() -> bool:
@@ -115,7 +115,7 @@ def ask(
     headers: dict[str, str] | None = None,
     tcp: bool = False,
 ) -> Answer:
-    """Send one request on a new connection. Return the response, including the time it took."""
+    """Send one request on a new connection. Return the response and its duration."""
     data = json.dumps(body).encode() if isinstance(body, dict) else body
     headers = dict(headers or {})
     if data is not None:
@@ -142,6 +142,6 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def events(answer: Answer) -> list[Any]:
-    """Return the data of a stream's events. "[DONE]" is returned as a string."""
+    """Return the data of a stream's events as parsed JSON, except "[DONE]", which stays a string."""
     data = [event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event]
     return [item if item == "[DONE]" else json.loads(item) for item in data]

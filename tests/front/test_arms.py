@@ -1,4 +1,4 @@
-"""Tests of how the arm of a traffic split is chosen for a request."""
+"""Tests of how an arm of a traffic split (a model version with a weight) is chosen for a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chosen(split: list[Arm], name: str = "chat") -> list[str]:
 def test_each_arm_gets_callers_in_proportion_to_its_weight() -> None:
     found = chosen(arms(a=90, b=9, c=1))
     for target, share in (("a", 0.9), ("b", 0.09), ("c", 0.01)):
-        # The tolerance exceeds four standard deviations.
+        # The tolerance is more than four standard deviations.
         assert abs(found.count(target) / len(CALLERS) - share) < 0.01, target
 
 
@@ -30,7 +30,7 @@ def test_a_changed_weight_moves_callers_only_to_or_from_its_arm() -> None:
     before, after = chosen(arms(a=50, b=30, c=20)), chosen(arms(a=50, b=30, c=40))
     moved = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
     assert moved and {to for _, to in moved} == {"c"}
-    # The share of arm c grows from 20/100 to 40/120. No caller moves between the other arms.
+    # Arm c's share grows from 20/100 to 40/120. No caller moves between the other arms.
     assert abs(len(moved) / len(CALLERS) - (40 / 120 - 20 / 100)) < 0.02
 
 

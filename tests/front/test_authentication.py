@@ -98,7 +98,8 @@ def test_a_revoked_key_stops_working_at_once(front: Harness) -> None:
 
 
 def test_the_body_of_an_unauthenticated_request_is_not_read(front: Harness) -> None:
-    # The test sends only the request head. If the server waited for the body, no response would arrive.
+    # The test sends only the head of the request. If the server waited for the body, no response would
+    # arrive.
     answer = ask(front, "POST", "/v1/chat/completions", None, {"Content-Length": "1000000"}, tcp=True)
     assert answer.status == 401
 
@@ -228,8 +229,8 @@ def test_requests_for_a_model_with_a_broken_tokenizer_get_the_reason(front: Harn
 
 
 def test_unknown_properties_of_a_model_do_not_refuse_requests(front: Harness) -> None:
-    """A model's properties are unknown if its config.json is unreadable, for example. In that case, the core
-    can explain why the model cannot be served, but the front process cannot."""
+    """A model's properties are unknown if, for example, its config.json is unreadable. The core can then
+    explain why the model cannot be served, so the front process leaves the refusal to the core."""
     front.models = [front.served(max_model_len=0, vocab_size=0)]
     front.configure()
     try:

@@ -100,7 +100,8 @@ def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_end
         held.append(send(number))
         front.wait_for(lambda number=number: len(front.admits) == number + 1)
     if has_key:
-        # After the client disconnects, the run continues for some time and keeps the prompt in memory.
+        # After the client disconnects, the request keeps running for some time, and its prompt stays in
+        # memory.
         held[0].close()
     refused: Answer = read_answer(send(2))
     assert (refused.status, refused.error["code"]) == (503, "too_many_body_bytes")

@@ -1,5 +1,5 @@
-"""Tests of features outside OpenAI's API that clients of other servers expect: paths, keys, CORS, and
-comments in streams that have no data to send."""
+"""Tests of features that are not part of OpenAI's API but that clients of other servers expect: other paths,
+other key headers, CORS, and comments in streams while no data is sent."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ORIGIN = "https://chat.example.com"
 
 @pytest.fixture
 def configured(front: Harness) -> Iterator[Any]:
-    """Return a function that changes the front process's limits and makes requests with an `Idempotency-Key`
-    end as soon as their client disconnects. Both changes are undone after the test."""
+    """Return a function that changes the front process's limits. The function also makes a request with an
+    `Idempotency-Key` end as soon as its client disconnects. Both changes are undone after the test."""
 
     def configure(**limits: Any) -> None:
         changed = msgspec.structs.replace(Limits(), **limits)
@@ -59,8 +59,8 @@ def test_azures_paths_select_the_model(front: Harness, kind: str, named: dict[st
 
 
 def test_an_idempotency_key_of_one_deployment_is_refused_by_another(front: Harness) -> None:
-    """The names of the deployments share a prefix that is longer than the part of a path shown in the log.
-    The front process must still distinguish them."""
+    """The names of the deployments begin with a prefix that is longer than the part of a path that the log
+    shows. The front process must still distinguish the deployments."""
     names = ["m" * 150 + end for end in "12"]
     front.models = [front.served(name) for name in names]
     front.reconfigure()
@@ -141,8 +141,8 @@ def test_only_pages_of_the_configured_origins_may_call_the_api(front: Harness, c
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
         assert "access-control-allow-credentials" not in answer.headers
-    # A web page is allowed to read why its request was refused. The key is still required after a successful
-    # preflight request.
+    # The response must allow a web page to read why its request was refused. A successful preflight request
+    # does not replace the key.
     answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN}, tcp=True)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, ORIGIN)
     for other in ("https://evil.example", "null", ORIGIN + ".evil.example", ORIGIN.upper()):
@@ -163,7 +163,7 @@ def test_a_star_allows_every_origin(front: Harness, configured: Any) -> None:
 
 
 def waiting(front: Harness, sock: Any, stop: bytes, **headers: str) -> bytes:
-    """Start a stream whose request stays in the queue, and read from it until `stop` has arrived."""
+    """Start a stream whose request stays in the queue. Read the stream until `stop` has arrived."""
     front.admit = "hold"
     sock.sendall(request(chat(stream=True), CHAT, headers))
     return read_until(sock, stop)
@@ -254,8 +254,8 @@ def test_complete_answers_and_streams_without_the_setting_get_no_comments(
         with connect(front) as sock:
             sock.sendall(request(body))
             front.wait_for(lambda: len(front.admits) > before)  # noqa: B023
-            # Wait for many comment intervals, until well after the time at which the headers would have been
-            # sent.
+            # Wait for many comment intervals, and thus long past the time at which the headers would have
+            # been sent.
             time.sleep(0.8)
             request_id = front.admits[-1].request_id
             front.refused.add(request_id)

@@ -1,5 +1,5 @@
-"""Tests of request fields that exist in vLLM's API but not in OpenAI's. They must have the same meaning as in
-vLLM."""
+"""Tests of request fields that vLLM's API has and OpenAI's API lacks. The fields must have the same meaning
+as in vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def completion(front: Harness, **fields: Any) -> Any:
 
 
 def chunks(front: Harness, path: str, body: dict[str, Any]) -> list[Any]:
-    """Return all events of a stream except the last."""
+    """Return all events of a stream except the last one, "[DONE]"."""
     answer = post(front, path, body | {"stream": True})
     assert answer.status == 200, answer.body
     return events(answer)[:-1]
@@ -229,7 +229,7 @@ def test_include_stop_str_in_output_keeps_the_stop_string(
 def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability(
     front: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Within a sample, all tokens except the end token have the same probability. Sample i consists of three
+    # Within a sample, all tokens but the end token have the same probability. Sample i consists of three
     # tokens and the end token.
     values = {60: -0.5, 61: -0.1, 62: -0.9, 63: -0.2}
     front.replica.script = lambda submit, sample: [60 + sample] * 3 + [front.eos]
@@ -307,7 +307,7 @@ def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
     first, second, third = choice["prompt_logprobs"]
     assert first is None
     text = front.tokenizer.token_text
-    # The fake replica lists the token itself first. The alternatives that follow are 40, 41 and so on.
+    # The fake replica lists the sampled token first, followed by the alternatives 40, 41 and so on.
     assert second == {
         "50": {"logprob": -0.25, "rank": 1, "decoded_token": text(50)},
         "40": {"logprob": -42.0, "rank": 2, "decoded_token": text(40)},
@@ -353,7 +353,7 @@ def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(fro
 
 
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
-    """The maximum length of this model is not known yet. Otherwise, a prompt of this length would be refused
+    """The model's maximum length is not known yet. If it were, a prompt of this length would be refused
     earlier."""
     front.models = [front.served("long", max_model_len=0)]
     front.reconfigure()

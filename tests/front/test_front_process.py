@@ -98,7 +98,8 @@ def test_a_front_returns_memory_periodically() -> None:
 
 
 def test_the_kernel_kills_the_front_when_the_core_is_killed(tmp_path: object) -> None:
-    # A third process keeps the channel open, so only the parent-death signal can make the front exit.
+    # A third process keeps the channel open, so the front does not see its end. Only the parent-death signal
+    # can make the front exit.
     code = (
         "import os, socket, subprocess, sys, time\n"
         "a, b = socket.socketpair()\n"
@@ -190,7 +191,7 @@ def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: Ow
 
 
 def descriptors(pid: int) -> set[int]:
-    """Return an idle process's descriptors, except those of files that it opens briefly to send a report."""
+    """Return the descriptors of an idle process, without those that it opens briefly to send a report."""
     used, before = set[int](), {-1}
     while used != before:
         used, before = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}, used
@@ -208,7 +209,7 @@ def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(
     pid = front.process.pid
     used = descriptors(pid)
     unused = [number for number in range(1000) if number not in used]
-    # With `has_request`, the kernel drops only the second of the connection's two descriptors.
+    # The connection has two descriptors. With `has_request`, the kernel drops only the second one.
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (unused[has_request], limits[1]))
     ours, theirs = socket.socketpair()
@@ -266,7 +267,8 @@ def test_a_front_reports_not_ready_before_it_reads_a_new_model(
     # Compiling this template takes about a second.
     (slow / "chat_template.jinja").write_text("{{ messages }}" * 10_000)
     assert ready() == 200
-    # If this process is not scheduled for a second, it misses the time during which the model is read.
+    # If the test's process is not scheduled for a second, it may miss the moments at which the front reads
+    # the model.
     for name in ("m1", "m2", "m3", "m4", "m5"):
         front.models = [front.served(name, folder=str(slow))]
         front.configure()

@@ -57,8 +57,8 @@ def test_a_client_that_leaves_while_queued_withdraws_its_request(front: Harness,
         front.wait_for(lambda: len(front.admits) == 1)
     (settle,) = front.settled(1)
     assert (settle.status, settle.submitted, settle.delivered_tokens) == (499, False, 0)
-    # This admission arrives after the front process withdrew the request, as if the two messages had crossed.
-    # The front must not submit the request.
+    # This admission arrives after the front process has withdrawn the request, as if the two messages had
+    # crossed. The front process must not submit the request.
     front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
     time.sleep(0.05)
     assert not front.replica.submits and len(front.settles) == 1
@@ -168,7 +168,7 @@ def test_a_request_waits_for_a_model_that_is_loaded_on_demand(front: Harness) ->
             for sock in (first, second):
                 sock.sendall(request(body, "/v1/completions"))
             front.wait_for(lambda: front.reports[-1].wanted == ("later",))
-            # Every report repeats the model's name for as long as requests wait for the model.
+            # Every report contains the model's name for as long as requests wait for the model.
             assert front.report().wanted == ("later",)
             assert ask(front, "GET", "/v1/models/later").json["max_model_len"] is None
             assert "later" in [one["id"] for one in ask(front, "GET", "/v1/models").json["data"]]
@@ -260,7 +260,7 @@ def test_an_overflow_at_the_first_token_is_a_server_error(front: Harness, stream
 def test_nothing_is_submitted_to_a_replica_after_its_channel_has_closed() -> None:
     async def run() -> None:
         class DyingLink:
-            """A link that loses its channel at the second submission."""
+            """A link whose channel breaks at the second submission."""
 
             submitted = 0
 
@@ -300,7 +300,7 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     def made(tokens: int) -> list[int]:
         return [whole[position % len(whole)] for position in range(tokens)]
 
-    # If each token were sent as a separate event, the answer would be far too large for the buffers of the
+    # If each token were sent as a separate event, the answer would be much too large for the buffers of the
     # sockets and of the transport.
     slow_tokens = 20_000
     front.models = [front.served(max_model_len=1 << 20)]
@@ -320,8 +320,8 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     chunks = events(answer)
     text = content(answer)
     assert text == front.tokenizer.decode(made(slow_tokens))
-    # Text that could not be sent was stored and later sent as one event, although each decode step produced
-    # only a little of it.
+    # The front process stored the text that it could not send, and later sent it as one event, although each
+    # decode step produced only a small part of it.
     assert max(len(chunk["choices"][0]["delta"].get("content", "")) for chunk in chunks[:-1]) > len(text) / 2
     front.wait_for(lambda: len(front.settles) == 2)
     assert sum(settle.delivered_tokens for settle in front.settles) == slow_tokens + 200

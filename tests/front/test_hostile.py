@@ -202,8 +202,8 @@ def test_slow_headers_slow_bodies_and_idle_connections_time_out(own_front: Calla
         body.sendall(head("POST", "/v1/completions", {"Content-Length": "10000"}) + b"{")
         idle.sendall(head("GET", "/v1/models"))
         assert read_answer(idle).status == 200
-        # Sending single bytes must not extend the time limit. Keep sending them until both connections have
-        # received a response.
+        # Single bytes must not extend the time limit. Keep sending them until both connections have received
+        # a response.
         deadline = time.monotonic() + 60
         drops = {headers: b"a", body: b" "}
         while drops:
@@ -273,7 +273,7 @@ def test_idle_connections_of_a_local_user_close_no_connection_of_a_tenant(
             tenant.sendall(head("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"}))
             assert read_answer(tenant).status == 200
             idle = [opened.enter_context(connect(own)) for _ in range(20)]
-            # The oldest of them have been closed to make room for newer ones.
+            # The oldest of the connections have been closed to make room for newer ones.
             assert idle[0].recv(1) == b""
 
 

@@ -129,7 +129,7 @@ def test_a_client_that_stops_reading_its_last_answer_is_cut_off(
     tmp_path: Path, uvloop: bool, taken: int
 ) -> None:
     async def run() -> None:
-        # The client must not be cut off while it reads.
+        # The server must not close the connection while the client reads.
         server = HttpServer(APP, Limits(), write_timeout_s=3.0 if taken else 0.2)
         await server.listen(listening(tmp_path / "s"))
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"), limit=1024)
@@ -150,7 +150,7 @@ def test_a_client_that_stops_reading_its_last_answer_is_cut_off(
 def test_a_client_that_half_closes_within_a_head_and_reads_no_answer_is_cut_off(
     tmp_path: Path, uvloop: bool
 ) -> None:
-    """The unsent bytes are too few for the transport to pause writing."""
+    """The server holds too few unsent bytes for the transport to pause writing."""
     unsent: list[int] = []
 
     async def held(request: Request) -> PlainTextResponse:
@@ -204,7 +204,7 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
                 await asyncio.sleep(0.01)
             while server.connections > MAX_UNSENT_BYTES // (7 << 20) + 1:
                 await asyncio.sleep(0.01)
-            # New clients are still served, and so is a client that reads its response.
+            # The server still serves new clients, and also a client that reads its response.
             answer = await exchange(
                 tmp_path / "s", b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
             )
@@ -218,8 +218,8 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
 
 
 def test_unread_answers_of_one_tenant_do_not_cut_off_clients_of_another(tmp_path: Path) -> None:
-    """The slow client has waited longer than any other client each time the other tenant's responses exceed
-    the limit."""
+    """Each time the other tenant's unread responses exceed the limit, the slow client is the one that has
+    waited longest."""
     count = 3 * MAX_UNSENT_BYTES // (8 << 20)
 
     def ask(tenant: str) -> socket.socket:
@@ -259,7 +259,7 @@ def test_an_error_of_the_application_releases_the_requests_memory(
 ) -> None:
     """The stack frames of an error refer to the request's body. In this test, they also refer to the error
     itself."""
-    # pytest would keep the stack frames of a logged error alive.
+    # pytest would keep the stack frames of a logged error alive, so do not log the error.
     monkeypatch.setattr("appliance.http.exchange.log.exception", lambda *arguments: None)
     bodies: list[weakref.ref[set[int]]] = []
 

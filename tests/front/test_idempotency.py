@@ -55,7 +55,7 @@ def ask(front: Harness, key: str, body: Any = BODY, path: str = CHAT) -> Answer:
 
 
 def wait_until_waiting(front: Harness, count: int) -> None:
-    """Wait until the front process handles this many requests. One of them runs, and the others wait for its
+    """Wait until the front process handles `count` requests, of which one runs and the others wait for its
     answer."""
     front.wait_for(lambda: front.report().busy_connections == count)
 
@@ -165,7 +165,7 @@ def test_a_run_without_clients_is_cancelled_after_the_grace_period(front: Harnes
     (settle,) = front.settled(1)
     front.wait_for(lambda: not front.replica.running)
     assert (settle.status, settle.finish_reason) == (499, "cancelled")
-    # Tokens that the replica generated during the grace period are not billed.
+    # Tokens that the replica generates during the grace period are not billed.
     seen = received.count(b'"content":"a')
     assert seen <= settle.delivered_tokens <= seen + 1
     ask(front, "gone", chat(max_tokens=1))
@@ -264,8 +264,7 @@ def test_answers_are_kept_within_bounds_on_time_and_memory(front: Harness) -> No
 
 
 def test_only_the_answer_of_a_run_is_kept(front: Harness) -> None:
-    """The prompt may be a thousand times as long as the answer. It does not count towards the memory limit
-    for answers."""
+    """The memory limit counts only the stored answer. The prompt of a run may be a thousand times as long."""
     with connect(front) as sock:
         send(sock, "one", chat(stream=True))
         read_answer(sock)
@@ -312,11 +311,11 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
     headers = {"Authorization": f"Bearer {KEY}", "Idempotency-Key": "moving"}
     with connect(front, tcp=tcp) as sock:
         again = request(body, CHAT, headers)
-        # The front process may read the beginning of the next request together with this one. If so, it must
-        # pass those bytes on as well.
+        # The front process may read the beginning of the next request together with this request. If so, it
+        # must hand over those bytes too.
         sock.sendall(again + again[:50])
         front.wait_for(lambda: len(front.moved) == 1)
-        # The receiving front process has no record of the run, so it runs the request.
+        # The receiving front process has no record of a run with this key, so it runs the request.
         front.claims = lambda claim: Claimed(claim.scope, False)
         moved = front.give_back()
         sock.sendall(again[50:])
@@ -324,7 +323,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
         buffer = bytearray()
         answer = read_answer(sock, buffer)
         assert (answer.status, text(answer)) == (200, front.text())
-        # The connection stays in the front process to which it was handed over.
+        # The connection stays with the front process to which it was handed over.
         assert "idempotent-replayed" in read_answer(sock, buffer).headers
     assert len(front.admits) == 1 and not front.rejected
     if tcp:

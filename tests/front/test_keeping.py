@@ -39,7 +39,7 @@ def keeps(front: Harness, log_policy: str) -> None:
 
 
 def kept(front: Harness, count: int = 1) -> list[KeptText]:
-    """Return the texts kept for the only request."""
+    """Return the texts that were kept for the only request of the test."""
     front.wait_for(lambda: len(front.kept) == count)
     return front.kept[front.settled(1)[-1].request_id]
 
@@ -106,7 +106,7 @@ def test_only_the_beginning_of_a_long_text_is_kept_without_parts_of_secrets(
 ) -> None:
     keeps(policy, "full")
     policy.configure(keeping=KeepRules(max_text_chars=40, secret_prefixes=("acme_",)))
-    # The limit splits the key in two. The first part alone would not be recognised as a secret.
+    # The limit cuts the key in two. The first part alone would not be recognised as a secret.
     prompt = "acme_12345 " + "x" * 20 + " " + KEY
     client.completions.create(model=MODEL, prompt=prompt, max_tokens=100)
     asked, answered = kept(policy)

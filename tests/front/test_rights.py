@@ -35,8 +35,8 @@ def limited(front: Harness, **rights: Any) -> None:
     """Give the key these rights, and wait until the front applies them."""
     marked = f"key_{time.monotonic_ns()}"
     front.identify(keys={SHA256: Identity(tenant="acme", key_id=marked, **rights)})
-    # The key's new id shows that the front process has applied the rights: it then reports this id for a
-    # rejected request.
+    # The front process reports the key's id for a rejected request. The new id therefore shows that it has
+    # applied the new rights.
     front.wait_for(lambda: probe(front) == marked)
     front.rejected.clear()
 
@@ -50,7 +50,7 @@ def probe(front: Harness) -> str:
 
 @pytest.fixture
 def rights(front: Harness) -> Iterator[Harness]:
-    """The shared front process. After the test, the rights of all callers are restored."""
+    """The shared front process. The rights of all callers are restored after the test."""
     yield front
     front.identify()
     front.models = []
@@ -144,7 +144,7 @@ def test_the_answer_names_the_requests_class(
     for stream in (False, True):
         answer = generate(rights, headers, service_tier=tier, stream=stream)
         assert (answer.status, answer.headers["x-appliance-class"]) == (200, got)
-    # The core decides on the class, so the front process passes the requested class on unchanged.
+    # The core decides on the class. The front process therefore forwards the requested class unchanged.
     assert {admit.asked_class for admit in rights.admits} == {
         (asked or tier or "").upper() if asked else tier or ""
     }

@@ -50,7 +50,8 @@ def test_work_runs_at_once_if_no_other_work_waits() -> None:
 
 
 def test_a_pass_of_the_loop_takes_one_turn_and_sources_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Limit each pass to one turn. Otherwise, a slow pass on a busy machine could take a second turn.
+    # Limit each pass of the event loop to one turn. Otherwise, a slow pass on a busy machine could take a
+    # second turn.
     monkeypatch.setattr("appliance.http.turns.TURN_S", 3600.0)
 
     async def main() -> None:
@@ -213,7 +214,7 @@ def test_a_new_connection_is_answered_before_many_requests_of_other_connections(
         sent = len(answered)
         writer.write(b"GET /modest HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).endswith(b"done")
-        # The loop needs a few passes to read the request, and one turn to serve it.
+        # The event loop needs a few passes to read the request, and one turn to serve it.
         assert answered.index("/modest") - sent < GREEDY // 2
         for _, other in [*greedy, (reader, writer)]:
             other.close()
