@@ -58,8 +58,8 @@ class Events:
 
 
 def held() -> set[str]:
-    """Return this process's open descriptors and its children. Some of them may belong to earlier tests and
-    end at any time."""
+    """Return this process's open descriptors and its child processes. Some of them may belong to earlier
+    tests and disappear at any time."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {f"descriptor {name}" for name in os.listdir("/proc/self/fd")} | {
         f"child {pid}" for pid in children
@@ -103,7 +103,9 @@ def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
 
 def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
     class Unconfigured(Events):
-        """Sends no configuration to fronts, so they send reports but never become ready."""
+        """A stand-in for the core that sends no configuration to its front, so the front sends reports but
+        never becomes ready.
+        """
 
         def front_started(self, front: Front) -> None: ...
 
@@ -148,8 +150,8 @@ def test_a_front_that_takes_no_connections_is_given_a_bounded_number(
 
 
 def test_a_front_keeps_enough_descriptors_free_for_the_connections_that_it_is_given() -> None:
-    # One descriptor for each connection that is handed over, and one for each closed connection that it
-    # replaces.
+    # The message carries one descriptor for each connection that is handed over, and one for each closed
+    # connection that a new one replaces.
     assert 2 * front_module._MAX_UNTAKEN < RESERVED_DESCRIPTORS
 
 
@@ -170,8 +172,8 @@ def test_a_front_that_reads_nothing_is_given_no_connection(monkeypatch: pytest.M
 def with_stopped_front(
     scenario: Callable[[Front, psutil.Process], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the scenario with a ready front whose process is stopped. The silence of the process has no effect
-    on the front."""
+    """Run the scenario with a ready front whose process is stopped. The core does not react to the process's
+    silence."""
     monkeypatch.setattr(front_module, "_QUIET_S", 600.0)
 
     async def main() -> None:

@@ -33,7 +33,7 @@ def peer(kind: str, number: int, tenant: str) -> PeerRecord:
 
 
 class Server:
-    """Policies that a test can change, and the identity table computed from them."""
+    """Policies that a test can change, and the identity table that is computed from them."""
 
     def __init__(self, *records: TenantRecord | KeyRecord | PeerRecord, unix: Any = "owner") -> None:
         self.policies = Policies([tenant("local"), tenant("default")])
@@ -147,8 +147,8 @@ def test_rights_sent_by_a_front_are_replaced_by_those_of_the_core() -> None:
     assert server.table.of(Identity(tenant="acme", key_id="k", **claim)) == server.key("k")  # type: ignore[arg-type]
     as_peer = server.table.of(Identity(tenant="acme", **claim))  # type: ignore[arg-type]
     assert (as_peer.highest_class, as_peer.scopes) == (2, ("inference",))
-    # The caller gets the rights of an unknown caller if the tenant or the key does not exist, or if the key
-    # belongs to another tenant.
+    # A caller whose tenant or key does not exist, or whose key belongs to another tenant, has the rights of
+    # an unknown caller.
     for tenant_name, key_id in (("rich", "k"), ("acme", "gone"), ("gone", ""), ("gone", "k")):
         claimed = Identity(tenant=tenant_name, key_id=key_id, **claim)  # type: ignore[arg-type]
         assert server.table.of(claimed) == Identity(tenant=tenant_name, key_id=key_id)

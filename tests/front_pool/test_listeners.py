@@ -19,7 +19,9 @@ pytestmark = pytest.mark.system
 
 
 class Balancer:
-    """Counts the connections that it gets in each iteration of the event loop."""
+    """A stand-in for the connection balancer. It counts the connections that it gets in each iteration of the
+    event loop.
+    """
 
     open = True
 
