@@ -42,8 +42,8 @@ class Traffic:
 
 
 class Manager(SimulatedManager):
-    """Loads and parks units immediately. A parked unit has no replicas but still accepts requests. `capacity`
-    is the number of units that fit into memory."""
+    """A model manager that loads and parks units immediately. A parked unit has no replicas but still accepts
+    requests. `capacity` is the number of units that fit into memory."""
 
     def __init__(self, requests: Requests, declared: dict[str, ModelSettings]) -> None:
         super().__init__()
@@ -220,14 +220,14 @@ class Site:
         self.answer(unit)
 
     async def exchange(self, loaded: str, wanted: str) -> None:
-        """Wait until `loaded` is loaded, and serve a request that makes the service replace it with
-        `wanted`."""
+        """Wait until the unit `loaded` is in memory. Then serve a request for the unit `wanted`, which takes
+        the place of `loaded`."""
         await self.loaded(loaded)
         await self.serve(wanted)
 
     async def until(self, condition: Callable[[], bool], description: str) -> None:
-        """Advance the clock until the condition is true, for at most 60 s of real time. Simulated time
-        is not limited, because files are read and the database is written in real time."""
+        """Advance the clock until the condition is true, for at most 60 s of real time. Simulated time has no
+        limit, because reading files and writing the database take real time."""
         end = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < end, f"{description} did not happen; history: {self.manager.history}"
@@ -267,6 +267,6 @@ def optional(**fields: Any) -> ModelSettings:
 
 
 def sleepy(count: int = 2, **models: ModelSettings) -> Settings:
-    """Return settings with host memory for `count` sleeping units."""
+    """Return settings with enough host memory for `count` sleeping units."""
     limit_gb = count * WEIGHT_BYTES / 1e9 + 0.1
     return Settings(models=models, on_demand=OnDemandSettings(sleeping_memory_gb=limit_gb))

@@ -17,8 +17,8 @@ MEAN_RUN_S = 8.0
 
 
 def recorded_shares(points: int) -> list[float]:
-    """Return the recorded load at this many points, as shares of its peak. Each point is the mean of equally
-    many intervals of the recording; the incomplete last group is omitted."""
+    """Return the recorded load at `count` points, as fractions of its peak. Each point is the mean of equally
+    many intervals of the recording; an incomplete last group is dropped."""
     requests = json.loads(RECORDED.read_text())["requests"]
     size = len(requests) // points
     sums = [sum(requests[size * number : size * (number + 1)]) for number in range(points)]
@@ -58,7 +58,7 @@ class SimulatedModel:
         self._recent: deque[tuple[float, float]] = deque()
 
     def run(self, arrivals: list[float]) -> None:
-        """Serve these requests, followed by an hour without requests."""
+        """Serve these requests, and then simulate an hour without requests."""
         position, end = 0, arrivals[-1] + 3600.0
         now = 0.0
         while now < end:
@@ -109,5 +109,5 @@ class SimulatedModel:
         self.replicas = decision.replicas
         while len(self._ready_at) < decision.replicas:
             self._ready_at.append(now + self._load_s)
-        # The requests of a removed replica finish on it, and its slots are not reused.
+        # A removed replica finishes its requests, but its slots are not reused.
         del self._ready_at[decision.replicas :]

@@ -40,7 +40,8 @@ def test_a_recorded_load_is_scaled_up_in_time_without_flapping_and_down_again(se
     assert model.p99_s() < rules.ttft_target_s
     numbers = [rules.min_replicas, *(replicas for _, replicas, _ in model.changes)]
     assert max(numbers) >= 7 and numbers[-1] == rules.min_replicas
-    # Flapping would show up as additions soon after removals, and as frequent changes of direction.
+    # Flapping would show as replicas that are removed soon after they were added, and as frequent changes of
+    # direction.
     steps = [after - before for before, after in itertools.pairwise(numbers)]
     turns = sum((one > 0) != (other > 0) for one, other in itertools.pairwise(steps))
     assert turns <= 3
@@ -98,7 +99,7 @@ def test_growing_demand_adds_a_replica_before_it_is_reached() -> None:
     scaler = Autoscaler()
     changes = [(now, scaler.decide(now, RULES, load(0.2 + now / 600))) for now in range(300)]
     at, decision = next((now, change) for now, change in changes if change is not None)
-    assert 0.2 + at / 600 < 0.65 and decision.replicas == 2  # the current demand alone needs only 1
+    assert 0.2 + at / 600 < 0.65 and decision.replicas == 2  # the current demand alone would need only 1
     assert "grows by 0.10 per minute" in decision.reason
 
 

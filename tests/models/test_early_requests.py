@@ -1,4 +1,4 @@
-"""Tests of what health checks and operators see of a model that accepts requests before it is in memory."""
+"""Tests of what health checks and operators see of a model that accepts requests before it is loaded."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from appliance.traffic.model_uses import ModelUses
 
 
 def leaves_at(*uses: tuple[str, float, float | None], loaded_at: float = 0.0) -> float:
-    """Return when a model with a time to live of 60 s is unloaded. Each use consists of a tenant, a time and
-    `keep_alive`."""
+    """Return the time at which a model with a time to live of 60 s is unloaded. Each use consists of a
+    tenant, a time and a `keep_alive` value."""
     known = ModelUses()
     for tenant, used_at, keep_alive_s in uses:
         known.accept(tenant, keep_alive_s, used_at)

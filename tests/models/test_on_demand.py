@@ -51,8 +51,8 @@ def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Pat
         site.answer("a", "other")
         await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
         assert ended + 60.0 <= site.now < ended + 120.0
-        # Tenant "acme" no longer uses the model, so the model is unloaded when the keep-alive of tenant
-        # "other" ends.
+        # Tenant "acme" no longer uses the model, so the model is unloaded when tenant "other"'s `keep_alive`
+        # expires.
         site.ask("a", "other", keep_alive_s=0.0)
         await site.loaded("a")
         site.answer("a", "other")
@@ -165,7 +165,8 @@ def test_a_command_loads_an_optional_model_of_the_settings(tmp_path: Path) -> No
         await site.until(loading.done, "the load")
         await loading
         assert site.manager.loaded(parked) and site.manager.is_parked(loaded[0])
-        site.ask(parked)  # a model with requests is not unloaded to make room for the model of a command
+        # a model that has requests is not unloaded to make room for the model that a command loads
+        site.ask(parked)
         loading = asyncio.ensure_future(site.on_demand.load_declared(loaded[0]))
         await site.until(loading.done, "the refusal")
         with pytest.raises(LoadError, match="does not fit alongside the models that are loaded"):
@@ -287,7 +288,9 @@ def test_an_eviction_ends_if_new_settings_keep_the_model_loaded(tmp_path: Path) 
 
     async def scenario() -> None:
         def park(unit: str, *, asleep: bool = False) -> None:
-            """Simulate a reload that makes the model required while its requests are finishing."""
+            """Park the unit, and simulate a reload that makes its model required while its requests
+            finish.
+            """
             site.manager.history.append(f"kept {unit}")
 
         await site.loaded("m")

@@ -1,4 +1,4 @@
-"""Tests of commands and requests that arrive while models are being removed from memory, with simulated
+"""Tests of commands and requests that arrive while models are being unloaded or parked, with simulated
 replicas."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_a_model_does_not_leave_the_memory_if_a_command_changes_it_while_another
         park = manager.park
 
         def park_slowly(unit: str, *, asleep: bool = False) -> None:
-            """Park a unit. A command changes `b` in the meantime."""
+            """Park a unit slowly, so that a command changes `b` in the meantime."""
             park(unit, asleep=asleep)
             if command == "unload":
                 del manager.models["b"], manager.settings["b"]
@@ -65,7 +65,7 @@ def test_a_sleeping_model_that_a_command_unloads_is_not_unloaded_again_at_the_li
         park = manager.park
 
         def park_slowly(unit: str, *, asleep: bool = False) -> None:
-            """Park a unit. A command unloads `b` in the meantime."""
+            """Park a unit slowly, so that a command unloads `b` in the meantime."""
             park(unit, asleep=asleep)
             manager.asleep.discard("b")
             del manager.models["b"], manager.settings["b"]

@@ -1,4 +1,6 @@
-"""Tests of the model manager with simulated processes on a GPU: parked models whose replicas sleep."""
+"""Tests of the model manager with models that are parked and whose replicas sleep. The processes on the GPU
+are simulated.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ WITHIN_S = 60.0
 
 
 class GpuProcesses(Processes):
-    """The processes of a replica on a GPU. They sleep and wake, unless `problem` is set. If they are `slow`,
-    a change ends only when `finish` is called."""
+    """The processes of a replica on a GPU. They sleep and wake unless `problem` is set. If they are `slow`, a
+    sleep or wake ends only when `finish` is called."""
 
     problem = ""
     slow = False
@@ -39,7 +41,7 @@ class GpuProcesses(Processes):
             self.finish()
 
     def finish(self) -> None:
-        """Answer the latest request to sleep or to wake."""
+        """Answer the latest command to sleep or to wake."""
         asleep = self.asked[-1]
         answer = SLEPT if asleep else MemoryChanged(False)
         if self.problem:
@@ -119,7 +121,7 @@ class Site:
         )
 
     def be_silent(self) -> None:
-        """Let the replica's silence exceed the limit."""
+        """Let the replica stay silent for longer than allowed."""
         [replica] = self.manager.replicas
         replica.heartbeat._latest_at -= SILENT_AFTER_S + 1.0
         replica.check()
@@ -130,8 +132,8 @@ class Site:
         await self.until(lambda: self.manager.is_parked_asleep("m"))
 
     async def begin_sleep(self) -> None:
-        """Park the model, and wait until its engine has been asked to sleep. The test completes
-        the change later."""
+        """Park the model, and wait until its engine has been told to sleep. The test completes the sleep
+        later."""
         self.launches[0].slow = True
         self.manager.park("m", asleep=True)
         await self.until(lambda: self.launches[0].asked == [True])
@@ -202,7 +204,7 @@ def test_a_model_that_cannot_sleep_is_unloaded(site: Site) -> None:
         site.manager.park("m", asleep=True)
         await site.until(lambda: not site.manager.replicas)
         assert site.launches[0].stopped and site.requests.accounts == []
-        assert site.requests.added == 1  # at its start
+        assert site.requests.added == 1  # at the model's start
 
     run(site, scenario)
 

@@ -1,4 +1,4 @@
-"""Tests of how GPUs are chosen by free memory, of MIG instances, and of the CPUs near each GPU."""
+"""Tests of how GPUs are chosen by their free memory, of MIG instances, and of the CPUs near each GPU."""
 
 from __future__ import annotations
 

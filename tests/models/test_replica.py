@@ -24,7 +24,7 @@ from engine.rank_messages import Fatal
 
 
 class Simulated:
-    """A replica, with records of its starts and reports."""
+    """A replica with simulated processes, which records the starts and reports of the replica."""
 
     def __init__(self, **settings: Any) -> None:
         self.specs: list[ReplicaSpec] = []
@@ -63,7 +63,7 @@ class Simulated:
         return SimpleNamespace(pids=[7], kill=lambda reason: None)
 
     async def fail(self, kind: Any, text: str) -> None:
-        """Make the load fail, and wait for the next start."""
+        """Make the load fail, and wait until the replica starts again."""
         starts = len(self.specs)
         self.say(0, Fatal(kind, text))
         self.end("rank 0 (pid 7) exited with status 1")

@@ -27,7 +27,7 @@ SLEPT = MemoryChanged(True, freed_bytes=3 << 20, host_bytes=2 << 20, seconds=0.5
 
 
 class Processes:
-    """The processes of a replica. The test determines their answers."""
+    """The processes of a replica. The test determines how they answer."""
 
     def __init__(self, on_message: Callable[[int, Any], None], on_end: Callable[[str], None]) -> None:
         self._on_message, self._on_end = on_message, on_end
@@ -159,7 +159,7 @@ def test_a_replica_that_does_not_answer_is_killed() -> None:
         await started.sleep()
         started.replica.load_timeout_s = 0.1
         assert await started.replica.wake() == "it did not wake within 0.1 s"
-        # The replica is no longer asleep; it is loading again.
+        # The replica is loading again, so it is no longer asleep.
         assert started.replica.operator_state == "restarting"
 
     run(scenario)

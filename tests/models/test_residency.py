@@ -32,7 +32,7 @@ RESIDENCE_S = 10.0
 
 @dataclass
 class Model:
-    """A simulated model. A request is represented by its run time."""
+    """A simulated model. Each request is represented by its run time in seconds."""
 
     name: str
     bytes: int = 1
@@ -71,7 +71,9 @@ class Model:
 
 
 class Machine:
-    """Runs requests on models that share `capacity` bytes, in the same way as `OnDemand`."""
+    """A simulated machine. It runs requests on models that share `capacity` bytes of memory, in the same way
+    as `OnDemand`.
+    """
 
     def __init__(self, *models: Model, capacity: int = 1, load_s: float = 2.0) -> None:
         self.models = {model.name: model for model in models}
@@ -86,8 +88,8 @@ class Machine:
         self.most_bytes = 0
 
     def run(self, arrivals: list[tuple[float, str, float]], for_s: float = 0.0) -> None:
-        """Run until all requests have ended, and for at least `for_s`. An arrival consists of a time, a model
-        and the request's run time."""
+        """Run until all requests have ended, and for at least `for_s` seconds. An arrival consists of a time,
+        the name of a model and the request's run time."""
         left, begin = deque(sorted(arrivals)), self.now
         while left or self.now < begin + for_s or any(one.waiting or one.running for one in self.all()):
             while left and left[0][0] <= self.now:
@@ -109,7 +111,7 @@ class Machine:
                     self.absences.append(self.now - model.waiting_since)
                 model.state, model.ready_at = "in", self.now
             elif model.state == "draining" and (not model.running or self.now >= model.changes_at):
-                # Requests that did not finish in time go back to waiting.
+                # Requests that did not finish in time return to the queue.
                 model.waiting.extend((self.now, end - self.now) for end in model.running)
                 model.running, model.state, model.changes_at = [], "unloading", self.now + UNLOAD_S
             elif model.state == "unloading" and self.now >= model.changes_at:
@@ -159,7 +161,7 @@ class Machine:
 
 
 def longest_wait_s(load_s: float, models: int = 2) -> float:
-    """Return the bound stated in docs/models.md, plus the time added by this simulation's ticks."""
+    """Return the longest wait that docs/models.md allows, plus the time that this simulation's ticks add."""
     swap_s = DRAIN_S + UNLOAD_S + load_s
     first_s = max(RESIDENCE_S, load_s + MIN_SERVICE_S) + swap_s
     return first_s + (models - 2) * (MIN_SERVICE_S + swap_s) + DRAIN_S + UNLOAD_S + 10 * models * TICK_S
@@ -240,7 +242,7 @@ def test_with_three_models_a_request_waits_for_one_residence_and_two_swaps(
 
 @pytest.mark.parametrize("every_s", [0.0, 0.1, 0.3, 0.5, 1.0])
 def test_the_pattern_a_b_a_a_c_waits_at_most_a_residence_one_swap_and_10_s(every_s: float) -> None:
-    # A load takes 3.6 s. The second swap that the third model waits for fits into the 10 s.
+    # A load takes 3.6 s. The third model waits for two swaps, and the second of them fits into the 10 s.
     machine = Machine(*map(Model, "abc"), load_s=3.6)
     machine.run([(every_s * number, name, 0.5) for number, name in enumerate("abaac" * 40)])
     assert max(machine.waits) <= RESIDENCE_S + 3.6 + 10.0

@@ -23,8 +23,8 @@ IDENTITY = Identity(tenant="acme")
 
 
 class OneFront(SimulatedFronts):
-    """One front. It receives new routes immediately, but confirms routes to a model only while `confirms` is
-    set."""
+    """A stand-in for a service with one front. The front receives new routes immediately, but confirms the
+    routes to a model only while `confirms` is set."""
 
     def __init__(self, site: WaitingSite) -> None:
         super().__init__(lambda: site.routing)
@@ -130,8 +130,8 @@ def test_a_request_that_arrives_before_the_version_sleeps_wakes_it_afterwards(si
 
 
 def test_a_request_that_the_core_ignores_is_reported_again_and_wakes_the_version(site: WaitingSite) -> None:
-    """The version goes to sleep a second time while its first wake is not complete, because the front has not
-    confirmed the routes yet. The first report of the second request is then ignored."""
+    """The version goes to sleep a second time while its first wake is incomplete, because the front has not
+    confirmed the routes yet. The core therefore ignores the first report of the second request."""
 
     async def scenario() -> None:
         await site.start()
@@ -149,7 +149,7 @@ def test_a_request_that_the_core_ignores_is_reported_again_and_wakes_the_version
         await sleeping
         await asyncio.sleep(0.05)
         twice = ["load chat@1", "sleep chat@1", "wake chat@1", "sleep chat@1"]
-        assert site.manager.history == twice and not second.done()  # the report was ignored
+        assert site.manager.history == twice and not second.done()  # the core ignored the report
         site.report()
         assert (await second).unit == "chat@1"
         assert site.manager.history == [*twice, "wake chat@1"]
