@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Behaviour:
-    """How the server answers completion requests. Times are in seconds."""
+    """How the fake server answers completion requests. Times are in seconds."""
 
     ttft_s: Callable[[int], float] = lambda number: 0.0
     """Returns the time to the first token of completion n. Completion 0 is the probe before the run."""
@@ -40,7 +40,7 @@ class Behaviour:
 
 
 class FakeServer:
-    """Listens on a TCP port of the loopback interface, or on a Unix socket."""
+    """A fake server that listens on a TCP port of the loopback interface, or on a Unix socket."""
 
     def __init__(self, socket: str = "") -> None:
         self.behaviour = Behaviour()

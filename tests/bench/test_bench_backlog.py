@@ -38,8 +38,8 @@ def queue(slots: int, service_s: float, spread_s: float = 0.0) -> Server:
 
 def shared(work_s: float) -> Server:
     """Return a processor-sharing server with a capacity of 1 ÷ work_s requests per second. All open requests
-    advance at the same rate, like the sequences of a batch, but none at more than an eighth of the server's
-    total rate."""
+    advance at the same rate, like the sequences of a batch, but no request gets more than an eighth of the
+    server's total rate."""
 
     def serve(arrivals: list[float], draw: random.Random) -> list[float]:
         end_times = [0.0] * len(arrivals)
@@ -114,7 +114,7 @@ def test_the_search_finds_the_capacity_of_the_server(
     held = [best for best in found if best is not None]
     assert len(held) == 15
     rates = [best.rate or 0.0 for best in held]
-    # In one or two searches out of a hundred, the error of the rate slightly exceeds the tolerance that
+    # In one or two of a hundred searches, the error of the rate slightly exceeds the tolerance that
     # `resolution` returns.
     for best, rate in zip(held, rates, strict=True):
         assert rate <= capacity * (1 + 1.2 * resolution(best, duration_s))
@@ -125,8 +125,8 @@ def test_the_search_finds_the_capacity_of_the_server(
 @pytest.mark.parametrize("requests", [20, 240, 3000])
 @pytest.mark.parametrize("spread_s", [0.0, 1.0])
 def test_a_server_without_a_queue_always_keeps_up(requests: int, spread_s: float) -> None:
-    # Many requests are open at the same time, even at the end, but each one is open only for the duration of
-    # one response.
+    # Many requests are open at the same time, even at the end, but each request is open only for the duration
+    # of its response.
     server = queue(requests, 5.0, spread_s)
     reasons = [trial(server, requests, 30, str(seed)).reasons for seed in range(40)]
     assert reasons == [[]] * 40

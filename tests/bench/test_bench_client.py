@@ -44,7 +44,7 @@ def drive(
     stop_after_s: float = math.inf,
     show: Callable[[RawRun], None] = lambda raw: None,
 ) -> RawRun:
-    """Run a load against the server without the initial probe."""
+    """Run a load against the server, without the probe that normally precedes a load."""
     load = load_of(
         target,
         requests,
@@ -72,7 +72,7 @@ def test_percentiles_match_the_response_times_of_the_server(fake: FakeServer, ta
     summary = statistics(drive(target, 20, concurrency=4))
     assert summary.succeeded == 20 and not summary.failures
     assert summary.ttft_ms and summary.itl_ms and summary.tpot_ms and summary.e2e_ms
-    # Requests never arrive early, but their lateness depends on the load of the machine.
+    # A request is never sent early. How late it is sent depends on the load of the machine.
     assert 50 <= summary.ttft_ms.p50 < 1000 and summary.ttft_ms.max >= 300
     assert 18 <= summary.itl_ms.p50 < 500
     assert 18 <= summary.tpot_ms.p50 < 500
@@ -140,8 +140,8 @@ def test_chunks_of_several_tokens_are_measured(fake: FakeServer, target: Target)
     summary = statistics(drive(target, 4, concurrency=4, output_tokens=16), 16)
     assert (summary.output_tokens, summary.chunks) == (64, 16)
     assert summary.itl_ms and summary.tpot_ms
-    # The last fifteen tokens of an answer arrive in three chunks. TPOT is therefore well below ITL, even if
-    # one gap was long because the machine was busy.
+    # The last fifteen tokens of an answer arrive in only three chunks. TPOT is therefore well below ITL, even
+    # if a busy machine made one gap long.
     assert summary.itl_ms.p50 >= 18 and summary.tpot_ms.max < summary.itl_ms.max / 3
 
 
@@ -215,7 +215,7 @@ def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target:
     raw = drive(target, 10, arrivals=tuple(0.02 * number for number in range(10)), workers=2)
     began = sorted(one.began_at - raw.started_at for one in raw.records)
     assert began == pytest.approx([0.02 * number for number in range(10)], abs=0.001)
-    assert statistics(raw).seconds < 14  # sequentially, they would take 15 s
+    assert statistics(raw).seconds < 14  # one after another, the requests would take 15 s
 
 
 def test_a_run_that_reaches_its_time_limit_closes_its_requests(fake: FakeServer, target: Target) -> None:

@@ -42,7 +42,7 @@ def test_a_run_prints_a_table_and_writes_its_measurements(cli: Run, fake: FakeSe
     assert (result["metric"], result["unit"]) == ("output_tok_s", "tok/s")
     assert (run["requests"], run["rate"]) == (4, None)
     assert len(run["per_request"]) == 4 and run["per_request"][0]["tokens"] == 4
-    # The command sends one request as a probe, two as a warm-up, and four that are measured.
+    # The command sends one request as a probe, two as a warm-up, and four requests that are measured.
     assert len(fake.bodies) == 7
 
 
@@ -106,18 +106,18 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
     search = json.loads((tmp_path / "j").read_text())["search"]
     assert outcome.code == 0 and "highest sustained rate" in outcome.out
     rate, arrived = search["best"]["rate"], search["best"]["requests"]
-    # The rate found here depends on how busy the machine is. The tests with simulated servers check stricter
-    # bounds.
+    # The rate that the command finds depends on how busy the machine is. The tests with simulated servers
+    # check stricter bounds.
     assert rate <= 80 * (1 + 2 / arrived**0.5 + 0.1) and fake.capacity <= 80
     assert rate > 0 and search["best"]["goodput"] > 0
     for trial in search["trials"]:
         growing = trial["backlog"]["after"] > trial["backlog"]["allowed"]
         assert growing == any("backlog" in reason for reason in trial["reasons"])
-    # If a rate was tried several times, the last trial counts.
+    # If the search tried a rate several times, the last trial counts.
     reasons = {trial["rate"]: trial["reasons"] for trial in search["trials"]}
     failed = [tried for tried in reasons if reasons[tried]]
     assert rate == max(tried for tried in reasons if not reasons[tried])
-    if not failed:  # the search ended because a busy machine made the client send late
+    if not failed:  # a busy machine made the client send late, which ended the search
         assert "client" in search["note"]
         return
     assert rate < min(failed) <= max(1.05 * rate, rate + 1 / 0.6) + 1e-9
@@ -137,8 +137,8 @@ def test_a_hopeless_trial_is_stopped_and_a_search_without_a_sustained_rate_fails
 ) -> None:
     fake.behaviour.ttft_s = lambda number: 200.0 if number else 0.0
     began = time.monotonic()
-    # With this seed, the only request arrives in the first quarter of the trial. Response times are measured
-    # in that quarter.
+    # With this seed, the only request arrives in the first quarter of the trial, the quarter in which
+    # response times are measured.
     words = "--find-rate --rate 5 --duration 0.2 --output-tokens 1 --no-warm-up --seed 8"
     outcome = cli("bench", "--base-url", fake.url, *words.split(), limit, "10", "--json", tmp_path / "j")
     assert outcome.code == 1 and "did not sustain any tested rate, down to 5 requests/s" in outcome.out

@@ -21,7 +21,7 @@ DURATION_S = 10.0
 
 
 def some(count: int, **fields: object) -> list[Record]:
-    """Return records of requests that are within every limit. `fields` overrides their fields."""
+    """Return records of requests that meet every limit, with the given fields changed."""
     known: dict[str, object] = {
         "began_at": 0.0,
         "late_s": 0.0,
@@ -135,7 +135,7 @@ def test_a_rate_counts_as_sustained_with_at_most_one_percent_of_failures() -> No
 
 
 def test_failures_and_late_requests_count_together() -> None:
-    # Up to two of the 200 requests may miss the limit, by being late or by failing.
+    # Up to two of the 200 requests may be late or fail.
     late, failed = some(2, first_at=0.5), some(1, failure="closed")
     assert trial([*some(198), *late[:1], *failed]).reasons == []
     assert trial([*some(197), *late, *failed]).reasons == ["TTFT p99 500 > 100 ms"]

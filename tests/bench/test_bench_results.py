@@ -63,7 +63,7 @@ def test_the_statistics_of_one_request_are_its_own_times() -> None:
         ("ttft8k", [0.2, 0.3, 0.1], 0.2),
         ("ttft8k", [0.2, 0.3], 0.3),
         ("ttft8k", [0.4, 0.2, 0.1, 0.3], 0.3),
-        # This workload reports tokens per second, so a longer run has a lower value.
+        # This workload reports tokens per second. A longer run therefore has a lower value.
         ("b1_decode", [0.2, 0.3, 0.1], 0.2),
         ("b1_decode", [0.2, 0.3], 0.3),
     ],
@@ -74,8 +74,7 @@ def test_for_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
     times = iter(seconds)
 
     def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-        """Return a run with one request that takes the next of the given times. No client process is
-        started."""
+        """Return a run whose only request takes the next of the given times. No client process is started."""
         return RawRun(START, 1, [record(ended_at=START + next(times))])
 
     session = Session(Server(Target(), "fake", 1000, ""), "1", warm_up=False, run_load=run_load)
