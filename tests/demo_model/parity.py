@@ -31,7 +31,7 @@ therefore not rounding.
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The position where an answer first differs from the reference."""
+    """The position at which an answer first differs from the reference."""
 
     question: int
     place: int
@@ -91,8 +91,8 @@ def compare(
     device: str, dtype: str, found: list[GeneratedSample], reference: list[GeneratedSample]
 ) -> Parity:
     """Compare the answers of `device` in `dtype` with the reference's answers. Both must include the log
-    probabilities of the top two tokens. Raises ValueError if the reference's answer ends where the
-    device's answer continues, because there is no gap at that position."""
+    probabilities of the top two tokens. Raises ValueError if the reference's answer ends before the device's
+    answer does, because the gap between the top two tokens is then unknown at that position."""
     divergences, gaps, moved = [], [], []
     for question, (mine, theirs) in enumerate(zip(found, reference, strict=True)):
         pairs = enumerate(zip_longest(mine.token_ids, theirs.token_ids))
@@ -131,7 +131,7 @@ def transformers_parity(model: Path, asked: int | None = None) -> float:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     largest = 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
-        # `generate` would exclude the BOS token from attention if it equalled the padding token.
+        # If the BOS token equalled the padding token, `generate` would exclude it from attention.
         tokens = torch.tensor([prompt + answer.token_ids])
         with torch.inference_mode():
             scores = reference(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)

@@ -117,7 +117,7 @@ def measure(
 
 def held_out_windows() -> list[list[int]]:
     """Return `heldout.txt` in windows of WINDOW tokens, each preceded by a BOS token. An incomplete last
-    window is dropped."""
+    window is left out."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -178,8 +178,8 @@ def _score(device: str, dtype: str, form: Form, run: _Run, first: _Run) -> Score
     tokens = sum(map(len, run.losses))
     mean = sum(map(sum, run.losses)) / tokens
     before = sum(map(sum, first.losses)) / tokens
-    # Compute the error over windows, not tokens: windows are far apart in the text, so their means are nearly
-    # independent.
+    # The error is computed from the means of windows. Windows are far apart in the text, so their means are
+    # nearly independent, unlike single tokens.
     changes = [sum(mine - theirs for mine, theirs in window) / len(window) for window in pairs]
     spread = sum((change - sum(changes) / len(changes)) ** 2 for change in changes)
     kept = sum(now for now, was in zip(run.right, first.right, strict=True) if was)
@@ -201,7 +201,7 @@ def _score(device: str, dtype: str, form: Form, run: _Run, first: _Run) -> Score
 
 
 def _spread(items: list[_Item], count: int | None) -> list[_Item]:
-    """Return `count` of the items, selected at even intervals. If `count` is None, return all items."""
+    """Return `count` items, selected at even intervals, or all items if `count` is None."""
     if count is None:
         return items
     return [items[index * len(items) // count] for index in range(count)]

@@ -16,7 +16,7 @@ BEST, SECOND, OTHER = 7, 8, 9
 
 
 def answer(*tokens: int, gap: float = 3.0) -> GeneratedSample:
-    """Return an answer in which the best token is always BEST, ahead of SECOND by `gap`."""
+    """Return an answer in which BEST is always the most likely token, ahead of SECOND by `gap`."""
     top = [(BEST, -0.1), (SECOND, -0.1 - gap)]
     known = dict(top)
     logprobs = [TokenLogprob(token, known.get(token, -20.0), top) for token in tokens]
@@ -60,8 +60,8 @@ def test_an_answer_that_ends_too_early_or_too_late_is_detected() -> None:
 
 
 def test_the_near_tie_bound_is_two_rounding_steps_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared with float32, bfloat16 on a CPU changes a gap by at most about two units in the last place of
-    the largest logit, and changes no token."""
+    """On a CPU, bfloat16 changes the float32 gap between the top two tokens by at most about two units in the
+    last place of the largest logit, and changes no token."""
     largest = []
     real = Sampler.token_logprobs
 

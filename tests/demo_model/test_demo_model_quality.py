@@ -70,7 +70,7 @@ def test_a_variant_with_too_much_quality_loss_fails() -> None:
 
 @pytest.mark.system
 def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
-    """Uses real processes. Each rank's shard of the o and down projections has separate scales."""
+    """Uses real processes. Each rank has separate scales for its shards of the o and down projections."""
     prompts, expected = questions()
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,))
