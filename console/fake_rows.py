@@ -92,7 +92,7 @@ class FakeRows:
         )
 
     def of(self, name: ListName) -> Sequence[Row]:
-        """Return a list, newest rows first."""
+        """Return the list with this name, newest rows first."""
         if name == "audit":
             return self.audit[::-1]
         if name == "finished":

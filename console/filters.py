@@ -4,9 +4,9 @@
 - `field:text`: the column `field` contains the text, and `!field:text`: the column does not contain the text;
 - `field=text`: the column is equal to the text or the number, and `!field=text`: it is not equal.
   `field="two words"` compares with a text that contains spaces;
-- `field>100`, `field<=2.5k`, `field>350ms`: compare the value in the column, in the units that it shows.
-  A value may contain thousands separators, and a space before its unit. A time is a time of day or a date;
-- `>100`: the same for the column that the table is sorted by.
+- `field>100`, `field<=2.5k`, `field>350ms`: compare the value in the column, in the units that it shows. A
+  value may contain thousands separators, and a space before its unit. A time is a time of day or a date;
+- `>100`: compare the value in the column that the table is sorted by.
 
 A field is the heading of a column, in upper or lower case and with `_` for spaces, or the name of the column
 in exports.

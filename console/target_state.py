@@ -1,5 +1,5 @@
-"""Says in an action's dialog if its target does not exist, or is already in the state that the action leads
-to."""
+"""Warns in an action's dialog if the target does not exist or is already in the state that the action would
+produce."""
 
 from __future__ import annotations
 

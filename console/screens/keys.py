@@ -61,7 +61,7 @@ class CallerRow(NamedTuple):
 
     @property
     def scopes(self) -> str:
-        """What the key or mapping permits."""
+        """The permissions of the key or mapping."""
         return ", ".join(self.caller.scopes) if isinstance(self.caller, Key) else "inference"
 
 
@@ -74,9 +74,8 @@ class KeysView(TableView[CallerRow]):
     short = "Tenants"
     alternate = "tenants"
     help_text = (
-        "The keys of all tenants, and the local users and groups that belong to a tenant without a key. "
-        "Press {actions} to choose an action for the selected key or mapping, and {variant} to see the "
-        "tenants."
+        "The API keys of all tenants, and the local users and groups that need no key. Press {actions} to "
+        "choose an action for the selected key or mapping, and {variant} to see the tenants."
     )
     target: TargetKind = "key"
     sorted_by = "tenant"

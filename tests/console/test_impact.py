@@ -1,4 +1,4 @@
-"""Tests of what dialogs say about the impact of an action, and of how they detect that it has changed."""
+"""Tests of the impact of an action as described in dialogs, and of the detection of changes to the target."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def test_a_trend_predicts_when_the_kv_cache_is_full() -> None:
     assert filling.alert.value is not None and filling.alert.value == pytest.approx(370, abs=20)
     assert filling.alert.description == "the KV cache of model-0-0 will be full in 6 min"
     assert full.alert.rule == "kv-cache-full"
-    # Once the cache is full, the alert about the full cache is the root cause and suppresses the predicted
-    # one.
+    # Once the cache is full, the alert about the full cache is the root cause and suppresses the alert that
+    # predicted it.
     assert [one.event for one in found if one.alert.rule == "kv-cache-filling"] == ["raised", "suppressed"]
 
 
