@@ -1,4 +1,4 @@
-"""A simulated GPU's virtual memory, on the host."""
+"""A simulation, in host memory, of a GPU's virtual memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ GRANULARITY = 4096
 
 
 class FakeDriver:
-    """Implements `engine.device_arena.VirtualMemory`. Newly mapped and unmapped memory contains garbage, so
-    that tests detect lost content. At most `limit_bytes` can be mapped."""
+    """A simulated `engine.device_arena.VirtualMemory`. Newly mapped memory and unmapped memory contain
+    garbage, so that tests detect lost content. At most `limit_bytes` can be mapped."""
 
     granularity = GRANULARITY
 

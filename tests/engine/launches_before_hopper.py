@@ -1,6 +1,6 @@
 """Prints, as JSON, how many kernels a build and a tuning search compile for Ampere and for Hopper, and how
-many of them use programmatic dependent launch. For Ampere, it also compiles one kernel of each name in the
-build, and prints the kernels that fail to compile. Runs in a separate process, like
+many of these kernels use programmatic dependent launch. For Ampere, the program also compiles one kernel of
+each name in the build, and prints the kernels that fail to compile. Runs in a separate process, like
 `tests.engine.launches_of_serving`."""
 
 from __future__ import annotations

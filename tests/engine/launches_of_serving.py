@@ -1,10 +1,11 @@
-"""Prints the kernels that a replica on a GPU launches while serving but did not launch during warm-up, one
-per line. The list must be empty, because builds compile, and startups load, only the kernels that warm-up
+"""Prints, one per line, the kernels that a replica on a GPU launches while serving but did not launch during
+warm-up. The list must be empty, because builds compile, and startups load, only the kernels that warm-up
 launches.
 
 Runs in a separate process, because Triton decides once per process whether it interprets kernels: `python -m
 tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS WHOLE_EXPERTS`. The engine's own steps run on meta
-tensors, and Triton records what it would have compiled. With several ranks, only the first rank serves.
+tensors, and Triton records which kernels it would have compiled. With several ranks, only the first rank
+serves.
 """
 
 from __future__ import annotations
@@ -78,12 +79,12 @@ def serve(steps: StepExecutor) -> None:
             rows = list(range(decodes + 2))
             setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
             sampled = ([], [decodes], [decodes, decodes + 1])
-            # Run every number of samples with the first sampling parameters, but only one number of samples
-            # with each of the other parameter sets.
+            # Run every number of samples with the first set of sampling parameters. Run only one number of
+            # samples with each of the other sets.
             for samples in sampled if number == 0 else (sampled[(number + index) % 3],):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
-        # The setup of the last prompt covers all slots used here, so the decodes may use any of them.
+        # The last prompt's setup covers all slots used here, so the decodes may use any of these slots.
         for few in (1, 2, 3, 5, 7, 9, 17, 19, 22, 33, 42, 62)[:: 1 if number == 0 else 2]:
             steps.run(StepPlan(0, [], [], [], rows[:few], []))
     for chunk in (1, 40, 64):

@@ -1,10 +1,10 @@
 """Runs both searches of `python -m engine.tune` on a simulated GPU. Prints, as JSON, the kernels that were
-launched without having been compiled, and the changes to the table. Runs in a separate process, like
+launched without having been compiled, and the changes to the table of plans. Runs in a separate process, like
 `tests.engine.launches_of_serving`.
 
-Layers run on meta tensors. The first search chooses the library for every linear. In the descent, the
-simulated time of a layer is 90 µs if gate_up uses `tiles` of 128 weight rows, and otherwise 100 µs. The
-initial table does not contain the faster plan.
+Layers run on meta tensors. The first search chooses the library for every linear. In the second search, the
+descent, the simulated time of a layer is 90 µs if gate_up uses `tiles` of 128 weight rows, and otherwise 100
+µs. The initial table does not contain the faster plan.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Graphs:
         run()
         [*_, plan] = [entry.plan for entry in Graphs.table.products[GATE_UP].values()]
         tiles = plan is not None and plan.form == "tiles" and plan.block_n == 128
-        return 2 * (90.0 if tiles else 100.0)  # the time of two layers
+        return 2 * (90.0 if tiles else 100.0)  # the time of two layers, in µs
 
     def microseconds(self, captured: Sequence[float], order: Sequence[int]) -> list[float]:
         return [captured[index] for index in order]

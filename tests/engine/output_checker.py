@@ -15,7 +15,7 @@ from tests.prompts import prompt_of
 
 @dataclass(slots=True)
 class Told:
-    """The outputs of one sample, as its front process received them."""
+    """The outputs that a front process received for one sample."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -25,7 +25,7 @@ class Told:
 
 @dataclass(slots=True)
 class Entry:
-    """A submission that has not finished."""
+    """A submission that has not finished yet."""
 
     origin: str
     submit: Submit
@@ -39,9 +39,9 @@ class Entry:
 
 
 class OutputChecker:
-    """Checks the engine's outputs, and raises AssertionError with the request if one is wrong. An entry is
-    removed when its submission finishes. Any later output is therefore detected, and memory use does not grow
-    with the length of the run."""
+    """Checks the engine's outputs, and raises AssertionError with the request if an output is wrong. An entry
+    is removed when its submission finishes. An output that arrives later is therefore detected, and memory
+    use does not grow with the length of the run."""
 
     def __init__(self, max_model_len: int, vocab: int, poison: int | None) -> None:
         """Prepare an empty checker. The embedding of token `poison` is sometimes NaN, so sequences that
@@ -156,7 +156,7 @@ class OutputChecker:
         if told.finish_reason == "cancelled":
             assert sample in entry.cancelled, f"{name} ended as cancelled, but no cancel was sent"
         if told.finish_reason == "error":
-            # A wrong submission's prompt may consist of incomplete token ids.
+            # The prompt of a wrong submission may contain bytes that do not form a whole token id.
             expected = entry.wrong or self._poison in prompt_of(submit) or self._poison in known
             assert error and expected, f"{name} failed: {error}: {submit}, {told.token_ids}"
         else:

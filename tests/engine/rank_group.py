@@ -49,7 +49,7 @@ class RankEngine(LocalEngine):
 
 
 class Member:
-    """One rank of a group, used inside that rank's process."""
+    """One rank of a group, as seen by the code that runs in the rank's process."""
 
     def __init__(
         self, rank: int, size: int, folder: Path, device: str, overlap_from: int | None = None
@@ -77,7 +77,7 @@ class Member:
         core.close()
 
     def watch(self) -> PeerWatch:
-        """Watch the plan channels, as a replica does."""
+        """Watch the channels that carry plans, as a replica does."""
         channels = {f"peer {number}": peer.fileno() for number, peer in enumerate(self.peers)}
         return PeerWatch(channels, lambda name: self.ranks.abandon(f"{name} has ended"))
 
@@ -104,7 +104,9 @@ Work = Callable[..., Any]
 def start_ranks(
     size: int, folder: Path, device: str, work: Work, *arguments: Any, overlap_from: int | None = None
 ) -> list[BaseProcess]:
-    """Start `work(member, *arguments)` on each rank. `results` then returns each rank's result."""
+    """Start a process for each rank, which runs `work(member, *arguments)`. `results` later returns each
+    rank's result.
+    """
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("spawn")
@@ -120,7 +122,7 @@ def start_ranks(
 
 
 def results(processes: list[BaseProcess], folder: Path, timeout_s: float = START_TIMEOUT_S) -> list[Any]:
-    """Wait for the processes that `start_ranks` started. Returns each rank's result, or None for a rank that
+    """Wait for the processes that `start_ranks` started. Return each rank's result, or None for a rank that
     was killed."""
     deadline = time.monotonic() + timeout_s
     for process in processes:

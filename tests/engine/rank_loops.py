@@ -1,4 +1,4 @@
-"""Helpers of tests that run the loops of ranks on threads, with real channels."""
+"""Helpers for tests that run the loops of ranks on threads, with real channels."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Outcome:
 
 
 def channel_pair(ours: Any, theirs: Any) -> tuple[Channel[Any], Channel[Any]]:
-    """Return the two ends of a channel. The test's end receives messages of type `ours`, and the rank's end
-    receives `theirs`."""
+    """Return the two ends of a channel: the test's end, which receives messages of type `ours`, and the
+    rank's end, which receives messages of type `theirs`."""
     left, right = socketpair()
     return Channel(left, ours), Channel(right, theirs)
 

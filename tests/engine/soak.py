@@ -1,15 +1,16 @@
 """Soak test: random traffic through one engine, `python -m tests.engine.soak --minutes 30`.
 
 Requests arrive in bursts and lulls. Their prompts range from one token to several times a step's token
-budget, and some share prefixes. The traffic includes requests with several samples, every kind of sampling,
-cancellations at any moment, preemptions, invalid requests and non-finite values. After each round the test
-checks that every request ended exactly once with the right result, that all slots, blocks and credits are
-free, and that memory use has not grown. Requests with known outputs run in between (`soak_known`).
+budget, and some prompts share prefixes. The traffic includes requests with several samples, every kind of
+sampling, cancellations at any moment, preemptions, invalid requests and non-finite values. After each round,
+the test checks that every request ended exactly once with the right result, that all slots, blocks and
+credits are free, and that memory use has not grown. Requests with known outputs run between the others
+(`soak_known`).
 
 On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`, and for FP8 with
 `--spec quantization=fp8 --spec kv_cache_dtype=fp8`. `--spec tensor_parallel_size=4` splits the model over
-four ranks. With --fill, one wave of long sequences takes every block of a pool sized from the available
-memory (`soak_fill`).
+four ranks. With --fill, one wave of long sequences takes every block of a pool that is sized from the
+available memory (`soak_fill`).
 """
 
 from __future__ import annotations
@@ -193,7 +194,9 @@ class Soak:
         self.counts["most blocks used"] = max(self.counts["most blocks used"], pool.used)
 
     def _fill_rows(self) -> None:
-        """Run a plain request in every slot. The tables then release the state of earlier requests."""
+        """Run a plain request in every slot, so that the slot tables release the state of earlier
+        requests.
+        """
         for number in range(self.limits.rows):
             submit = Submit(
                 handle=self._handle(),
@@ -219,7 +222,7 @@ class Soak:
         assert credits == self.credits_spent, (
             f"{credits} credits were returned, but {self.credits_spent} were spent"
         )
-        # The pool must be large enough for the requests above to have used every slot.
+        # The pool must be large enough that the requests above have used every slot.
         if scheduler.pool.total > self.limits.rows + scheduler.watermark:
             assert self.engine.runner.steps.tables.sampling.counts is None, (
                 "penalty counts were kept after their requests ended"
@@ -267,7 +270,9 @@ class Soak:
 
 
 class Poison:
-    """Context manager that sets a token's embedding to NaN if `armed` is true. Yields whether it did."""
+    """A context manager that sets a token's embedding to NaN if `armed` is true. Yields whether it has
+    changed the embedding.
+    """
 
     def __init__(self, engine: LocalEngine, token: int, armed: bool) -> None:
         self._row = engine.runner.decoder.embedding[token]
@@ -317,7 +322,9 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run rounds and print a line each minute and statistics at the end. Returns 1 if anything went wrong."""
+    """Run rounds, print a line each minute, and print statistics at the end. Return 1 if anything
+    went wrong.
+    """
     arguments = _arguments(given)
     with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
         try:

@@ -2,8 +2,8 @@
 
 Every slot has a prompt, and all prompts together nearly fill the pool. All sequences then decode until no
 block is left and sequences are preempted. After some more steps, the remaining sequences are cancelled. The
-test shows that every block of the pool can be used without running out of memory. It also shows how
-accurately `engine.sizing` predicts the memory use.
+test shows that the engine can use every block of the pool without running out of memory, and how accurately
+`engine.sizing` predicts the memory use.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SAMPLING: list[dict[str, Any]] = [
 
 
 def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
-    """Fill the pool once and return the statistics, with memory in bytes. `wrong` describes the failure, or
-    is None."""
+    """Fill the pool once and return the statistics, with memory in bytes. `wrong` is the description of a
+    failure, or None."""
     info, draw = engine.info, random.Random(seed)
     checker = OutputChecker(info.max_model_len, info.vocab_size, None)
     before = _used_bytes(engine)
@@ -78,11 +78,12 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
 
 def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
     """Return one submission per slot. The first slots start to decode while the last prompts are still being
-    computed, so the prompts leave free blocks for these decodes. After that, the sequences together need more
+    computed, so the prompts must leave blocks free for these decodes. Later, the sequences together need more
     blocks than the pool has."""
     info, scheduler = engine.info, engine.scheduler
     rows = info.max_num_seqs
-    # On average, half of a sequence's last block is unused. The watermark stays free for decodes.
+    # On average, half of a sequence's last block is unused. The blocks of the watermark stay free for
+    # decodes.
     tokens = ((info.kv_blocks - scheduler.watermark) / rows - 0.5) * BLOCK_TOKENS
     of_prompts = max(1, scheduler.max_mixed_tokens - rows // 2)
     length = int(tokens / (1 + rows / (2 * of_prompts)))
@@ -108,8 +109,8 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
 
 
 def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
-    """Return the predicted memory, the memory after startup and the maximum memory. On a GPU, also return the
-    sizes of the weights and the KV cache."""
+    """Return the predicted memory use, the memory use after startup and the maximum memory use. On a GPU,
+    also return the sizes of the weights and of the KV cache."""
     info = engine.info
     stats: dict[str, Any] = {
         "weight_bytes": info.weight_bytes,
@@ -130,8 +131,8 @@ def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
 
 
 def _used_bytes(engine: LocalEngine) -> int:
-    """Return the memory in use on the whole device or, on a CPU, the memory used by this process, in
-    bytes."""
+    """Return the memory in use, in bytes: on a GPU that of the whole device, on a CPU that of this
+    process."""
     if engine.runner.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(total - free)

@@ -2,9 +2,9 @@
 other traffic.
 
 The last bits of sums depend on the shapes of tensors, so an output may diverge from its reference at a
-near-tie. The divergence is accepted only if `kernels.sampling` chooses the generated token for some log
-probabilities that are within `Known.near_tie` of the reference's. After a divergence, the outputs are no
-longer compared.
+near-tie. The divergence is accepted only if log probabilities within `Known.near_tie` of the reference's
+exist for which `kernels.sampling` chooses the generated token. After a divergence, the outputs are no longer
+compared.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Known:
             assert sample.finish_reason == "length", (
                 f"a reference ended with {sample.finish_reason!r}: {sample.error}"
             )
-            # The poison token would end the sequence in rounds in which its embedding is NaN.
+            # In rounds in which the poison token's embedding is NaN, the poison token would end the sequence.
             if limits.poison not in sample.token_ids:
                 self._asks.append((prompt, params))
                 self._answers.append(Answer(sample.token_ids, sample.logprobs))
 
     def submit(self, handle: int) -> Submit:
-        """Return a submission that repeats one of the requests. `Submit.index` stores the number of the
+        """Return a submission that repeats one of the requests. Its `index` contains the number of the
         request."""
         number = self._draw.randrange(len(self._asks))
         prompt, params = self._asks[number]
@@ -113,8 +113,8 @@ class Known:
         self.counts["equal"] += 1
 
     def _close(self, submit: Submit, reference: Answer, place: int, token: int) -> bool:
-        """Return whether small changes to the reference's log probabilities would make `token` the sampled
-        one."""
+        """Return whether the reference's log probabilities need only small changes for `token` to be the
+        sampled one."""
         top = reference.logprobs[place].top
         ids = torch.tensor([each for each, _ in top])
         logprobs = torch.tensor([value for _, value in top])
@@ -142,7 +142,7 @@ class Known:
 
 
 def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: list[int], vocab: int) -> int:
-    """Return the token that `kernels.sampling` chooses from the listed tokens after `history`."""
+    """Return the token that `kernels.sampling` chooses after `history` from the listed tokens."""
     params = submit.sampling
     output = history[submit.prompt_tokens :]
     x = logprobs.clone()
@@ -167,8 +167,8 @@ def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: 
 
 def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:
     """Return a prompt and sampling parameters, which are greedy, plain and filtered in rotation. The
-    reference must list the sampled token. If references list only some of the tokens, filtered requests
-    therefore use a small top-k, and no parameters that favour unlisted tokens."""
+    reference must list the sampled token. If references list only part of the vocabulary, filtered requests
+    therefore use a small top-k and no parameters that favour unlisted tokens."""
     length = draw.choice([1, 40, 64, 65, 130, limits.longest_prompt])
     prompt = [draw.randrange(3, limits.poison) for _ in range(min(length, limits.longest_prompt))]
     most = draw.choice([10, 30, 64, 80])

@@ -1,4 +1,4 @@
-"""Random client behaviour: requests of every kind, cancellations, bursts and lulls."""
+"""Random behaviour of clients: requests of every kind, cancellations, bursts and lulls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORBIDDEN = -math.inf
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The properties of the engine that limit which requests can be drawn."""
+    """The properties of the engine that limit the requests that the soak test may draw."""
 
     vocab: int
     rows: int
@@ -30,14 +30,14 @@ class Limits:
 
     @property
     def poison(self) -> int:
-        """The last token of the first vocabulary shard, which is on rank 0. Random prompts contain only
-        smaller token ids, so they never contain this token by chance."""
+        """The last token of the first shard of the vocabulary, which is on rank 0. Random prompts contain
+        only smaller token ids, so they never contain this token by chance."""
         return self.vocab // self.ranks - 1
 
     @classmethod
     def of(cls, info: ReplicaInfo) -> Limits:
-        """Return the limits of an engine. A prompt may take several steps to compute, but leaves space for
-        some output tokens."""
+        """Return the limits of an engine. A prompt may take several steps to compute, but must leave space
+        for some output tokens."""
         longest = min(info.max_model_len - 40, 5 * info.max_num_batched_tokens // 2)
         return cls(
             info.vocab_size,

@@ -32,7 +32,7 @@ class StreamingClient(ReplicaClient):
 
     async def generate(self, submit: Submit) -> AsyncIterator[Output]:
         """Yield the outputs of a submission until every sample has finished. Closing the iterator early
-        cancels the submission. Raises ReplicaLost if the channel closes first."""
+        cancels the submission. Raises ReplicaDisconnectedError if the channel closes first."""
         if self.closed:
             raise ReplicaDisconnectedError(
                 f"the channel was closed before request {submit.request_id} was submitted"

@@ -1,4 +1,4 @@
-"""Tests of the command that compares both layouts of experts."""
+"""Tests of the command that compares the two layouts of experts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.bench import layouts
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replace the benchmark with a simulation that is 1.5 times as fast with whole experts. Return the
-    commands that were run."""
+    """Replace the benchmark with a simulation in which whole experts are 1.5 times as fast. Return the list
+    of commands that were run."""
     run: list[list[str]] = []
 
     def benchmark(command: list[str], check: bool) -> SimpleNamespace:

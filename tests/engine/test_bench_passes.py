@@ -26,8 +26,8 @@ ROWS = {"one-shot": 1, "two-shot": 512}
 
 @pytest.fixture
 def summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[tuple[str, bool]]]:
-    """Return a function that lists the collectives with which a variant sums one message: their names, and
-    whether they use PDL."""
+    """Return a function that lists the collectives that a variant uses to sum one message. Each entry is the
+    collective's name and whether it uses PDL."""
     calls: list[tuple[str, bool]] = []
 
     def add(*tensors: Any, two_shot: bool, pdl: bool, **options: Any) -> None:

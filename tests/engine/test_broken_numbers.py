@@ -1,5 +1,5 @@
-"""Tests of non-finite values, with a real engine on the CPU. The affected sequence ends with an error. Other
-sequences in the batch, and sequences that later reuse its blocks, are not affected."""
+"""Tests of non-finite values, with a real engine on the CPU. The affected sequence ends with an error.
+Neither other sequences in the batch nor sequences that later reuse its blocks are affected."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def engine(tmp_path: Path) -> LocalEngine:
 
 def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engine: LocalEngine) -> None:
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
-    # The non-finite value is near the end of the second block. The next sequence that uses this block reads
-    # that position before writing to it.
+    # The non-finite value is near the end of the second block. The next sequence in this block reads that
+    # position before it writes to the position.
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for _ in range(5):
         answers = engine.generate([PROMPTS[1], poisoned, PROMPTS[2]], GREEDY)
@@ -52,7 +52,7 @@ def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engin
         assert "computed NaN or infinity" in (answers[1][0].error or "")
         assert [answers[0][0].token_ids, answers[2][0].token_ids] == [expected[1], expected[2]]
         engine.scheduler.check()
-        # The pool has only ten blocks, so these requests reuse the poisoned prompt's blocks.
+        # The pool has only ten blocks, so these requests reuse the blocks of the poisoned prompt.
         again = engine.generate(PROMPTS, GREEDY)
         assert [answer[0].token_ids for answer in again] == expected
     assert engine.core.gauges().blocks_used == 0
@@ -61,7 +61,7 @@ def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engin
 
 
 def test_only_an_invalid_submission_is_refused_and_a_non_finite_one_is_a_failure(engine: LocalEngine) -> None:
-    """A client must not repeat an invalid request, but may repeat one for which the engine failed."""
+    """A client must not repeat an invalid request, but may repeat a request that failed in the engine."""
     prompts = {1: [*PROMPTS[0][:8], POISON, 4], 2: [*PROMPTS[0][:8], engine.runner.spec.max_model_len * 10]}
     for handle, prompt in prompts.items():
         submit = Submit(handle=handle, request_id=f"r{handle}", prompt=pack_tokens(prompt), sampling=GREEDY)
@@ -81,7 +81,7 @@ def test_only_an_invalid_submission_is_refused_and_a_non_finite_one_is_a_failure
 def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_cache(
     engine: LocalEngine,
 ) -> None:
-    """A NaN can reach earlier tokens of the same chunk although those tokens do not attend to the token that
+    """A NaN can reach earlier tokens of the same chunk, although those tokens do not attend to the token that
     produced the NaN: masked values are multiplied by zero, and zero times NaN is NaN."""
     short = LocalEngine(msgspec.structs.replace(engine.runner.spec, max_num_batched_tokens=80))
     with torch.inference_mode():

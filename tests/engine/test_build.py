@@ -85,7 +85,7 @@ def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
 def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launches(
     tmp_path: Path, family: str, fp8: int, kv_fp8: int, ranks: int, whole: int
 ) -> None:
-    """If `whole` is 1, each rank has some of the experts, each of them complete."""
+    """If `whole` is 1, each rank holds a subset of the experts, and each of these experts is complete."""
     folder = folder_of(tmp_path, family)
     done = compiled("tests.engine.launches_of_serving", folder, fp8, kv_fp8, ranks, whole)
     assert done.returncode == 0, done.stderr
@@ -100,8 +100,8 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
 
 def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
     """Checks the kernels that only replicas with several ranks use: sums with and without a norm, gathers of
-    two sizes, and the choice of the best token. Passes that are computed in halves also launch a barrier, and
-    a sum whose kernel is the same on all ranks."""
+    two sizes, and the choice of the best token. Passes that are computed in halves also launch a barrier
+    kernel, and a sum kernel that is the same on all ranks."""
     folder = folder_of(tmp_path, "llama")
     printed = compiled("tests.engine.launches_of_halves", folder, 2, "whole", "halves").stdout
     whole, halves = ([int(count) for count in line.split()] for line in printed.splitlines())
@@ -110,8 +110,7 @@ def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
 
 
 def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_path: Path) -> None:
-    """Kernels must not use programmatic dependent launch on GPUs before Hopper, where they would not
-    compile."""
+    """On GPUs before Hopper, kernels that use programmatic dependent launch would not compile."""
     done = compiled("tests.engine.launches_before_hopper", folder_of(tmp_path, "llama"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

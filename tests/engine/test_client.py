@@ -1,4 +1,4 @@
-"""Tests of the client in a front process against a replica that the test simulates."""
+"""Tests of the client in a front process. The test simulates the replica."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.engine.streaming_client import ReplicaDisconnectedError, StreamingCli
 
 
 class Played:
-    """The replica's end of the channel. It answers each sample immediately with one token, unless `silent` is
-    true."""
+    """A simulated replica's end of the channel. It answers each sample immediately with one token, unless
+    `silent` is true."""
 
     def __init__(self) -> None:
         ours, theirs = socketpair()
@@ -106,7 +106,7 @@ def test_prompt_logprobs_of_the_longest_prompts_fit_into_a_frame() -> None:
         submit = played.ask()
         answers: list[Output] = []
         played.client.submit(submit, answers.append)
-        # A string with the same number of bytes is faster to build than the logprobs.
+        # Encode a string with the same number of bytes, because it is faster to build than the logprobs.
         played.channel.send(
             StepFrame(1, [Output(submit.handle, 0, [], "error", error="x" * (262_144 * size))])
         )

@@ -72,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[FLOAT32, FP8_CACHE, FP8], ids=["float32", "FP8 cache", "FP8"])
 def form(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """The settings that determine the engines' precision. With FP8, sums are computed in float64."""
+    """Settings that determine the precision of the engines. With FP8, sums are computed in float64."""
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
@@ -117,7 +117,7 @@ def build(model: Path, form: dict[str, str]) -> Iterator[Build]:
 
 
 class Alone:
-    """Reference outputs, which are kept for later tests. To compute one, the request runs alone in an empty
+    """Reference outputs, which are cached for later tests. For a reference, a request runs alone in an empty
     engine, without chunking and without cached blocks."""
 
     def __init__(self, model: Path, **changes: str) -> None:
@@ -161,7 +161,7 @@ def alone(model: Path, form: dict[str, str]) -> Iterator[Alone]:
 
 def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lambda: 0) -> list[list[Answer]]:
     """Submit the requests, run them to completion, and check the invariants at every step. `arrive()` returns
-    the number of steps between two requests."""
+    the number of steps between one request and the next."""
     core = engine.core
     answers = [[Answer() for _ in range(ask.n)] for ask in asks]
 

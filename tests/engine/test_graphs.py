@@ -30,8 +30,8 @@ def test_the_capture_sizes_reach_the_largest_batch_with_little_padding(most: int
     assert sizes[-1] == most
     assert len(sizes) <= 32
     for low, high in itertools.pairwise(sizes):
-        # A batch with one more sequence than a captured size is padded to the next size. The padding is at
-        # most a quarter of the batch, or a few slots.
+        # A batch that has one sequence more than a captured size is padded to the next captured size. The
+        # padding is at most a quarter of the batch, or a few slots.
         assert high - (low + 1) <= max(8, (low + 1) / 4)
 
 
@@ -91,8 +91,8 @@ def made(tmp_path: Path) -> Callable[[], LocalEngine]:
 def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tokens(
     params: list[SamplingParams], replayed: list[Variant], made: Callable[[], LocalEngine]
 ) -> None:
-    """Each sequence generates 12 tokens, the first of them in the prompt's step. Prompts end before, at and
-    after a block boundary. Slots that use logits processors are sampled outside the graphs."""
+    """Each sequence generates 12 tokens, the first of them in the step of its prompt. Prompts end before, at
+    and after a block boundary. Slots that use logits processors are sampled outside the graphs."""
     prompts = [[(7 * place + i) % 90 + 3 for place in range(62 + 2 * i)] for i in range(len(params))]
     engine = made()
     runner = engine.runner
@@ -115,8 +115,8 @@ def check_same_outputs(
 
 
 class EagerPromptGraphs(PromptGraphs):
-    """Prompt graphs that run the captured code eagerly at each replay, for the chunks from which the tiles
-    were computed."""
+    """Prompt graphs that run the captured code eagerly at each replay. Attention gets the staged chunks
+    instead of the tiles that were computed from these chunks."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -164,8 +164,8 @@ def test_a_short_prompt_pass_is_padded_to_a_captured_size_and_gives_the_same_tok
 def test_on_begin_is_called_after_preparation_and_before_the_cache_is_written(
     made: Callable[[], LocalEngine],
 ) -> None:
-    """`on_begin` is called after the preparation on the host, and before blocks are cleared and copied on the
-    device."""
+    """The engine calls `on_begin` after the preparation on the host, and before it clears and copies blocks
+    on the device."""
     engine = made()
     steps, events = engine.runner.steps, list[str]()
 
@@ -190,7 +190,9 @@ def test_on_begin_is_called_after_preparation_and_before_the_cache_is_written(
 
 @pytest.fixture
 def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], LocalEngine]:
-    """The model has two layers. One of them has a sliding window, so there are two lists of tiles."""
+    """Configure a model with two layers, one of which has a sliding window, so that a pass has two lists of
+    tiles.
+    """
     family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     windows = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(TINY | family | windows))
@@ -200,7 +202,9 @@ def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], Lo
 def test_a_captured_prompt_pass_reads_the_cache_and_has_tiles_for_each_window(
     windowed: Callable[[], LocalEngine],
 ) -> None:
-    """The second request finds one cached block of 64 tokens, so it computes only 60 of its 124 tokens."""
+    """The second request finds one block of 64 tokens in the cache, so only 60 of its 124 tokens are
+    computed.
+    """
     tokens = [(5 * place) % 90 + 3 for place in range(124)]
     reference, engine = windowed(), windowed()
     runner = engine.runner

@@ -1,4 +1,6 @@
-"""Tests of the size of the KV cache on a simulated GPU: it takes all memory that nothing else needs."""
+"""Tests of the size of the KV cache on a simulated GPU. The cache takes all memory that nothing else
+needs.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_the_cache_takes_the_memory_that_steps_leave(monkeypatch: pytest.MonkeyP
     assert cache.blocks == 1400 * GRANULARITY // BLOCK_BYTES
     keys = cache.pools[0].keys
     assert gpu.driver.mapped_bytes == 2 * LAYERS * GRANULARITY
-    gpu.other_bytes += 300 * GRANULARITY  # CUDA graphs and the largest steps
+    gpu.other_bytes += 300 * GRANULARITY  # for CUDA graphs and the largest steps
     cache.grow(gpu.progress)
     assert cache.blocks == 1100 * GRANULARITY // BLOCK_BYTES
     for pool in cache.pools:

@@ -83,10 +83,10 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def results_of(
     folder: Path, rank: ThreadRank, memory: OverlapMemory | None = None, *, layers: bool = False
 ) -> list[torch.Tensor]:
-    """Return the logits of four passes, and how many of their tokens have chosen each expert. One pass has
-    FULL tokens, one has another number of tokens, and two have decodes and FULL tokens, the last with
-    padding. With `memory`, the passes are computed in halves. With `layers` or `memory`, the passes of FULL
-    tokens are captured."""
+    """Return the logits of four passes, and how many of their tokens have chosen each expert. The first pass
+    has FULL tokens, and the second has another number of tokens. The last two have decodes and FULL tokens,
+    the last one with padding. With `memory`, the passes are computed in halves. With `layers` or `memory`,
+    the passes of FULL tokens are captured."""
     ranks = HalvingRank(rank.size, rank.rank, rank._slots, rank._barrier)
     config = read_config(folder)
     if folder.name == WHOLE.name:
@@ -202,7 +202,7 @@ def buffers_of(graphs: LayerGraphs) -> list[torch.Tensor]:
 
 
 def token_bytes(config: ModelConfig, ranks: int) -> int:
-    """Return the bytes that an MLP or experts need per token in bfloat16."""
+    """Return the number of bytes that an MLP or a layer of experts needs per token in bfloat16."""
     if config.experts is None:
         return 2 * (3 * config.intermediate_size // ranks + config.hidden_size)
     each = 3 * config.experts.intermediate_size // ranks + 2 * config.hidden_size

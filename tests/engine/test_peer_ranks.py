@@ -25,7 +25,7 @@ from tests.engine.running.thread_ranks import on_ranks
 
 
 class WatchedGroup(UnconnectedRanks):
-    """The fallback group that carries all other messages. It records its calls."""
+    """The fallback group, which carries the messages that do not use peer memory. It records its calls."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, 0)
@@ -41,7 +41,7 @@ class WatchedGroup(UnconnectedRanks):
 
 
 class Kernels:
-    """Records kernel calls instead of running the kernels."""
+    """A stand-in for the kernels that records their calls instead of running them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -284,7 +284,7 @@ def test_passes_are_not_split_unless_asked_for() -> None:
 
 
 class FakeMemory(_MetaMemory):
-    """Peer memory that fails to initialise on rank 1 if `broken` is true."""
+    """Simulated peer memory. If `broken` is true, it fails to initialise on rank 1."""
 
     broken = False
 

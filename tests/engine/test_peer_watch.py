@@ -1,5 +1,5 @@
-"""Tests that the exit of a peer's process is detected through its channel, and that no other event is
-mistaken for it."""
+"""Tests that a rank detects the exit of a peer's process through its channel, and mistakes no other event for
+an exit."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.engine.scheduling.simulated_runner import VOCAB
 
 
 class FailsLater:
-    """A step that fails after some time."""
+    """A stand-in for a step that fails after some time."""
 
     host_gap_us = 0.0
 
@@ -57,7 +57,7 @@ def test_a_failed_step_on_a_following_rank_is_detected_without_another_plan() ->
 
 
 class Together:
-    """The device of one of two ranks. Like a collective, a step ends when both ranks have launched it."""
+    """The device of one of two ranks. A step ends when both ranks have launched it, like a collective."""
 
     host_gap_us = 0.0
 
@@ -106,7 +106,7 @@ def test_rank_0_does_not_wait_for_a_peer_that_reads_slowly() -> None:
     sending = Outcome(lambda: [sender.send(plan) for plan in (large_plan(1), large_plan(2), small)])
     sending.thread.join(WAIT_S)
     assert not sending.thread.is_alive() and sending.error is None
-    # The peer starts reading only now. All plans must arrive complete and in order.
+    # The peer starts to read only now. All plans must arrive complete and in order.
     received = all_received(Channel(right, StepPlan), 3)
     assert received == [large_plan(1), large_plan(2), small]
 

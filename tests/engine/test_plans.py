@@ -47,8 +47,7 @@ def test_no_plan_exceeds_the_computed_upper_bound() -> None:
         [LARGE] * blocks,
     )
     assert len(msgspec.msgpack.encode(plan)) < bound - lists
-    # The bound on the lists' sizes holds for a single sequence of any length as well as for several
-    # sequences.
+    # The bound on the lengths of the lists also holds for a single sequence of any length.
     assert len(msgspec.msgpack.encode([LARGE] * MAX_SETUP_NUMBERS)) < lists
 
 

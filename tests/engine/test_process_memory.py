@@ -1,4 +1,4 @@
-"""Tests that C libraries do not retain memory that the process has freed."""
+"""Tests that C libraries return to the system the memory that the process has freed."""
 
 from __future__ import annotations
 

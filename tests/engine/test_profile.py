@@ -1,4 +1,4 @@
-"""Tests of the profile: the time, memory traffic and gaps of kernels."""
+"""Tests of the profile: the time, memory traffic and gaps of each kernel."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_gemms_are_labelled_by_their_order(llama: ModelConfig) -> None:
     ]
     nothing_sampled = StepShape([], [(0, 100)], 0)
     assert label_kernels(layer, one_layer, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
-    # One GEMM too many was recorded, so the GEMMs cannot be assigned to linears.
+    # The recording has one GEMM too many, so its GEMMs cannot be assigned to linears.
     assert label_kernels(names, one_layer, [nothing_sampled])[1] == "gemms (_gemv)"
 
 
@@ -329,7 +329,7 @@ def test_times_and_gaps_add_up_to_the_step(tmp_path: Path) -> None:
     assert sum(row.share for row in rows) + 5 / timeline.us == pytest.approx(1.0)
     text = "\n".join(lines(rows, gaps, timeline, 2, H200))
     assert "mean step of 2: 50.0 µs" in text
-    # Reading 435.5 MB takes at least 100 µs, so a profile that reports a shorter time is wrong.
+    # Reading 435.5 MB takes at least 100 µs, so a profile that reports a shorter time must be wrong.
     assert text.splitlines()[2].split()[-4:] == ["435.5", "9,678", "0.0", "222%"]
     assert "gaps: 2.5 µs, 5.0%" in text
 
@@ -361,7 +361,7 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert "8 tokens per step, of which 8 decode" in done.stdout
     assert "recorded" not in done.stdout
     linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
-    # Each step has five GEMMs: four in the only layer, and one with the output matrix.
+    # Each step has five GEMMs: four in the only layer, and the GEMM with the output matrix.
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
     few = profile("--kind", "mixed", "--steps", "20")

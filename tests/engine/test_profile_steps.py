@@ -1,5 +1,5 @@
-"""Tests that recordings contain only steps of the chosen kind. They contain as many steps as requested,
-unless the workload has fewer."""
+"""Tests that recordings contain only steps of the chosen kind, and as many steps as requested, unless the
+workload has fewer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kinds(shapes: list[StepShape]) -> set[str]:
 
 def products(trace: Path) -> int:
     events = json.loads(trace.read_text())["traceEvents"]
-    # Which of these two operations the backend uses depends on the processor.
+    # The processor determines which of these two operations the backend uses.
     return sum(event.get("name") in ("aten::linear", "mkldnn::_linear_pointwise") for event in events)
 
 
@@ -114,7 +114,7 @@ def test_a_workload_without_such_steps_is_an_error(engine: LocalEngine, tmp_path
 
 
 class Told(SimulatedRunner):
-    """A runner that records its launches and reads of results in a list."""
+    """A runner that records in a list when it launches a step and when it reads the step's results."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(ROWS, 40)

@@ -1,5 +1,5 @@
-"""Tests that rank 0 stops waiting for a lost rank even if that rank's process continues to run. gloo does not
-detect the loss in this case."""
+"""Tests that rank 0 stops waiting for a lost rank even if that rank's process still runs. gloo does not
+detect such a loss."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def spec_of(folder: Path, **changes: Any) -> ReplicaSpec:
 def lose_rank_1(
     member: Member, spec: ReplicaSpec, serve: Callable[[Member, RankEngine], None]
 ) -> tuple[str, float] | None:
-    """Lose rank 1 while rank 0 runs `serve`. Return rank 0's error message and the time until the error was
-    raised.
+    """Lose rank 1 while rank 0 runs `serve`. Return rank 0's error message and the time in seconds until the
+    error was raised.
 
-    Rank 1 loads the model. Unless steps overlap, it then reads one byte of a plan and closes its channel.
-    After that, it only sleeps.
+    Rank 1 loads the model. If steps do not overlap, rank 1 then reads one byte of a plan and closes its
+    channel. After that, it only sleeps.
     """
     runner = member.runner(spec)
     ended = member.folder / "ended"
@@ -78,8 +78,8 @@ def serve_watched(member: Member, made: RankEngine) -> None:
 
 
 def serve_with_unread_plan(member: Member, made: RankEngine) -> None:
-    """Launch two steps. The plan of the first step fits into the socket's buffer, but the plan of the second
-    does not."""
+    """Launch two steps. The first step's plan fits into the socket's buffer, and the second step's plan does
+    not."""
     assert made.core.plans is not None
     for peer in made.core.plans._peers:  # type: ignore[attr-defined]
         peer._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)

@@ -114,7 +114,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def add_up(numbers: Sequence[int]) -> list[int]:
-    """Return the sums over a group of one rank, which are the numbers themselves."""
+    """Return the sums of the numbers over a group of one rank, which are the numbers themselves."""
     return list(numbers)
 
 
@@ -206,7 +206,7 @@ def test_a_rank_stays_asleep_if_device_memory_is_missing_and_can_wake_later(
 
 
 def test_a_growing_cache_keeps_its_addresses_and_its_content(machine: Machine) -> None:
-    """The sizes of a block are 3,072 and 96 bytes in the two tensors, and pages have 4,096 bytes."""
+    """A block takes 3,072 bytes in one tensor and 96 bytes in the other. Pages have 4,096 bytes."""
     grown = GpuMemory(machine.driver, CPU, 1 << 20)
     tensors = [
         grown.growing_kv((50, 3, 256), torch.float32),
@@ -246,7 +246,7 @@ def test_a_cache_grows_to_as_many_blocks_as_the_given_memory_holds(machine: Mach
 
 
 class Scripted:
-    """A rank's memory. Its operations fail as configured by the test."""
+    """A simulation of a rank's memory, whose operations fail as the test configures."""
 
     held_bytes = 0
     host_bytes = 5
@@ -290,7 +290,7 @@ class Scripted:
 
 
 def together(*memories: Scripted, asleep: bool = True) -> tuple[list[MemoryChanged], list[RankSleep]]:
-    """Put ranks with these memories to sleep at the same time, on threads."""
+    """Put the ranks that have these memories to sleep at the same time, each on a thread."""
     count = len(memories)
     barrier, given = threading.Barrier(count), [[0]] * count
     results: dict[int, MemoryChanged] = {}
@@ -357,8 +357,8 @@ def test_a_machine_without_a_driver_is_reported() -> None:
 
 
 def test_a_runner_and_its_memory_are_freed_without_the_garbage_collector(tmp_path: Path) -> None:
-    """On a GPU, freeing memory fails while CUDA graphs are being captured, and the garbage collector could
-    run at that time."""
+    """On a GPU, freeing memory fails while CUDA graphs are being captured. The garbage collector could run at
+    that time, so it must have nothing to free."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     spec = ReplicaSpec(
         replica="r-0", model_path=str(tmp_path), load_format="dummy", device="cpu", kv_blocks=8, threads=1

@@ -157,7 +157,7 @@ def test_a_plan_larger_than_the_socket_buffer_does_not_deadlock(
         async with replica(tmp_path, tensor_parallel_size=2, overlap=False) as watched:
             client = watched.client("front-0")
             submit = ask(client, "r", most=3)
-            # These stop tokens are never sampled. They only make the plan larger than the socket buffer.
+            # These stop tokens are never sampled. They only make the plan larger than the socket's buffer.
             stops = msgspec.structs.replace(
                 submit.sampling, stop_token_ids=(500,) * 2_000_000, ignore_eos=True
             )
@@ -240,7 +240,7 @@ def test_the_reason_names_the_killed_rank_even_if_the_exit_of_its_peer_is_seen_f
                 await asyncio.sleep(0.01)
             leader, victim = watched.group.pids
             os.kill(victim, signal.SIGKILL)
-            # Let both ranks exit before their exits are handled.
+            # Let both ranks exit before the replica handles their exits.
             until = time.monotonic() + 60
             while Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 assert time.monotonic() < until

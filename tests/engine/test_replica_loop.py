@@ -45,7 +45,7 @@ def a_forecast() -> StepForecast:
 
 
 def engine_of_four_slots() -> EngineCore:
-    """Return an engine on a simulated device."""
+    """Return an engine with four slots on a simulated device."""
     scheduler = Scheduler(
         max_num_seqs=4, max_num_batched_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80
     )
@@ -53,7 +53,7 @@ def engine_of_four_slots() -> EngineCore:
 
 
 class SlowMemory:
-    """A device on which memory operations complete only when the test allows it."""
+    """Simulated memory whose operations complete only when the test allows it."""
 
     def __init__(self) -> None:
         self.asked: list[bool] = []
@@ -133,7 +133,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list[Output]:
-    """Return the received outputs as soon as `enough` returns true for them."""
+    """Read outputs, and return them as soon as `enough` returns true for them."""
     outputs: list[Output] = []
     deadline = time.monotonic() + WAIT_S
     while not enough(outputs):
@@ -147,7 +147,7 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Served()
-    # The socket's buffer has space for only a few frames, and the front's outputs exceed the backlog limit.
+    # The socket's buffer has space for only a few frames, so the front's outputs exceed the backlog limit.
     monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 2000)
     silent: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     for handle in range(1, 4):
@@ -155,11 +155,11 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     report = served.wait_for(lambda report: report.disconnected_fronts)
     assert report.disconnected_fronts == ["front-0"]
     finished = [entry for each in served.reports for entry in each.finished]
-    # The report does not include submissions that were still unread in the channel, because the core reclaims
-    # their credit itself.
+    # The report omits submissions that were still unread in the channel, because the core itself reclaims
+    # their credit.
     assert 1 <= len(finished) <= 3
     assert all(entry.finish_reason == ["cancelled"] for entry in finished)
-    # The next front gets the same descriptor number. Its requests must be served.
+    # The next front gets the same descriptor number. The loop must serve the next front's requests.
     follower: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
     follower.send(submit(1, 5))
     outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish_reason))
@@ -180,7 +180,7 @@ def test_a_backlog_for_a_front_is_sent_while_no_step_runs(
     # buffer.
     (output,) = receive(front, lambda outputs: bool(outputs))
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1900
-    # No work is left. The loop must stop polling for writability, so that it can sleep.
+    # No work is left. The loop must no longer poll the socket for writability, so that it can sleep.
     deadline = time.monotonic() + WAIT_S
     watched = served.replica._selector.get_map()
     while any(key.events != selectors.EVENT_READ for key in watched.values()):
@@ -198,7 +198,7 @@ def test_a_new_front_may_reuse_the_descriptor_number_of_a_closed_one() -> None:
     theirs.close()
     number = loop._fronts["front-0"].fileno()
     loop._read_messages()
-    # Both events are handled in one iteration, with the end of file first. The new front gets the old front's
+    # Both events are handled in the same iteration, the end of file first. The new front gets the old front's
     # descriptor number, because no lower number is free.
     first.shutdown(socket.SHUT_RDWR)
     core.send(Attach("front-1"), (its.fileno(),))
@@ -231,7 +231,7 @@ def test_while_steps_run_reports_are_more_frequent_than_gateways_require(
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
     front.send(submit(1, 1900))
-    # Reports are sent only at intervals here, because one sequence decodes and no credit changes.
+    # Only periodic reports are sent here, because one sequence decodes and no credit changes.
     seen = served.wait_for(lambda report: report.generated_tokens > 200)
     assert (seen.running, seen.finished) == (1, [])
     assert seen.blocks_used > 3
@@ -372,7 +372,7 @@ def test_the_blocks_are_sent_on_request_while_steps_run_and_while_the_replica_is
         time.sleep(0.01)
         return step.tokens
 
-    # The request must still run when its blocks are asked for, also on a slow machine.
+    # The request must still be running when the test asks for the blocks, even on a slow machine.
     monkeypatch.setattr(SimulatedStep, "wait", wait)
     served = Served()
     front = Channel[Any](served.attach("front-0"), StepFrame)

@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 class Sleeper:
-    """A replica that can be put to sleep."""
+    """A replica that the test puts to sleep and wakes."""
 
     def __init__(self, watched: Watched) -> None:
         self.watched = watched
@@ -49,7 +49,7 @@ class Sleeper:
         ]
 
     def holds_at_most(self, before: list[int]) -> bool:
-        """Return whether no process has more open descriptors or threads than before."""
+        """Return whether no process has more open descriptors or more threads than before."""
         return all(now <= then for now, then in zip(self.descriptors_and_threads(), before, strict=True))
 
     def resident_bytes(self) -> int:
@@ -80,7 +80,7 @@ def test_tokens_are_the_same_before_and_after_rounds_of_sleep_that_leave_nothing
                 assert slept.asleep and not slept.problem and slept.freed_bytes == info.kv_bytes
                 assert not (await sleeping.change(False)).asleep
                 assert await collect(client, ask(client, f"r{number}", prompt=200)) == first
-            # Threads that free host memory may still be running.
+            # The threads that free host memory may still be running.
             async with asyncio.timeout(WAIT_S):
                 while not sleeping.holds_at_most(before):
                     await asyncio.sleep(0.01)

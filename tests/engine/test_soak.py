@@ -99,7 +99,7 @@ def test_an_output_may_diverge_from_its_reference_only_at_a_near_tie() -> None:
     assert known._close(SUBMIT, reference, 0, 1)
     assert not known._close(SUBMIT, reference, 0, 2)
     assert not known._close(SUBMIT, reference, 1, 1)
-    # A token far outside the nucleus is never sampled, whatever the noise.
+    # A token far outside the nucleus is never sampled, whatever the value of the noise.
     outside = Answer([0], [listing(-0.3, -1.5)])
     for seed in range(20):
         half = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=seed)

@@ -1,5 +1,5 @@
-"""Tests that one class and, if necessary, one operation are enough to add a kind of layer. Building, loading
-and tuning must then find the kernels of the new layer."""
+"""Tests that a new kind of layer needs only one class and, where necessary, one operation. Building, loading
+and tuning must then find the new layer's kernels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that the tuner finds all linears that a decoder runs, and that it compares their results with the
-reference implementation. Times are measured only on a GPU."""
+"""Tests that the tuner finds all linears that a decoder runs, and that it compares the results of plans with
+the reference implementation. Times can be measured only on a GPU."""
 
 from __future__ import annotations
 
@@ -135,14 +135,14 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
             )
             return Residual(made.values, deferred)
 
-        # The residual is correct, but half of the norm that the next linear reads is wrong.
+        # The residual is correct, but half of the deferred norm, which the next linear reads, is wrong.
         monkeypatch.setattr(CudaOps, "linear_add", add_with_wrong_squares)
         assert layers.error(table_of(dict.fromkeys(layers.products), 5), 5) < 1e-5
         assert layers.error(table_of(dict.fromkeys(layers.products, PLAN), 5), 5) > 0.1
 
 
 def nonsense(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap an operation so that its results are 10% too large."""
+    """Wrap an operation so that its results become 10% too large."""
     return lambda *arguments, **options: product(*arguments, **options).mul_(1.1)
 
 

@@ -1,9 +1,9 @@
 """Prints, as JSON, the kernels that the commands for compiling, loading and tuning find: first in the
-unchanged product, and then with an additional kind of layer that has a separate operation and kernel. Runs in
-a separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
+unchanged product, and then with an additional kind of layer, which has a separate operation and kernel. Runs
+in a separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
 
-The new kind requires the same changes that a developer would make: one class (`ToyLayer`), one operation
-(`gated_add`), and the kind's name in the family. Nothing else in the product changes.
+The new kind is added as a developer would add it: with one class (`ToyLayer`), one operation (`gated_add`),
+and the kind's name in the family. Nothing else in the product changes.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ def main() -> None:
 
 
 def found(folder: Path, out: Path) -> dict[str, list[str]]:
-    """Run the three commands. They write their results into `out`."""
+    """Run the three commands, which write their results into `out`."""
     out.mkdir()
     return {"built": built(folder, out), "loaded": loaded(folder), "tuned": tuned(folder, out)}
 
 
 def replica_model(folder: Path) -> ReplicaModel:
-    """Return the replica's model with few slots and small steps. Its kinds of layers are the same as with
+    """Return the replica's model with few slots and small steps. It has the same kinds of layers as with
     larger steps."""
     return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS)
 

@@ -64,8 +64,8 @@ class Case:
 
 
 def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Save the case's checkpoint. Every parameter is random: transformers initialises norms to ones and
-    biases to zeros, which would hide a missing parameter."""
+    """Save the case's checkpoint with random values in every parameter. transformers initialises norms to
+    ones and biases to zeros, which would hide a missing parameter."""
     config_class, model_class = MODELS[case.family]
     torch.manual_seed(len(case.name))
     model = model_class(config_class(**{**SMALL, **case.changes})).to(dtype)
@@ -144,7 +144,7 @@ def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
             continue
         largest = meant[name].abs().amax(dim=1, keepdim=True) if how.per_channel else meant[name].abs().max()
         scale = (largest / _LARGEST).to(how.scale_dtype)
-        # The scale may have been rounded down, so quotients may lie outside the range of e4m3.
+        # The scale may have been rounded down, so the quotients may lie outside the range of e4m3.
         quotient = (meant[name] / scale.float()).clamp(-_LARGEST, _LARGEST)
         tensors[name] = quotient.to(torch.float8_e4m3fn)
         meant[name] = tensors[name].float() * scale.float()
@@ -181,7 +181,7 @@ def _block_scales(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _of_numbers(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the scale of every number of a matrix. `scales` are the scales of its blocks."""
+    """Expand the scales of a matrix's blocks to one scale for each element of the matrix."""
     return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
 
 

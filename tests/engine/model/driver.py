@@ -49,7 +49,7 @@ class Driver:
         padding: int = 0,
     ) -> torch.Tensor:
         """Run one pass and return the logits of every token, `[tokens of the pass, vocabulary]`, decodes
-        first. `padding` rows of padding are added to the end of the pass; no logits are returned for them."""
+        first. Add `padding` rows at the end of the pass, for which no logits are returned."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -99,9 +99,9 @@ class Driver:
 def teacher_forced(
     driver: Driver, tokens: list[int], prompt_lengths: list[int], chunk_sizes: list[int], decode_steps: int
 ) -> list[torch.Tensor]:
-    """Run several sequences of the same `tokens` at the same time. Each prompt is computed in chunks of a
-    different size, and is followed by `decode_steps` decodes, which take the next tokens as input. Returns
-    each sequence's logits, `[prompt length + decode_steps, vocabulary]`."""
+    """Run several sequences with the same `tokens` at the same time. Each sequence's prompt is computed in
+    chunks of a different size. It is followed by `decode_steps` decodes, whose inputs are the next tokens of
+    `tokens`. Returns each sequence's logits, `[prompt length + decode_steps, vocabulary]`."""
     sequences = [Sequence() for _ in prompt_lengths]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     end_positions = [length + decode_steps for length in prompt_lengths]
@@ -126,8 +126,8 @@ def teacher_forced(
 
 
 def greedy(driver: Driver, prompt: list[int], count: int, chunk_size: int) -> tuple[list[int], list[float]]:
-    """Generate `count` greedy tokens after `prompt`. Returns the tokens and, for each, the gap between the
-    top two logits."""
+    """Generate `count` greedy tokens after `prompt`. Returns the tokens and, for each token, the gap between
+    the top two logits."""
     sequence = Sequence()
     for start in range(0, len(prompt), chunk_size):
         rows = driver.run([], [(sequence, prompt[start : start + chunk_size])])
@@ -143,8 +143,8 @@ def greedy(driver: Driver, prompt: list[int], count: int, chunk_size: int) -> tu
 
 
 def load_decoder(folder: Path, *, quantised: bool = False, max_model_len: int | None = None) -> Decoder:
-    """Return the checkpoint's decoder for one rank on a CPU, in float32. Its matrices are quantised if those
-    of the checkpoint are, or if `quantised` is set."""
+    """Return the checkpoint's decoder for one rank on a CPU, in float32. Its matrices are quantised if the
+    checkpoint's matrices are, or if `quantised` is set."""
     config = read_config(folder)
     decoder = Decoder(
         config,

@@ -1,5 +1,5 @@
-"""The process of one rank. It loads and runs checkpoints, and observes how the loss of a rank ends the
-group."""
+"""The process of one rank. It loads and runs checkpoints, and measures how fast the rank detects the death of
+another rank."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def logits_of(
     kv_fp8: bool = False,
     whole_experts: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the logits of PROMPTS prompts made of `tokens`, and of DECODES additional tokens. Every rank
-    must call this."""
+    """Return the logits of PROMPTS prompts that are taken from `tokens`, and of DECODES tokens that follow.
+    Every rank must call this function."""
     config = read_config(folder)
     if whole_experts:
         config = config.with_whole_experts()
@@ -58,7 +58,7 @@ def logits_of(
 
 def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[str, list[torch.Tensor]]:
     """Return the logits of every checkpoint, and of quantised variants of the first checkpoint. Every rank
-    must call this."""
+    must call this function."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
     for folder in folders:
         # The loader must load the same weights whether or not the ranks exchange columns.
@@ -79,16 +79,16 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
 
 
 def _scores(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores and token ids of five rows. In order, the rows have the best score on the last rank,
-    a tie, a NaN on the first rank, an infinity, and only non-finite scores."""
+    """Return the scores and token ids of five rows. The first row has its best score on the last rank. The
+    others have a tie, a NaN on the first rank, an infinity, and only non-finite scores."""
     first = torch.nan if rank == 0 else 1.0
     values = torch.tensor([float(rank), 5.0, first, torch.inf if rank == 1 else 0.0, -torch.inf])
     return values, torch.arange(5) + 10 * rank
 
 
 def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: list[int], result: Path) -> None:
-    """Run the rank. Rank 0 writes the logits, the results of the collectives, and the time that it took to
-    detect the death of the last rank."""
+    """Run one rank. Rank 0 writes the logits, the results of the collectives, and the time in which it
+    detected the death of the last rank."""
     torch.set_num_threads(1)
     ranks = join(size, rank, rendezvous, "gloo", timeout_seconds=60)
     found = logits_of_all(folders, ranks, tokens)

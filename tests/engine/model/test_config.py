@@ -36,8 +36,8 @@ OLMOE = {**LLAMA, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
 
 
 def _compressed(**changes: Any) -> dict[str, Any]:
-    """Return a quantization_config in the format of llm-compressor. `changes` apply to the scheme of the
-    weights."""
+    """Return a quantization_config in the format of llm-compressor. `changes` replace fields in the scheme of
+    the weights."""
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", **changes}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
     return {
@@ -234,7 +234,7 @@ def test_lengths_follow_from_the_scaling(
         (_compressed(), True),
         (_compressed(strategy="tensor"), True),
         (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
-        # Only the checkpoint's KV cache is quantised. The loader ignores that, because the settings determine
+        # The checkpoint quantises only its KV cache. The loader ignores this, because the settings determine
         # the dtype of the KV cache.
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
     ],
@@ -409,7 +409,7 @@ def test_shards_tile_the_model(size: int, tmp_path: Path) -> None:
     assert {s.vocab for s in shards} == {-(-101 // size)}
     group = config.heads // config.kv_heads
     for shard in shards:
-        # A rank has only the KV heads that its query heads use.
+        # A rank holds only the KV heads that its query heads use.
         wanted = {head // group for head in range(shard.first_head, shard.first_head + shard.heads)}
         assert wanted == set(range(shard.first_kv_head, shard.first_kv_head + shard.kv_heads))
 

@@ -48,7 +48,9 @@ def _engine(folder: Path) -> LocalEngine:
 
 
 def test_the_choices_of_a_prompt_are_those_of_transformers(tmp_path: Path) -> None:
-    """The prompt is computed in two chunks. The last layer computes only the last token of each chunk."""
+    """The prompt is computed in two chunks. In the last layer, only the last token of each chunk is
+    computed.
+    """
     engine = _engine(make(MIXTURE, tmp_path))
     assert engine.core.gauges().expert_layers == ()
     engine.generate([TOKENS], SamplingParams(max_tokens=1))
@@ -69,7 +71,7 @@ def test_each_decode_is_counted_once(tmp_path: Path) -> None:
     engine.generate([TOKENS[:10], TOKENS[:7]], SamplingParams(max_tokens=6))
     first, last = engine.core.gauges().expert_layers
     engine.close()
-    # No pass is run for the last sampled token, so it chooses no experts.
+    # The last sampled token is never an input of a pass, so it chooses no experts.
     assert first.choices == 2 * (10 + 5 + 7 + 5)
     assert last.choices == 2 * (1 + 5 + 1 + 5)
 

@@ -155,7 +155,8 @@ def test_a_read_error_is_raised_after_all_other_pieces_are_done(
         if first == failing:
             failed.set()
             raise error
-        if first == last:  # read after the failure, but before the waiting thread has been notified
+        # read after the failure, but before the waiting thread has been notified of the failure
+        if first == last:
             assert failed.wait(30)
             time.sleep(0.05)
         done.append(first)
@@ -171,7 +172,7 @@ def test_a_read_error_is_raised_after_all_other_pieces_are_done(
 def test_a_read_error_is_raised_even_if_the_size_of_the_file_is_unknown(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a file on a file server: the file was truncated, and then the server became unreachable."""
+    """Simulates a file server on which a file is truncated and which then becomes unreachable."""
 
     def status(file: WeightFile) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -1,5 +1,5 @@
-"""Tests that FP8 checkpoints with one scale per block of 128 × 128 are loaded and computed with these scales,
-on one rank and on several. Also tests the conversion to one scale per output."""
+"""Tests that FP8 checkpoints with one scale per block of 128 × 128 are loaded and computed with these block
+scales, on one rank and on several. Also tests the conversion of block scales to one scale per output."""
 
 from __future__ import annotations
 
@@ -162,7 +162,9 @@ def test_ranks_that_cut_blocks_are_as_close_to_the_unquantised_model_as_one_rank
 
 
 def test_block_scales_are_converted_to_one_scale_per_output(tmp_path: Path) -> None:
-    """Scales are converted with `quantization = "fp8"`, and on GPUs with any dtype except float32."""
+    """The loader converts block scales if `quantization = "fp8"`, and on GPUs for every dtype except
+    float32.
+    """
     case, how = CASES[2]
     meant = quantise(make(case, tmp_path), how)
     layer = _load(tmp_path, blocks=False).layers[1]

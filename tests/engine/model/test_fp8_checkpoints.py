@@ -58,8 +58,8 @@ SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_s
 
 
 def _equal(decoder: Decoder, model: Any) -> float:
-    """Run SEQUENCES sequences, each with a prompt of 7 tokens in two chunks, followed by 5 more tokens.
-    Return the fraction of sequences with logits equal to those of a transformers model."""
+    """Run SEQUENCES sequences, each with a prompt of 7 tokens in two chunks and 5 more tokens. Return the
+    fraction of sequences whose logits equal those of a transformers model."""
     with torch.no_grad():
         expected = model(torch.tensor(SEQUENCES)).logits
     assert expected.std() > 0.3, "the logits are too small for a meaningful comparison"
@@ -76,7 +76,7 @@ def _dense(weight: Weight) -> torch.Tensor:
 
 
 def _saved(meant: dict[str, torch.Tensor], folder: Path) -> Path:
-    """Write the weights of a quantised checkpoint as an unquantised one."""
+    """Write the dequantised weights of a quantised checkpoint as an unquantised checkpoint."""
     save_file(meant, make(LLAMA, folder) / "model.safetensors")
     return folder
 
@@ -140,8 +140,8 @@ def test_quantised_matrices_are_read_directly_into_the_weights(
 
 
 def test_the_comparison_detects_missing_activation_rounding(tmp_path: Path) -> None:
-    """Tests the comparison itself: a wrong scale must change the results. Otherwise, the comparison could not
-    detect wrong scales."""
+    """Checks that the comparison with transformers can fail: a missing rounding of activations must change
+    the results."""
     meant = quantise(make(LLAMA, tmp_path), FORMS[1])
     assert _equal(load_decoder(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
 
@@ -200,7 +200,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale, or one per output",
         ),
         (
-            # This simulates a block-wise quantised checkpoint with a replaced config.json.
+            # Simulate a block-wise quantised checkpoint whose config.json has been replaced.
             lambda tensors: tensors.update({f"{SCALE}_inv": tensors.pop(SCALE)}),
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale",
         ),

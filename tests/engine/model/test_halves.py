@@ -1,5 +1,5 @@
-"""Tests that passes computed in two halves give the same results as whole passes, and that all-reduces that
-are implemented with copies are exact."""
+"""Tests that passes computed in two halves give the same results as whole passes, and that all-reduces
+implemented with copies are exact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = [
 
 
 class LateOverlap:
-    """Computes all-reduces as late as the interface allows: in `finish`."""
+    """A backend that computes each all-reduce as late as the interface allows: in `finish`."""
 
     def __init__(self, ranks: ThreadRank, split: int) -> None:
         self.split = split
@@ -54,7 +54,7 @@ class LateOverlap:
 
 
 class HalvingRank(ThreadRank):
-    """A rank that computes passes of more than `split` tokens in halves."""
+    """A rank that computes passes of more than `split` tokens in two halves."""
 
     split: int | None = None
     halved = 0
@@ -94,8 +94,8 @@ def test_passes_in_halves_give_the_logits_of_whole_passes(
 ) -> None:
     folder = make(case, tmp_path)
     whole = on_ranks(size, lambda rank: logits_of(folder, rank, None, kv_fp8))[0]
-    # The splits are inside a prompt, between two prompts (the last pass starts with 1 + 30 tokens), and right
-    # after the decodes.
+    # The passes are split inside a prompt, between two prompts (the last pass starts with 1 + 30 tokens), and
+    # right after the decodes.
     for split in (40, 31, 2):
         halved = on_ranks(size, lambda rank, split=split: logits_of(folder, rank, split, kv_fp8))[0]  # type: ignore[misc]
         for found, wanted in zip(halved, whole, strict=True):
@@ -128,7 +128,7 @@ def test_a_split_keeps_every_token_of_every_chunk_at_its_position() -> None:
 
 
 def test_sums_by_copies_are_exact_and_equal_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank is a thread. A copy made by one rank becomes visible to the other ranks after the next
+    """Each rank is a thread. A copy made by one rank becomes visible to the other ranks only after the next
     barrier."""
     size, rows, hidden = 4, 16, 8
     barrier = threading.Barrier(size, timeout=60)

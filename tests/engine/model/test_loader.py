@@ -46,7 +46,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """A rank and its group size, without collectives."""
+    """A rank's number and the size of its group, without collectives."""
 
     size: int
     rank: int
@@ -61,8 +61,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_weights(pieces: Iterable[WeightShard], tensors: dict[str, torch.Tensor]) -> None:
-    """Check that each weight contains its shard of the checkpoint's tensor, quantised if the weight has
-    scales."""
+    """Check that each weight contains its rank's shard of the checkpoint's tensor. The shard is quantised if
+    the weight has scales."""
     for piece in pieces:
         assert piece.target is not None
         expected = piece.part(tensors[piece.name])
@@ -389,7 +389,7 @@ def _targets(folder: Path) -> list[torch.Tensor]:
 
 
 class Exchanges:
-    """Two ranks that run as threads and implement `all_to_all` with a barrier."""
+    """Two ranks that run as threads. They implement `all_to_all` with a barrier."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=60)
@@ -432,7 +432,7 @@ def test_ranks_that_exchange_columns_read_every_byte_once(
 
 @pytest.mark.parametrize("share_reads", [True, False])
 def test_replicas_that_load_together_read_the_disk_once(folder: Path, share_reads: bool) -> None:
-    """Without `share_reads`, the same loads read the disk twice, which shows that the test can fail."""
+    """The same loads without `share_reads` read the disk twice, which shows that the test can fail."""
     file, together = folder / SINGLE, threading.Barrier(2)
     decoders = [_decoder(folder), _decoder(folder)]
     weights = decoders[1].weight_shards()

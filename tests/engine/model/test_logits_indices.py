@@ -55,7 +55,9 @@ def passes(
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
 ) -> ForwardInput:
-    """Run a pass with two prompts. Return the input of a second pass, which has these decodes and chunks."""
+    """Run a pass with two prompts. Return the input of a second pass, which has the given decodes and
+    chunks.
+    """
     tables = SlotTables(5, 3, decoder.config.vocab_size, CPU, padding)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)
@@ -86,7 +88,7 @@ def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     padding: Padding | None,
     tmp_path: Path,
 ) -> None:
-    """If the pass is padded, the padding must not be written to the cache."""
+    """If the pass is padded, the padding must not be written to the KV cache."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
     decoder = Decoder(read_config(tmp_path), single(), reference, torch.float32, CPU)  # type: ignore[arg-type]
     load_dummy(decoder, seed=4)

@@ -18,8 +18,8 @@ from . import rank_worker
 from .checkpoints import OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, Case, Fp8, make, quantise
 
 GROUPS = [
-    # The vocabulary is not divisible by either number of ranks, so its last shard is padded. With 2 ranks,
-    # the KV heads are split; with 4 ranks, each head is also replicated.
+    # The vocabulary is divisible by neither number of ranks, so its last shard is padded. With 2 ranks, the
+    # KV heads are split; with 4 ranks, each KV head is also replicated.
     Case("biased", "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     Case("normed", "qwen3", {"head_dim": 32}, shard_size="100KB"),
     Case("windowed", "qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
@@ -75,7 +75,7 @@ WIDER = Case("wider", "qwen3_moe", {**QWEN3_EXPERTS, "hidden_size": 192, "moe_in
 
 
 def _quantised(folder: Path) -> list[Path]:
-    """Create two quantised checkpoints. For each, also create an unquantised checkpoint with the dequantised
+    """Create two quantised checkpoints and, for each of them, an unquantised checkpoint with the dequantised
     values."""
     found = []
     for name, meant, case, how in (
@@ -89,7 +89,7 @@ def _quantised(folder: Path) -> list[Path]:
 
 
 def _distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """Return the root mean square of the differences."""
+    """Return the root mean square of the differences between two tensors."""
     return float((torch.cat(one) - torch.cat(other)).square().mean().sqrt())
 
 
@@ -125,7 +125,7 @@ def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
 
     assert f"rank 0 of {size}" in result["failure"]
     assert "restart the whole replica" in result["failure"]
-    # The time is far below the group's timeout of 60 s, so the rank was notified of the death.
+    # The time is far below the group's timeout of 60 s, so the rank must have been notified of the death.
     assert result["seconds"] < 30
 
 

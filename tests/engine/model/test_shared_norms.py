@@ -1,5 +1,5 @@
 """Compares a decoder that fuses norms into its GEMMs with the reference implementation, in Triton's
-interpreter. Each norm must use its own gain, residual and sum of squares, no matter which GEMMs fuse it. Both
+interpreter. Each norm must use its own weight, residual and sum of squares, whichever GEMMs fuse it. Both
 decoders use the reference attention."""
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ PLANS = {
 @pytest.mark.parametrize(
     ("librarys", "norms"),
     [
-        # Two norms are never fused, because the first layer's qkv reads the embedding and the output matrix
-        # reads selected rows.
+        # Two norms are never fused: the first layer's qkv reads the embedding, and the output matrix reads
+        # selected rows.
         ((), 2),
         (("o",), 2 + LAYERS),
         (("gate_up",), 2 + LAYERS),

@@ -70,7 +70,7 @@ def _drain(slices: list[TensorSlice], **sizes: int) -> None:
 
 @pytest.fixture(params=[False, True], ids=["filled in", "as it is"])
 def placed(request: pytest.FixtureRequest) -> bool:
-    """Whether blocks are copied directly to their final location."""
+    """Whether blocks are copied directly to their final destination."""
     return request.param
 
 
@@ -229,7 +229,7 @@ def test_a_file_whose_modification_time_is_unknown_is_refused(
 
 
 def test_all_readers_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reader waits while it reads its first piece, until all readers have started."""
+    """Each reader waits in its first read until all readers have started."""
     together = threading.Barrier(fetching.READERS)
     begun: set[int] = set()
     real = WeightFile.read

@@ -86,9 +86,9 @@ def test_uncached_ranges_are_read_past_the_page_cache(
     drop(path)
     first, nbytes = asked
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
-    # A single page occasionally appears to be cached, because the disk delivers it before the kernel checks.
+    # Occasionally one page appears to be cached, because the disk delivers it before the kernel checks.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
-    assert cached_pages(path) <= 2  # at most the pages that the probe loaded
+    assert cached_pages(path) <= 2  # the probe loaded at most these pages
 
 
 def test_cached_ranges_are_read_from_the_page_cache(path: Path, reads: list[bool]) -> None:
@@ -107,7 +107,7 @@ def test_shared_rows_are_read_through_the_page_cache(path: Path, reads: list[boo
 def test_probing_the_page_cache_does_not_make_a_file_look_cached(path: Path, reads: list[bool]) -> None:
     """Simulates repeated startups that do not load the file into the cache."""
     drop(path)
-    random.seed(1)  # makes the choice of the probed pages repeatable
+    random.seed(1)  # makes the choice of the probed pages reproducible
     for _ in range(5):
         _read(path, 0, SIZE)
     assert reads == [True] * 5
@@ -140,7 +140,9 @@ def test_one_page_of_each_half_is_probed(
 
 
 def test_freshly_written_data_is_read(path: Path) -> None:
-    """Simulates a file that is on disk except for its newly written end, which is only in the page cache."""
+    """Simulates a file that is on the disk except for its newly written end, which is only in the
+    page cache.
+    """
     drop(path)
     with path.open("ab") as file:
         file.write(CONTENT[:5000])
@@ -248,8 +250,8 @@ def test_no_file_stays_open(path: Path) -> None:
 def test_keep_cached_loads_files_into_the_page_cache(path: Path) -> None:
     drop(path)
     limit = time.monotonic() + 60
-    # Nothing reports the completion of the requested disk reads, and under memory pressure the kernel may
-    # ignore requests.
+    # Nothing reports that the requested disk reads are complete, and the kernel may ignore the requests under
+    # memory pressure.
     while cached_pages(path) < 101:
         assert time.monotonic() < limit
         keep_cached([path]).join()

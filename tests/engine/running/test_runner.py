@@ -30,7 +30,9 @@ def padded(engine: LocalEngine) -> LocalEngine:
 
 
 def full_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
-    """Return the logits [tokens, vocabulary] of one pass over a whole sequence, with a separate KV pool."""
+    """Return the logits [tokens, vocabulary] of a single pass over a whole sequence, with a separate
+    KV pool.
+    """
     count, device = len(tokens), runner.device
     blocks = -(-count // BLOCK_TOKENS)
     none = torch.zeros(0, dtype=torch.int64, device=device)
@@ -68,8 +70,8 @@ def check_greedy(runner: ModelRunner, prompt: list[int], tokens: list[int]) -> N
 def check_sampled(
     runner: ModelRunner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
 ) -> None:
-    """Check that each token has the largest score (logit / temperature + noise), with logits from a full
-    pass."""
+    """Check that each token has the highest score (logit / temperature + noise) according to the logits of a
+    full pass."""
     count, first = len(tokens), len(prompt)
     logits = full_logits(runner, prompt + tokens)[first - 1 : first - 1 + count]
     base = torch.full((count,), sampling.noise_base(params.seed, sample))
@@ -107,7 +109,7 @@ def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine
 
 
 def test_padding_of_passes_with_prompts_is_not_sampled(folder: Path) -> None:
-    """Pads passes as on a GPU, where the token and result counts are padded to sizes for which kernels are
+    """Passes are padded as on a GPU: token and result counts are raised to sizes for which kernels are
     already loaded."""
     engine = padded(LocalEngine(spec_of(folder)))
     prompts = [prompt_of(length, seed=8) for length in (64, 3, 130, 97)]
@@ -216,8 +218,8 @@ def test_several_ranks_sample_the_same_tokens_as_one_rank(folder: Path, size: in
     chunks = [Chunk(i, 0, tokens, [i], 2, None) for i, tokens in enumerate(prompts)]
     plans = [StepPlan(1, setups, blocks, [], [], chunks)]
     plans += [StepPlan(step, [], [], [], [0, 1, 2], []) for step in range(2, 10)]
-    # No prompt logprobs are requested for this prompt, and it runs in two steps together with decodes, so the
-    # last layer computes only the rows that need logits.
+    # This prompt requests no prompt logprobs. It runs in two steps together with decodes, so the last layer
+    # computes only the rows that need logits.
     late = prompt_of(70, seed=10)
     setup, table = SlotSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
     plans.append(StepPlan(10, [setup], table, [], [2, 0, 1], [Chunk(3, 0, late[:40], [])]))
@@ -260,8 +262,8 @@ def test_steps_run_asynchronously_in_order_and_gaps_are_measured(folder: Path) -
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    # A host gap does not include the time spent waiting for the previous step. Other processes may delay some
-    # of the steps, so use the shortest gap.
+    # A host gap does not include the wait for the previous step. Other processes may delay some of the steps,
+    # so check the shortest gap.
     gaps = [step.host_gap_us for step in launched[1:]]
     assert 0.0 <= min(gaps) < 500_000
     threading.Event().wait(0.03)

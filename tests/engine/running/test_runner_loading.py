@@ -63,7 +63,7 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
 def test_the_maximum_length_is_lowered_to_what_memory_holds(
     kv_blocks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rotary table for the full length would take 64 TB."""
+    """For the model's full length, the rotary table alone would take 64 TB."""
     values = {**CONFIG, "max_position_embeddings": 10**12}
     (tmp_path / "config.json").write_text(json.dumps(values))
     monkeypatch.setattr(memory, "CPU_MAX_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
@@ -120,7 +120,7 @@ def test_an_invalid_spec_is_refused_with_field_and_value(
 
 def test_a_pool_larger_than_the_available_memory_is_refused_despite_overcommit(folder: Path) -> None:
     most = available_host_bytes()
-    per_block = 2 * 64 * 4  # the smallest possible block: keys and values of one float32 element per token
+    per_block = 2 * 64 * 4  # the smallest possible block: one float32 element per token for keys and values
     with pytest.raises(PoolTooLarge, match="are available"):
         ModelRunner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
 

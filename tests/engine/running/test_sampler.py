@@ -1,6 +1,6 @@
-"""Tests of the sampler: exact distributions, order of operations, independence from the batch, ranks, and log
-probabilities. The tests also check that the kernels, which do not sort, sample the same tokens as torch.
-Without a GPU, the kernels are interpreted."""
+"""Tests of the sampler: exact distributions, the order of operations, independence from the batch, several
+ranks, and log probabilities. The tests also check that the kernels, which do not sort, sample the same tokens
+as torch. Without a GPU, the kernels run in the interpreter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A slot to sample: its parameters, its sample index, and the tokens before the sampled position."""
+    """A slot to sample: its parameters, its sample index, and the tokens that precede the sampled
+    position.
+    """
 
     params: SamplingParams
     sample: int = 0
@@ -50,7 +52,9 @@ class Case:
 
 
 def staged(cases: Sequence[Case], vocab: int) -> tuple[SlotTables, SamplingBatch]:
-    """Return a plan with a one-token chunk for each slot, at the end of the slot's known tokens."""
+    """Return the slot tables and the sampling batch for a step in which each slot has a one-token chunk at
+    the end of its known tokens.
+    """
     tables = SlotTables(len(cases), 4, vocab, CPU)
     plan = StepPlan(1, [], [], [], [], [])
     for row, case in enumerate(cases):
@@ -67,8 +71,8 @@ def staged(cases: Sequence[Case], vocab: int) -> tuple[SlotTables, SamplingBatch
 def sample(
     cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = reference
 ) -> SampledStep:
-    """Sample from `logits` [cases, vocabulary]. With several ranks, each rank gets its columns, and the last
-    rank's columns are padded."""
+    """Sample from `logits` [cases, vocabulary]. With several ranks, each rank gets its columns of the logits,
+    and the last rank's columns are padded."""
     vocab = logits.shape[1]
     tables, batch = staged(cases, vocab)
     ranks = ranks or single()
@@ -101,7 +105,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0, spread: float = 2.0) -> 
 
 
 def oracle(case: Case, logits: torch.Tensor) -> torch.Tensor:
-    """Return probabilities [vocabulary] float64, computed by transformers' logits processors in the
+    """Return the probabilities [vocabulary] in float64, computed by transformers' logits processors in the
     documented order."""
     params, history = case.params, torch.tensor([[*case.prompt, *case.output]])
     scores = logits.unsqueeze(0).clone()
@@ -333,8 +337,8 @@ def test_kernels_on_several_ranks_sample_the_same_tokens_as_torch_on_one(
 def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
     variant: Variant, backend: str
 ) -> None:
-    """A graph uses one sampling variant for the whole batch, even if a cheaper variant would suffice for some
-    slots. These slots must get the same tokens with both variants."""
+    """A CUDA graph uses one sampling variant for the whole batch, even if a cheaper variant would suffice for
+    some of the slots. These slots must get the same tokens with both variants."""
     params = [
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=0.8, seed=3),
@@ -354,7 +358,8 @@ def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
 
 
 def test_the_engine_and_the_kernels_define_the_same_bad_token() -> None:
-    # The engine and the kernels both define the constant, because the message structs must not import torch.
+    # The constant is defined both in the engine and in the kernels, because the message structs must not
+    # import torch.
     assert seam.BAD_TOKEN == BAD_TOKEN
 
 

@@ -30,7 +30,7 @@ def keys_of(seeds: range, sample: int = 0, position: int = 0) -> torch.Tensor:
 
 
 def test_the_noise_follows_its_published_definition() -> None:
-    """Computes the noise as documented in the module, but with Python's unbounded integers."""
+    """Computes the noise as the module documents it, but with Python's unbounded integers."""
     wide, narrow = (1 << 64) - 1, (1 << 32) - 1
 
     def splitmix64(x: int) -> int:
@@ -135,14 +135,14 @@ def test_min_p_equals_that_of_transformers(min_p: float) -> None:
 def test_selection_without_sorting_samples_the_same_tokens_as_sorting(
     seed: int, top_p: float, spread: float, levels: int
 ) -> None:
-    """Rounding to `levels` leaves only a few different logits, so ties are covered too."""
+    """Rounding to `levels` leaves only a few different logits, so that ties occur too."""
     logits = logits_of(12, 100, seed, spread)
     if levels:
         logits = (logits / spread * levels).round() * spread / levels
     scores = logits + sampling.gumbel_noise(keys_of(range(12)), sampling.token_hashes(0, 100, CPU))
     limits = torch.full((12,), top_p)
-    # Skip cases in which the nucleus's boundary is within rounding error of top_p, because rounding may then
-    # change the result.
+    # Skip cases in which top_p lies within rounding error of the nucleus's boundary, because rounding may
+    # change their result.
     ranked = logits.double().softmax(dim=1).sort(dim=1, descending=True).values
     clear = ((ranked.cumsum(dim=1) - top_p).abs() > 1e-5).all(dim=1)
     expected = sampling.best(sampling.keep_top_p_(scores.clone(), logits, limits))

@@ -107,7 +107,8 @@ def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> N
     next_block = 1
     for step in range(data.draw(st.integers(1, 12), label="steps")):
         plan = StepPlan(step, [], [], [], [], [])
-        # In each step, any sequence may end, any slot may be skipped, and a slot in prefill gets a chunk.
+        # In each step, any sequence may end, any slot may be skipped, and a slot whose prompt is still being
+        # computed gets a chunk.
         for number in [n for n, row in rows.items() if data.draw(st.integers(0, 9)) == 0]:
             del rows[number]
         decoding = [n for n, row in rows.items() if row.sampled]
@@ -254,7 +255,7 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
     other = SlotSetup(2, PARAMS[3], 0, 1, [8])
     together, apart = SlotTables(8, 2, VOCAB, CPU), SlotTables(8, 2, VOCAB, CPU)
     for tables in (together, apart):
-        # Give the slots penalty counts and a length, as if they had been used by earlier sequences.
+        # Give all slots penalty counts and a length, as earlier sequences would have left them.
         tables.apply(plan_of([SlotSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
     recent = output if PARAMS[which].bad_words else []
@@ -274,7 +275,7 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
         assert together.sampling.counts is not None and apart.sampling.counts is not None
         for slot in together.sampling._count_row_of.values():
             assert torch.equal(together.sampling.counts[slot], apart.sampling.counts[slot])
-        # From here on the forks diverge.
+        # From this step on, the forks diverge.
         for tables in (together, apart):
             tables.sampling.note(tables.sampling.metadata(rows, lengths), torch.tensor([1, 2, step, 4]))
 
@@ -297,7 +298,7 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
     allowed, prefixes = [0, 3, 0, 0, 0, 0, 0], [*[-1] * 30, 6, *[-1] * 31]
     once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3], allowed, prefixes, [5, 4]]
     assert sorted(map(sent.count, once)) == [1] * 7
-    # There are four other uploads: two for the scalars of all slots, one for the bad words, and one for the
+    # The four other uploads are two for the scalars of all slots, one for the bad words, and one for the
     # recent tokens of the slots with bad words.
     assert len(sent) == len(once) + 4
     tables.set_up([SlotSetup(1, PARAMS[0], 0, 3, [])])

@@ -26,11 +26,11 @@ def test_pinned_memory_is_reserved_for_every_power_of_two_up_to_the_largest_tran
 
 
 class Memory:
-    """A stand-in for a pinned buffer. It counts as allocated while it is referenced."""
+    """A stand-in for a pinned buffer. It counts as allocated as long as it is referenced."""
 
 
 def test_all_buffers_of_a_size_are_allocated_before_any_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a buffer were freed too early, the next allocation would reuse it."""
+    """If a buffer were freed while others are still to be allocated, the next allocation would reuse it."""
     held, together, asked = Counter[int](), Counter[int](), Counter[int]()
 
     def empty(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> Memory:

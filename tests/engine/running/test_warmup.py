@@ -1,5 +1,4 @@
-"""Tests that warm-up runs every linear and every attention operation with a sufficiently dense set of row
-counts."""
+"""Tests that warm-up runs every linear and every attention operation with enough different row counts."""
 
 from __future__ import annotations
 
@@ -88,8 +87,8 @@ def test_every_linear_and_every_attention_is_run_for_every_number_of_rows(folder
     # In passes with prompts, the last layer computes only a few rows.
     for linear in (last.attention.o, last.mlp.gate_up, last.mlp.down):
         assert set(ops.rows[id(linear.weight)]) == few
-    # The largest size is the maximum number of prompt tokens scored in one pass. It runs first, so that the
-    # memory allocated for it is sufficient for all later passes.
+    # The largest size is the maximum number of prompt tokens that are scored in one pass. It runs first, so
+    # that the memory allocated for it suffices for all later passes.
     logits = ops.rows[id(decoder.head)]
     assert logits == sorted({*few, *gemm_sizes(128)}, reverse=True)
     passes = set(ops.attended)

@@ -1,5 +1,5 @@
-"""Tests of the warm-up steps: any model can run them with any token budget, they use as much memory as the
-largest step, and they cover every kind of step."""
+"""Tests of the warm-up steps. Every model can run them with any token budget. They use as much memory as the
+largest step, and cover every kind of step."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class ThreadRank(Collectives):
-    """One of `size` ranks. All of them share `slots` and `barrier`."""
+    """One rank of a group of `size` ranks, which share `slots` and `barrier`."""
 
     collectives = "threads"
 

@@ -1,11 +1,11 @@
-"""Measures the CPU time that the host needs for each step of one submission with many samples of a long
+"""Measures the CPU time that the host needs for each step of a submission that has many samples of a long
 prompt.
 
-    python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
+python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
 
-No device is used: the block tables are updated on the host, and every sample generates token 1. The intake
-consists of reading the submission from the front's channel and queueing it. After the loss of a replica,
-every sample is a submission of its own; the intake is then that of the slowest submission.
+No device is used: the block tables are updated on the host, and every sample generates token 1. The intake of
+a submission consists of reading it from the front's channel and queueing it. After the loss of a replica, the
+front sends a separate submission for every sample, and the slowest intake of these submissions is reported.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def measure(
     *, prompt: int, samples: int, slots: int, output: int = 70, cached: bool = False, resumed: bool = False
 ) -> tuple[IntakeCost, list[StepCost]]:
     """Run the submission to completion. Returns the cost of its intake and of each step. With `cached`, an
-    earlier submission has left the prompt in the prefix cache. With `resumed`, another replica has generated
-    the first tokens of each sample, so every sample is a submission of its own."""
+    earlier submission has left the prompt in the prefix cache. With `resumed`, another replica has already
+    generated the first tokens of each sample, so every sample is a separate submission."""
     blocks = 2 * (prompt + output) // BLOCK_TOKENS + 4 * samples
     scheduler = Scheduler(
         max_num_seqs=slots,
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--slots", type=int, default=256)
     options = parser.parse_args()
-    # Run a small submission first, as a replica does before its first request.
+    # Run a small submission first, because a replica also runs steps before its first request.
     measure(prompt=100, samples=2, slots=4)
     settle_garbage()
     for kind, cached, resumed in (

@@ -18,7 +18,7 @@ FRONT = "front-0"
 
 
 class SimulatedEngine:
-    """An engine on the simulated runner. It records all outputs of the engine."""
+    """An engine on the simulated runner, which records all of its outputs."""
 
     def __init__(self, *, overlap: bool = True, runner: Any = None, **sizes: Any) -> None:
         sizes = {
@@ -36,8 +36,8 @@ class SimulatedEngine:
         self.handles = 0
 
     def submit(self, prompt: list[int] | bytes | int, *, front: str = FRONT, **fields: Any) -> Submit:
-        """Submit `prompt`, given as tokens, as packed tokens or as a length. `fields` are fields of Submit or
-        SamplingParams."""
+        """Submit `prompt`, which is given as tokens, as packed tokens or as a length. `fields` are fields of
+        Submit or of SamplingParams."""
         self.handles += 1
         if isinstance(prompt, int):
             prompt = [(7 * self.handles + i) % VOCAB for i in range(prompt)]
@@ -53,7 +53,7 @@ class SimulatedEngine:
         return submit
 
     def step(self) -> StepPlan | None:
-        """Run one iteration of the loop, and return the plan that it launched."""
+        """Run one iteration of the step loop, and return the plan that it launched."""
         before = len(self.runner.plans)
         result = self.core.step()
         for outputs in result.outputs.values():
@@ -63,7 +63,9 @@ class SimulatedEngine:
         return self.runner.plans[-1] if len(self.runner.plans) > before else None
 
     def waited_for(self) -> bool:
-        """Run one iteration of the loop. Return whether the idle time before its step was counted."""
+        """Run one iteration of the step loop. Return whether the engine counted the idle time before its
+        step.
+        """
         self.runner.gap_us = 7.0
         timing = self.core.step().timing
         assert timing is not None and timing.idle_us in (0.0, 7.0)
@@ -77,7 +79,7 @@ class SimulatedEngine:
         raise AssertionError("the engine did not finish within the step limit")
 
     def told(self, submit: Submit, sample: int = 0) -> tuple[list[int], str]:
-        """Return the tokens and the finish reason of a sample, as sent to its front process."""
+        """Return the tokens and the finish reason of a sample, as they were sent to its front process."""
         mine = [o for o in self.outputs if (o.handle, o.sample) == (submit.handle, sample)]
         return [token for o in mine for token in o.token_ids], mine[-1].finish_reason
 

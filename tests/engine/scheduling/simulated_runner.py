@@ -1,7 +1,7 @@
-"""A runner that simulates the device with Python lists, and the output that it is expected to produce for
-each request.
+"""A runner that simulates the device with Python lists, and the output that is expected of it for each
+request.
 
-The runner's state is built only from plans. An entry of the simulated KV cache contains a token and a digest
+The runner builds its state only from plans. An entry of the simulated KV cache contains a token and a digest
 of the prefix before it, because real keys and values depend on all earlier tokens. Each read uses the slot's
 block table, and raises if the entry was computed for a different prefix. A simulated token therefore depends
 on the same inputs as a real token. The simulation detects wrong block tables, blocks that are reused too
@@ -191,7 +191,9 @@ class Expected:
 
 
 def alone(submit: Submit, sample: int, max_model_len: int) -> Expected:
-    """Return the tokens, finish reason and prompt logprobs that one sample has when it runs alone."""
+    """Return the tokens, finish reason and prompt logprobs that a sample must have. They do not depend on
+    other requests.
+    """
     sampling, prompt = submit.sampling, prompt_of(submit)
     known = prompt + submit.output_token_ids
     digest, scores = 0, None

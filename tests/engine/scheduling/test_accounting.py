@@ -1,4 +1,4 @@
-"""Tests of submissions' final token counts, and of the accounting of credit."""
+"""Tests of the final token counts of submissions, and of how credit is counted."""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ from tests.examples import examples
 
 
 def tokens_of(*blocks: int) -> list[int]:
-    """Return one full block of tokens for each argument. All tokens of a block equal the argument."""
+    """Return the tokens of full blocks, one block for each argument. All tokens of a block equal its
+    argument.
+    """
     return [token for token in blocks for _ in range(BLOCK_TOKENS)]
 
 
@@ -58,7 +60,7 @@ def test_salts_separate_equal_prompts() -> None:
 
 
 def test_a_colliding_digest_is_not_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # All digests are equal, so only the comparison of tokens and parents distinguishes the prompts.
+    # All digests are equal, so prompts can be distinguished only by comparing tokens and parents.
     monkeypatch.setattr(engine.scheduling.block_pool, "sha256", lambda data: hashlib.sha256(b""))
     pool = BlockPool(8)
     cache(pool, tokens_of(1))

@@ -1,5 +1,5 @@
 """Tests of the survey of KV blocks: block states, owners and ages, the limit on the survey's size, and the
-length of its slices."""
+number of blocks read between two steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def survey(engine: SimulatedEngine) -> BlockUse:
 
 
 def owners(use: BlockUse) -> list[str]:
-    """Return the request that owns each described block, or an empty string."""
+    """Return, for each described block, the request that owns it, or an empty string."""
     numbers = array("H", use.owners)
     return ["" if one == NO_OWNER else use.requests[one].request_id for one in numbers]
 
@@ -109,7 +109,9 @@ def test_of_a_larger_pool_every_nth_block_is_described_and_the_size_is_bounded()
 
 
 def test_a_survey_reads_a_bounded_number_of_blocks_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks may change state between slices. Nevertheless, no slice fails and every block is described."""
+    """Blocks may change state between two slices of a survey. Nevertheless, no slice fails and every block is
+    described.
+    """
     monkeypatch.setattr(block_survey, "_SLICE", 4)
     read: list[int] = []
     states = BlockPool.states

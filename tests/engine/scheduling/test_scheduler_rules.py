@@ -28,8 +28,8 @@ def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=128, max_mixed_tokens=40, blocks=32)
     engine.submit(128, max_tokens=100)
     engine.submit(300)
-    # The whole budget applies until a sequence decodes. From then on, the smaller budget applies, and it
-    # includes decodes.
+    # The whole token budget applies until a sequence decodes. From then on, a smaller budget applies, which
+    # includes the decodes.
     plans = [engine.step() for _ in range(9)]
     assert [
         (len(plan.decodes), sum(len(chunk.token_ids) for chunk in plan.chunks)) for plan in plans if plan

@@ -272,8 +272,8 @@ def test_blocks_that_samples_share_count_once_among_those_that_preemption_would_
     while len(engine.outputs) < 6:
         engine.step()
     # The two samples use four blocks: two shared blocks, and one separate block each. One of the two free
-    # blocks is reserved as the watermark. Preemption could therefore not free the seven blocks that are
-    # needed.
+    # blocks is reserved as the watermark. Preempting the samples could therefore not provide the seven blocks
+    # that are needed.
     assert engine.scheduler.pool.available == 2
     large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     engine.drain()

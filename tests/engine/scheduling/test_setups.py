@@ -1,5 +1,4 @@
-"""Tests of the slot setups in plans: forks share one setup, and the size of the setups in a step is
-limited."""
+"""Tests of the slot setups in plans. Forks share one setup, and a step's setups have a limited size."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def test_ended_sequences_are_freed_by_reference_counting(overlap: bool) -> None:
 
 
 def test_idle_time_counts_only_if_a_sequence_was_waiting() -> None:
-    """Before a step with only new sequences, the engine may have been idle for hours. This idle time must not
-    be counted."""
+    """The engine may have been idle for hours before a step that has only new sequences, so this idle time
+    must not be counted."""
     engine = SimulatedEngine(overlap=False)
     engine.submit(40, max_tokens=1)
     assert not engine.waited_for(), "no sequence was waiting before the first step"

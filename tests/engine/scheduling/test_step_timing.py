@@ -22,8 +22,8 @@ class Clock:
 
 
 class Device(SimulatedRunner):
-    """A device on which each step takes `STEP_S`. A step starts with its first kernel or at the end of the
-    previous step, whichever is later."""
+    """A device on which each step takes `STEP_S`. A step starts when its first kernel is launched or when the
+    previous step ends, whichever is later."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(4, 64)
@@ -47,8 +47,8 @@ class Device(SimulatedRunner):
 def test_a_step_of_an_idle_engine_is_timed_from_the_start_of_its_launch(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step launched while another step runs is timed from the end of that step, so that the times add up to
-    the device's busy time."""
+    """A step that is launched while another step runs is timed from the end of that other step, so that the
+    times add up to the device's busy time."""
     clock = Clock()
     monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     engine = SimulatedEngine(overlap=overlap, runner=Device(clock))

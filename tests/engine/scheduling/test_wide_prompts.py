@@ -1,4 +1,4 @@
-"""Tests that the cost of an additional sample of a long prompt does not depend on the prompt's length."""
+"""Tests that the cost of another sample of a long prompt does not depend on the prompt's length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLES = 40
 
 @pytest.fixture
 def pool_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the references that are added and dropped one by one."""
+    """Count the references to blocks that are added and dropped one by one."""
     calls: Counter[str] = Counter()
     for name in ("share", "release"):
         original = getattr(BlockPool, name)
@@ -37,8 +37,8 @@ def pool_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_samples_share_their_prompts_blocks_in_plans_and_reference_counts(pool_calls: Counter[str]) -> None:
     _, costs = measure(prompt=PROMPT, samples=SAMPLES, slots=64)
-    # The plans list the prompt's blocks once. For each sample, they add one entry for the shared blocks, one
-    # for its copy of the last block, and one for each later block.
+    # The plans list the prompt's blocks once. Each sample adds one entry for the shared blocks, one for its
+    # copy of the last block, and one for each later block.
     assert max(cost.entries for cost in costs) <= PROMPT_BLOCKS + 3 * SAMPLES
     assert sum(cost.entries for cost in costs) <= PROMPT_BLOCKS + 6 * SAMPLES
     assert pool_calls["share"] <= SAMPLES
@@ -55,8 +55,8 @@ def test_samples_that_wait_for_slots_share_their_prompts_blocks_too(pool_calls: 
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_plans_of_a_resumed_request_have_a_bounded_size(cached: bool) -> None:
-    """After the loss of its replica, every sample is a submission of its own, which lists all of its
-    blocks."""
+    """After the loss of its replica, a request is resumed with a separate submission for every sample, each
+    of which lists all of its blocks."""
     _, costs = measure(prompt=4 * PROMPT, samples=2 * SAMPLES, slots=2 * SAMPLES, cached=cached, resumed=True)
     assert sum(cost.entries for cost in costs) >= 2 * SAMPLES * 4 * (PROMPT_BLOCKS - 1)
     assert max(cost.entries for cost in costs) <= MAX_TABLE_ENTRIES + 4 * PROMPT_BLOCKS
@@ -155,7 +155,8 @@ def test_reading_a_long_prompt_is_much_faster_than_decoding_a_list_of_its_tokens
     )
     encoded = msgspec.msgpack.encode(tokens)
     read_ms, list_ms = [], []
-    # Other work on the machine has little effect on the minimum of several alternating measurements.
+    # Compare the minimum of several alternating measurements, because other work on the machine affects it
+    # little.
     for _ in range(5):
         received, elapsed_ms = receive(submit)
         read_ms.append(elapsed_ms)
