@@ -22,6 +22,7 @@ from appliance.protocol.status import (
     ServiceState,
     SocketStatus,
 )
+from engine.messages import KvDType
 from engine.rank_messages import NO_OWNER as NO_OWNER
 
 Phase = Literal["queued", "prefill", "decode", "ending"]
@@ -218,7 +219,7 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
     """Number of used blocks with more than one reference."""
     block_tokens: int
     kv_bytes: int | None = None
-    kv_cache_dtype: str = ""
+    kv_cache_dtype: KvDType | Literal[""] = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache since the start of the replica."""
@@ -382,7 +383,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ProcessRole = Literal["core", "front", "replica", "worker"]
-ProcessState = ServiceState | FrontState | ReplicaState | Literal[""]
+ProcessState = Literal[ServiceState, FrontState, ReplicaState, ""]
 """State of the service, a front process or a replica; empty for a worker."""
 
 

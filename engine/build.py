@@ -24,6 +24,7 @@ from triton import knobs
 from engine.config import CheckpointError, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import build
+from engine.messages import ModelDType
 from engine.replica_model import DTYPES, ReplicaModel
 from kernels import compiling
 from kernels.limits import MIN_CAPABILITY
@@ -68,7 +69,7 @@ def main() -> int:
 
 def read_served(
     folder: Path,
-    dtype: str | None = None,
+    dtype: ModelDType | None = None,
     *,
     fp8: bool = False,
     kv_fp8: bool = False,

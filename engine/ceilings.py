@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.config import DTYPE_BYTES, EXPERTS, ExpertsConfig, ModelConfig
-from engine.sizing import FP8, parameters
+from engine.config import EXPERTS, ExpertsConfig, ModelConfig
+from engine.messages import WeightsDType
+from engine.sizing import FP8, element_bytes, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,8 @@ class Ceilings:
     fp8_gemm_per_s: float
     attention_per_s: float
 
-    def gemm_rate(self, weights: str) -> float:
-        """Return the GEMM rate in operations per second for weights of dtype `weights`, which may be
-        "fp8"."""
+    def gemm_rate(self, weights: WeightsDType) -> float:
+        """Return the GEMM rate in operations per second for weights of dtype `weights`."""
         return self.fp8_gemm_per_s if weights == FP8 else self.gemm_per_s
 
 
@@ -90,17 +90,16 @@ class MinTimes:
     """Lower bound on the time per prompt token, derived from the layers' GEMMs."""
 
 
-def min_times(config: ModelConfig, device: str, weights: str, ranks: int) -> MinTimes:
+def min_times(config: ModelConfig, device: str, weights: WeightsDType, ranks: int) -> MinTimes:
     """Return lower bounds on the step times of a model on `ranks` devices.
 
-    `device` is an entry of `ReplicaInfo.devices`. `weights` is the dtype of the layers' matrices: a key of
-    DTYPE_BYTES, or "fp8".
+    `device` is an entry of `ReplicaInfo.devices`. `weights` is the dtype of the layers' matrices.
     """
     rates = ceilings(device)
     if rates is None:
         return MinTimes()
     matrices = layer_parameters(config)  # a decode step with one token reads all of these
-    weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
+    weight_bytes = element_bytes(weights)
     head_bytes = 2 * config.vocab_size * config.hidden_size
     return MinTimes(
         step_s=(matrices * weight_bytes + head_bytes) / ranks / rates.bytes_per_s,

@@ -14,7 +14,9 @@ from math import gcd
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from engine.messages import ModelDType
+
+DTYPE_BYTES: dict[ModelDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Unquantised dtypes of weights and KV cache, with their sizes in bytes."""
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
@@ -211,8 +213,8 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     """Attention window of each layer, in tokens. With a window, a token attends to itself and to the window -
     1 tokens before it. None means that it attends to all earlier tokens."""
-    dtype: str
-    """Dtype of the checkpoint, a key of DTYPE_BYTES."""
+    dtype: ModelDType
+    """Dtype of the checkpoint."""
     fp8: bool
     """Whether the checkpoint's matrices are e4m3, with one scale per output, per matrix or per block."""
     fp8_blocks: bool

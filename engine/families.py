@@ -23,6 +23,7 @@ from engine.config import (
     RopeConfig,
 )
 from engine.config_fields import Fields
+from engine.messages import ModelDType
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -343,7 +344,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
     )
 
 
-def _dtype(fields: Fields) -> str:
+def _dtype(fields: Fields) -> ModelDType:
     """Return the field `dtype` (transformers 5) or `torch_dtype` (transformers 4), or float32 if both are
     absent."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
@@ -351,9 +352,10 @@ def _dtype(fields: Fields) -> str:
     if value is None:
         return "float32"
     value = value.removeprefix("torch.") if isinstance(value, str) else value
-    if value not in list(DTYPE_BYTES):
-        raise fields.error(name, f"supported values: {', '.join(DTYPE_BYTES)}")
-    return str(value)
+    for dtype in DTYPE_BYTES:
+        if value == dtype:
+            return dtype
+    raise fields.error(name, f"supported values: {', '.join(DTYPE_BYTES)}")
 
 
 def _quantised(fields: Fields) -> tuple[bool, bool]:

@@ -27,7 +27,12 @@ MAX_BAD_WORDS = 512
 every entry with the output."""
 
 Device = Literal["auto", "cuda", "cpu"]
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+ModelDType = Literal["float32", "bfloat16", "float16"]
+"""Dtype of computation. Matrices and the KV cache have the same dtype unless they are quantised."""
+DType = Literal["auto", ModelDType]
+WeightsDType = Literal[ModelDType, "fp8", "fp8-block"]
+"""Dtype of the layers' matrices. "fp8" has one scale per output, and "fp8-block" one scale per block."""
+KvDType = Literal[ModelDType, "fp8"]
 Quantization = Literal["auto", "fp8"]
 LoadFormat = Literal["safetensors", "dummy"]
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
@@ -112,10 +117,10 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
-    dtype: str
-    weights: str
+    dtype: ModelDType
+    weights: WeightsDType
     """Dtype of the layers' matrices, or "fp8" if they are quantised."""
-    kv_cache_dtype: str
+    kv_cache_dtype: KvDType
     """Dtype of the KV cache, or "fp8" if it is quantised."""
     backend: str
     """Device type: "cpu" or "cuda"."""

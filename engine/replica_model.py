@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.config import ROUTED, ModelConfig, UnsupportedError
+from engine.messages import ModelDType
 from kernels import limits
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ class ReplicaModel:
     kernels on the same GPU."""
 
     config: ModelConfig
-    dtype: str
-    """Dtype of the model, a key of `engine.config.DTYPE_BYTES`."""
+    dtype: ModelDType
+    """Dtype of the model."""
     fp8: bool = False
     """Whether the layers' matrices are quantised to e4m3."""
     kv_fp8: bool = False

@@ -26,7 +26,7 @@ from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
 from engine.kv_memory import RankKvCache
 from engine.launched import StepResults, StreamStep, ThreadStep, read_results, to_host
-from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec
+from engine.messages import BLOCK_TOKENS, DType, KvDType, ModelDType, ReplicaInfo, ReplicaSpec
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
@@ -108,7 +108,7 @@ class ModelRunner:
         self.weights = weights_dtype(self.config, spec.quantization, self.dtype, on_gpu=on_gpu)
         if self.config.fp8_blocks and self.weights == FP8:
             log.info("converting the checkpoint's FP8 block scales to one scale per output")
-        self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
+        self.kv_cache_dtype: KvDType = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
         sizes = self.config, ranks.size, spec.max_num_batched_tokens
         self._captured_sizes = layer_capture_sizes(*sizes) if on_gpu else []
@@ -446,7 +446,7 @@ def _totals(ranks: Ranks, device: torch.device, numbers: Sequence[int]) -> list[
     return totals
 
 
-def _dtype_name(requested: str, config: ModelConfig, device: torch.device) -> str:
+def _dtype_name(requested: DType, config: ModelConfig, device: torch.device) -> ModelDType:
     if requested == "auto":
         return "float32" if device.type == "cpu" else config.dtype
     return requested

@@ -11,11 +11,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from math import gcd
+from typing import Final
 
 from engine.config import DTYPE_BYTES, EXPERTS, CheckpointError, ModelConfig, ModelError, Shard, fp8_block
 from engine.families import read_config
 from engine.memory import CPU_MAX_KV_BYTES, available_host_bytes
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, KvDType, ModelDType, Quantization, WeightsDType
 from engine.model.checkpoint import INDEX, SINGLE, read_entries
 
 __all__ = [
@@ -35,10 +36,10 @@ __all__ = [
     "weights_dtype",
 ]
 
-FP8 = "fp8"
+FP8: Final = "fp8"
 """Name of the dtype for weights or a KV cache in e4m3 with float32 scales. Weights have one scale per
 output."""
-FP8_BLOCKS = "fp8-block"
+FP8_BLOCKS: Final = "fp8-block"
 """Name of the dtype for weights in e4m3 with one float32 scale per block of rows and columns."""
 
 EXPANSION_BLOCKS = 1024
@@ -100,7 +101,7 @@ def parameters(config: ModelConfig) -> int:
     return _parameters(config, config.shard(1, 0))
 
 
-def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: str, tensor_parallel_size: int) -> int:
+def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: KvDType, tensor_parallel_size: int) -> int:
     """Return the size, in bytes, of a KV block on one rank. A block contains the keys and values of
     BLOCK_TOKENS tokens in all layers.
 
@@ -115,9 +116,9 @@ def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: str, tensor_parallel
 def predict(
     config: ModelConfig,
     *,
-    dtype: str,
-    weights: str,
-    kv_cache_dtype: str,
+    dtype: ModelDType,
+    weights: WeightsDType,
+    kv_cache_dtype: KvDType,
     tensor_parallel_size: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -152,7 +153,7 @@ def predict(
     )
 
 
-def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) -> int:
+def weight_bytes(config: ModelConfig, shard: Shard, dtype: ModelDType, weights: WeightsDType) -> int:
     """Return the size, in bytes, of all weights of a rank.
 
     `dtype` is the dtype of the embeddings, the norms and the output matrix. `weights` is the dtype of the
@@ -167,7 +168,16 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) ->
     return matrices + 4 * scales + (_parameters(config, shard) - matrices) * width
 
 
-def weights_dtype(config: ModelConfig, quantization: str, dtype: str, *, on_gpu: bool) -> str:
+def element_bytes(weights: WeightsDType) -> int:
+    """Return the size, in bytes, of an element of the layers' matrices, without its scale."""
+    if weights == FP8:
+        return 1
+    return 1 if weights == FP8_BLOCKS else DTYPE_BYTES[weights]
+
+
+def weights_dtype(
+    config: ModelConfig, quantization: Quantization, dtype: ModelDType, *, on_gpu: bool
+) -> WeightsDType:
     """Return the dtype of the layers' matrices in a replica: `dtype`, "fp8" or "fp8-block".
 
     Matrices with one scale per block keep these scales only in the reference implementation. For the GPU
@@ -252,7 +262,7 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
     return vocabulary + matrices + routers + config.layers * layer + hidden
 
 
-def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
+def _activations(config: ModelConfig, shard: Shard, dtype: ModelDType, tokens: int) -> int:
     """Return the size, in bytes, of the largest set of tensors that exist at the same time in a layer. The
     largest set occurs during attention or during the MLP.
 
@@ -281,7 +291,12 @@ def _feed_forward_activations(config: ModelConfig, shard: Shard, width: int) -> 
 
 
 def _workspace_on_cpu(
-    config: ModelConfig, shard: Shard, dtype: str, weights: str, max_num_seqs: int, max_model_len: int
+    config: ModelConfig,
+    shard: Shard,
+    dtype: ModelDType,
+    weights: WeightsDType,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> int:
     """Return the size, in bytes, of the CPU backend's buffers.
 
@@ -301,8 +316,8 @@ def _workspace_on_cpu(
 def _workspace_on_gpu(
     config: ModelConfig,
     shard: Shard,
-    dtype: str,
-    kv_cache_dtype: str,
+    dtype: ModelDType,
+    kv_cache_dtype: KvDType,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
@@ -324,7 +339,7 @@ def _workspace_on_gpu(
 
 
 def graph_bytes(
-    config: ModelConfig, shard: Shard, dtype: str, max_num_seqs: int, max_num_batched_tokens: int
+    config: ModelConfig, shard: Shard, dtype: ModelDType, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
     """Return the memory, in bytes, that the driver and the memory pools retain for CUDA graphs, excluding the
     logits of decode steps.
@@ -410,7 +425,7 @@ def overlap_split(tokens: int) -> int:
 
 
 def overlap_bytes(
-    config: ModelConfig, dtype: str, tensor_parallel_size: int, max_num_batched_tokens: int
+    config: ModelConfig, dtype: ModelDType, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
     """Return the size, in bytes per GPU, of the buffers for sums that overlap with a pass. For each half,
     they contain this rank's part, all ranks' parts for the rows that this rank sums, and two results
@@ -421,7 +436,7 @@ def overlap_bytes(
 
 
 def captured_bytes(
-    config: ModelConfig, dtype: str, tensor_parallel_size: int, max_num_batched_tokens: int
+    config: ModelConfig, dtype: ModelDType, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
     """Return the memory, in bytes per GPU, of the captured layers and halves of passes with prompts
     (`engine.layer_graphs`, `engine.halves_graphs`).

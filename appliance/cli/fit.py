@@ -21,6 +21,7 @@ from appliance.protocol import precision
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings, SettingsError
 from appliance.settings.convert import Converter
+from engine.messages import KvDType, ModelDType, WeightsDType
 
 
 class FitGpu(msgspec.Struct, kw_only=True):
@@ -50,9 +51,9 @@ class FitReport(msgspec.Struct, kw_only=True):
     remedy: str
     model_type: str
     parameters: int
-    dtype: str
-    weights: str
-    kv_cache_dtype: str
+    dtype: ModelDType
+    weights: WeightsDType
+    kv_cache_dtype: KvDType
     device: str
     """"cuda" or "cpu"."""
     ranks: int

@@ -13,7 +13,7 @@ from appliance.models.gpus import DetectedGpu, find_gpus
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 from engine import sizing
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, KvDType, ModelDType, WeightsDType
 
 _LENGTHS = (1024, 4096, 16_384, 65_536)
 """Sequence lengths in tokens for which the number of concurrent sequences is shown, in addition to the
@@ -55,9 +55,9 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[DetectedGpu]
     """The GPUs for which the prediction was made. Empty if the model runs on the CPU."""
     ranks: int
-    dtype: str
-    weights: str
-    kv_cache_dtype: str
+    dtype: ModelDType
+    weights: WeightsDType
+    kv_cache_dtype: KvDType
     max_model_len: int
     """Length in tokens of the longest sequence that the settings or the checkpoint allow."""
     max_num_seqs: int

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.messages import KvDType, ModelDType, WeightsDType
 from engine.rank_messages import ReplicaStats
 from store.policies import KeyFields, TenantRecord
 from store.structs import KeptText
@@ -80,11 +81,11 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     devices: list[str] = msgspec.field(default_factory=list)
     """One entry for each rank."""
     backend: str = ""
-    dtype: str = ""
+    dtype: ModelDType | Literal[""] = ""
     """Data type used for computation."""
-    weights: str = ""
+    weights: WeightsDType | Literal[""] = ""
     """Data type of the layers' weight matrices: the same as `dtype`, or "fp8"."""
-    kv_cache_dtype: str = ""
+    kv_cache_dtype: KvDType | Literal[""] = ""
     """Data type of the KV cache: the same as `dtype`, or "fp8"."""
     tensor_parallel_size: int = 1
     freed_bytes: int = 0

@@ -16,26 +16,25 @@ from __future__ import annotations
 
 from engine.bench.workloads import EngineWorkload
 from engine.ceilings import Ceilings, layer_parameters, read_parameters
-from engine.config import DTYPE_BYTES, ModelConfig
-from engine.messages import BLOCK_TOKENS
-from engine.sizing import FP8, kv_bytes_per_block
+from engine.config import ModelConfig
+from engine.messages import BLOCK_TOKENS, KvDType, WeightsDType
+from engine.sizing import element_bytes, kv_bytes_per_block
 
 
 def limit(
     config: ModelConfig,
     workload: EngineWorkload,
     device: Ceilings,
-    weights: str,
-    kv_cache_dtype: str,
+    weights: WeightsDType,
+    kv_cache_dtype: KvDType,
     ranks: int = 1,
 ) -> float:
     """Return the best possible result of a workload on `ranks` devices, in the workload's unit.
 
-    `weights` and `kv_cache_dtype` are the dtypes of the layers' matrices and of the KV cache: a key of
-    DTYPE_BYTES, or "fp8". The embeddings, the output matrix and the arithmetic of attention always use 16
-    bits.
+    `weights` and `kv_cache_dtype` are the dtypes of the layers' matrices and of the KV cache. The embeddings,
+    the output matrix and the arithmetic of attention always use 16 bits.
     """
-    weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
+    weight_bytes = element_bytes(weights)
     per_s = device.gemm_rate(weights)
     # The following variables count parameters per rank.
     head = config.vocab_size * config.hidden_size / ranks

@@ -16,7 +16,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.forward import ForwardInput
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, ModelDType
 from engine.model.experts import ExpertChoices, ExpertsLayer
 from engine.model.halves import run_in_halves, split_attention
 from engine.model.kinds import LAYER_KINDS
@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     from engine.halves_graphs import HalvesGraphs
     from engine.layer_graphs import LayerGraphs
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The torch dtype for each key of `engine.config.DTYPE_BYTES`."""
+TORCH_DTYPES: dict[ModelDType, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""The torch dtype for each dtype of a model."""
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -79,7 +83,7 @@ class Decoder:
         experts."""
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
-        name = str(dtype).removeprefix("torch.")
+        name = next(name for name, each in TORCH_DTYPES.items() if each == dtype)
         self.fit = WeightFit(config, self.shard, name, fp8, device, ranks.size, fp8_blocks, memory)
         self.fit.check()
         with self.fit.explained():

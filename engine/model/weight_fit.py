@@ -11,6 +11,7 @@ import torch
 from engine import memory
 from engine.config import ModelConfig, Shard
 from engine.memory import WeightsTooLarge
+from engine.messages import ModelDType, WeightsDType
 from engine.rank_memory import RankMemory
 from engine.sizing import FP8, FP8_BLOCKS, weight_bytes
 
@@ -23,8 +24,8 @@ class WeightFit:
 
     config: ModelConfig
     shard: Shard
-    dtype: str
-    """Dtype of the model, a key of `engine.config.DTYPE_BYTES`."""
+    dtype: ModelDType
+    """Dtype of the model."""
     fp8: bool
     """Whether the layers' matrices are quantised."""
     device: torch.device
@@ -82,6 +83,7 @@ class WeightFit:
         into `most` bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
+        settings: list[tuple[str, ModelDType, WeightsDType]]
         settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]
         if self.dtype == "float32":
             settings.append(('dtype = "bfloat16"', "bfloat16", self._weights if self.fp8 else "bfloat16"))
@@ -91,10 +93,10 @@ class WeightFit:
         return ", or ".join(remedies)
 
     @property
-    def _weights(self) -> str:
+    def _weights(self) -> WeightsDType:
         if not self.fp8:
             return self.dtype
         return FP8_BLOCKS if self.fp8_blocks else FP8
 
-    def _bytes(self, dtype: str, weights: str) -> int:
+    def _bytes(self, dtype: ModelDType, weights: WeightsDType) -> int:
         return weight_bytes(self.config, self.shard, dtype, weights)

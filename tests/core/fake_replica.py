@@ -201,10 +201,8 @@ def info(spec: ReplicaSpec) -> ReplicaInfo:
         "tensor_parallel_size": spec.tensor_parallel_size,
         "load_seconds": 0.1,
     }
-    texts = dict.fromkeys(
-        ("model_type", "dtype", "weights", "kv_cache_dtype", "backend", "collectives"),
-        "fake",
-    )
+    texts = dict.fromkeys(("model_type", "backend", "collectives"), "fake")
+    texts |= dict.fromkeys(("dtype", "weights", "kv_cache_dtype"), "float32")
     numbers = dict.fromkeys(ReplicaInfo.__struct_fields__, 100)
     return ReplicaInfo(**(numbers | texts | known))
 

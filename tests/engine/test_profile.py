@@ -53,9 +53,9 @@ def with_shared_expert(mixture: ModelConfig, width: int) -> ModelConfig:
 
 
 def info(**fields: Any) -> ReplicaInfo:
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = dict.fromkeys(("dtype", "weights", "kv_cache_dtype"), "bfloat16")
     for field in msgspec.structs.fields(ReplicaInfo):
-        made[field.name] = {int: 0, float: 0.0, str: "bfloat16"}.get(field.type, [])
+        made.setdefault(field.name, {int: 0, float: 0.0, str: ""}.get(field.type, []))
     return ReplicaInfo(**made | fields)
 
 

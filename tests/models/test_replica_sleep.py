@@ -62,7 +62,8 @@ def info() -> ReplicaInfo:
         ),
         1,
     )
-    texts = dict.fromkeys(("replica", "model_type", "dtype", "weights", "kv_cache_dtype", "backend"), "x")
+    texts = dict.fromkeys(("replica", "model_type", "backend"), "x")
+    texts |= dict.fromkeys(("dtype", "weights", "kv_cache_dtype"), "float32")
     return ReplicaInfo(**numbers, **texts, devices=["cpu"], tensor_parallel_size=1, load_seconds=1.0)
 
 
