@@ -127,7 +127,7 @@ def test_if_replica_and_front_die_the_whole_reservation_is_charged(service: Simu
     assert used(service) == (2 + 5, 0)
 
 
-def front_of_a_lost_replica(service: SimulatedService) -> FakeFront:
+def front_of_a_failed_replica(service: SimulatedService) -> FakeFront:
     """Return a front whose only request was running on a replica that has died."""
     front, replica = service.new_front(), service.new_replica()
     service.ask(front)
@@ -141,7 +141,7 @@ def front_of_a_lost_replica(service: SimulatedService) -> FakeFront:
 def test_a_lost_replica_keeps_the_reservation_and_the_answer_is_charged_once(
     service: SimulatedService,
 ) -> None:
-    front = front_of_a_lost_replica(service)
+    front = front_of_a_failed_replica(service)
     assert used(service) == (13, 13)
     service.ask_again(front, "r0")
     read_all(service)
@@ -154,7 +154,7 @@ def test_a_lost_replica_keeps_the_reservation_and_the_answer_is_charged_once(
 def test_a_refused_resubmission_is_billed_the_tokens_that_its_client_received(
     service: SimulatedService,
 ) -> None:
-    front = front_of_a_lost_replica(service)
+    front = front_of_a_failed_replica(service)
     service.ask_again(front, "r0")
     read_all(service)
     service.requests.fail_model("m", "the files are gone")
