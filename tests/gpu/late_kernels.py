@@ -67,8 +67,8 @@ def main() -> None:
 
 
 def serve(engine: LocalEngine) -> None:
-    """Send requests of all lengths and sampling variants at random times, so that steps have many different
-    token counts."""
+    """Send requests of all lengths and with all sampling variants at random times, so that steps have many
+    different token counts."""
     draw = random.Random(0)
     handle = 0
     for step in range(STEPS):
@@ -78,14 +78,14 @@ def serve(engine: LocalEngine) -> None:
                 engine.scheduler.add("late", request(draw, handle, engine.info.vocab_size))
         if engine.core.has_work:
             engine.core.step()
-        if step % 100 == 99:  # let the engine become idle, so that short passes with only prompts occur again
+        if step % 100 == 99:  # let the engine become idle, so that short passes without decodes occur again
             while engine.core.has_work:
                 engine.core.step()
     assert handle > 200, "too few requests were sent"
 
 
 def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
-    """Return a request with one prompt. One request in ten has several samples."""
+    """Return a request with one prompt. One in ten requests has several samples."""
     tokens = draw.choice((1, 3, 17, 64, 130, 512, 700, 1500, 4000))
     sampling = SamplingParams(max_tokens=draw.randrange(1, 30), ignore_eos=True, **draw.choice(WAYS))
     return Submit(

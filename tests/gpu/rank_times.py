@@ -1,10 +1,10 @@
-"""`python -m tests.gpu.rank_times`: show what each rank does in the steps of single prompts.
+"""`python -m tests.gpu.rank_times`: show what each rank does during the steps of single prompts.
 
     python -m tests.gpu.rank_times --gpus 4 --shape llama-3.1-70b --layers 40 --fp8 --kv-fp8
 
-For each step with a prompt, there is a line per rank. It shows when the rank began and ended its launch,
-relative to the start of rank 0's launch. It also shows how long each part of the launch took, and how long
-the step took on the device. All times are in milliseconds.
+The program prints a line for each rank and each step with a prompt. The line shows when the rank began and
+ended its launch, relative to the start of rank 0's launch. It also shows how long each part of the launch
+took, and how long the step took on the device. All times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = ("apply", "stage", "replay", "sample", "eager")
 
 
 class Timed:
-    """A runner that records the times of its launches. It forwards everything else to the runner that it
+    """A runner that records the times of its launches. It forwards all other calls to the runner that it
     wraps."""
 
     def __init__(self, runner: ModelRunner) -> None:

@@ -137,7 +137,8 @@ def quantised_norms(memory) -> None:
         case = (hidden, rows, dtype, pdl)
         assert torch.equal(residual, wanted), case
         expected, expected_scales = fused.rms_norm_fp8(wanted, gain, 1e-5)
-        # The squares are summed in a different order, which changes a few results by one step of e4m3.
+        # The kernel sums the squares in another order than the reference, which changes a few results by one
+        # step of e4m3.
         torch.testing.assert_close(scales, expected_scales, rtol=torch.finfo(dtype).eps, atol=0)
         assert (values.float() != expected.float()).float().mean() < 1e-2, case
         torch.testing.assert_close(values.float(), expected.float(), rtol=0.126, atol=0.002)
@@ -203,14 +204,15 @@ def late_rank(memory) -> None:
             torch.cuda.synchronize()
             times.append(began.elapsed_time(ended) / calls)
     if memory.arena.rank == memory.arena.world - 1:
-        # A call takes about 0.05 ms. It would take 1 ms if the ranks kept making each other wait.
+        # A call takes about 0.05 ms. If each rank had to wait for another rank in every call, a call would
+        # take 1 ms.
         assert sorted(times)[2] < 0.3, times
 
 
 def missing_peer(memory) -> None:
     x = torch.ones(3, 8192, dtype=torch.bfloat16, device="cuda")
     residual = torch.zeros_like(x)
-    # The first call loads the kernel. Every rank must take part in it.
+    # Every rank must take part in the first call, which loads the kernel.
     all_reduce.all_reduce_add(x, residual, memory.arena, two_shot=False)
     torch.cuda.synchronize()
     if memory.arena.rank == 0:

@@ -1,5 +1,5 @@
-"""Tests of the engine on a GPU: the demo model's answers must be correct, and tokens must be the same as on
-the CPU."""
+"""Tests of the engine on a GPU. The demo model's answers must be correct, and its tokens must be the same as
+on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_demo_model_answers_its_questions_as_documented(dtype: str) -> None:
 
 
 def test_float16_with_fp8_weights_answers_as_documented() -> None:
-    """GEMMs with few rows use Triton kernels. GEMMs with many rows use the library, which returns
+    """GEMMs with few rows use Triton kernels. GEMMs with many rows use the library, which always returns
     bfloat16."""
     assert share_right(answers(engine("cuda", "float16", weights="fp8"))) >= 0.95
 
@@ -30,8 +30,8 @@ def test_float32_generates_the_tokens_of_the_cpu() -> None:
 def test_bfloat16_generates_the_tokens_of_the_cpu_up_to_near_ties(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """This test uses the Triton kernels, which do not support float32, so it does not run in float32.
-    `scripts/quality --device cuda` records the measurements."""
+    """The Triton kernels do not support float32, so this test uses bfloat16. `scripts/quality --device cuda`
+    records the measurements."""
     parity = measure("cuda")
     with capsys.disabled():
         print(f"\n{parity.summary()}")

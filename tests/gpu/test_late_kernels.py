@@ -1,5 +1,5 @@
-"""Tests that no request makes a ready engine load a kernel, because loading would delay every running
-sequence."""
+"""Tests that an engine that is ready loads no more kernels for requests, because loading a kernel would delay
+every running sequence."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ FULL, SHORT, LAYERS = 4096, 512, 12
 
 
 class LoneRank(_Single):
-    """A single rank that computes passes of FULL tokens in halves."""
+    """A group of one rank, which computes passes of FULL tokens in halves."""
 
     made: PeerOverlap | None = None
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """A rank and its group size, without collectives."""
+    """A rank's number and the size of its group, without collectives."""
 
     size: int
     rank: int
@@ -63,8 +63,8 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
 
 @pytest.fixture(params=["cached", "on disk"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the weights are read from. The case "on disk" is simulated, because files this small are always
-    cached."""
+    """The place from which the weights are read. The case "on disk" is simulated, because files this small
+    are always cached."""
     if request.param == "on disk":
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
 

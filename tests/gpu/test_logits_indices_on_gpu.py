@@ -24,9 +24,9 @@ def _chunk(row: int, start: int, count: int) -> Chunk:
 def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     kv_cache_dtype: str, allowed: float
 ) -> None:
-    """Slots 0 and 1 decode in the same pass as two chunks. One of the chunks continues a prompt that is
-    already partly cached. The last layer's GEMMs have four rows instead of hundreds, so they use different
-    kernels. Keys and values are computed as in a full pass."""
+    """Slots 0 and 1 decode in the same pass as two chunks, one of which continues a prompt that is partly
+    cached. The last layer's GEMMs have four rows instead of hundreds, so they use different kernels. The
+    restriction must not change the keys and values."""
     made = engine("cuda", "bfloat16", kv_cache_dtype=kv_cache_dtype)
     runner = made.runner
     setups = [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]
@@ -42,7 +42,8 @@ def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
         whole = replace(batch.forward, logits_attention=None)
         expected = runner.decoder.forward(whole, runner.steps.kv)[[0, 1, *chunk_results(whole)]].float()
         cache = [tensor.clone() for pool in runner.steps.kv for tensor in pool.tensors()]
-        found = runner.decoder.forward(batch.forward, runner.steps.kv)[:4].float()  # padding comes after
+        # the padding is after the chunks
+        found = runner.decoder.forward(batch.forward, runner.steps.kv)[:4].float()
     for tensor, other in zip((t for pool in runner.steps.kv for t in pool.tensors()), cache, strict=True):
         assert torch.equal(tensor, other)
     assert found.shape == expected.shape == (4, runner.config.hidden_size)

@@ -44,8 +44,8 @@ def unquantised() -> Iterator[LocalEngine]:
 
 
 def _plan(sizes: list[tuple[int, int]], first_block: int = 0) -> tuple[StepPlan, int]:
-    """Return a plan, and the first block that it does not use. The plan has one chunk per slot, given as
-    (cached tokens, new tokens), in blocks from `first_block` on."""
+    """Return a plan, and the number of the first block that the plan does not use. The plan has one chunk per
+    slot, given as (cached tokens, new tokens), in blocks from `first_block` on."""
     blocks, chunks, setups = [], [], []
     for row, (start, count) in enumerate(sizes):
         used = -(-(start + count) // BLOCK_TOKENS)
@@ -63,7 +63,7 @@ def _tokens(row: int, start: int, count: int) -> list[int]:
 def _launched(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
     batch = runner.steps.tables.step_batch(plan)
     hidden = runner.decoder.forward(batch.forward, runner.steps.kv)
-    return runner.decoder.logits(hidden)[: len(plan.chunks)].float()  # padding comes after
+    return runner.decoder.logits(hidden)[: len(plan.chunks)].float()  # the padding is after the chunks
 
 
 def _captured(graphs: PromptGraphs, plan: StepPlan) -> torch.Tensor:
@@ -72,8 +72,8 @@ def _captured(graphs: PromptGraphs, plan: StepPlan) -> torch.Tensor:
 
 
 def _prepared(runner: ModelRunner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
-    """Compute the cached tokens that the plan for these sizes expects, in the same slots and blocks. Return
-    the result of `_plan`."""
+    """Compute the cached tokens that a plan with these sizes expects, in the slots and blocks of that plan.
+    Return the result of `_plan`."""
     plan, taken = _plan(sizes)
     runner.steps.tables.apply(plan)
     context = [Chunk(row, 0, _tokens(row, 0, start), [row]) for row, (start, _) in enumerate(sizes) if start]
@@ -116,15 +116,15 @@ def test_a_captured_prompt_pass_gives_the_logits_of_an_eager_one(
             allowed = max(ALLOWED, QUANTISED_APART * _apart(plain, launched))
     assert _apart(captured, launched) <= allowed
     for found, tensor in zip(cache, [t for pool in runner.steps.kv for t in pool.tensors()], strict=True):
-        # Padding must not be written to the cache: blocks that belong to no prompt are still zero.
+        # Padding must not be written to the cache, so blocks that belong to no prompt must still be zero.
         assert not found[taken:].any()
         if found.dtype == torch.bfloat16:
             assert _apart(found[:taken], tensor[:taken]) <= ALLOWED
 
 
 def test_a_replay_does_not_depend_on_the_previous_one(made: LocalEngine) -> None:
-    """Replays a captured size twice, with a replay of more prompts and cached tokens in between. The logits
-    of both replays must be bitwise equal."""
+    """A captured size is replayed twice, with a replay of more prompts and more cached tokens in between. The
+    logits of the first and the last replay must be bitwise equal."""
     graphs, tables = made.runner.steps.prompt_graphs, made.runner.steps.tables
     assert graphs is not None
     few, after = _plan([(0, 200)])

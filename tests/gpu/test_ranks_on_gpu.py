@@ -112,8 +112,7 @@ def tokens_of(made: LocalEngine) -> list[list[int]]:
 
 
 def plan_of(prompts: list[list[int]]) -> StepPlan:
-    """Return a plan that computes whole prompts. There is one prompt per slot, and each has its own
-    blocks."""
+    """Return a plan that computes whole prompts. Each prompt has a separate slot and separate blocks."""
     blocks, setups, chunks = [], [], []
     for slot, prompt in enumerate(prompts):
         used = -(-(len(prompt) + 1) // BLOCK_TOKENS)
@@ -132,7 +131,7 @@ def whole(runner: ModelRunner, logits: torch.Tensor) -> torch.Tensor:
 @torch.inference_mode()
 def passes(runner: ModelRunner) -> dict[str, torch.Tensor]:
     """Return the hidden states and logits of the last tokens of three prompts, and of one decode step after
-    each prompt. Both are computed eagerly and with captured graphs."""
+    each prompt. Both the prompts and the decodes are computed eagerly and with captured graphs."""
     steps, plan = runner.steps, plan_of(PROMPTS[1:4])
     assert steps.graphs is not None and steps.prompt_graphs is not None
     steps.tables.apply(plan)
@@ -187,8 +186,8 @@ def behind(runner: ModelRunner, sequence: list[int], token: int, params: Samplin
 
 
 def _lowest_kept(scores: torch.Tensor, params: SamplingParams) -> float:
-    """Return the score above which top-k and top-p keep a token even if every score changes by up to
-    NEAR_TIE."""
+    """Return a score such that top-k and top-p keep every token with a higher score, even if all scores
+    change by up to NEAR_TIE."""
     if not params.top_k:
         return -torch.inf
     best = scores.topk(params.top_k).values
@@ -224,12 +223,12 @@ def test_several_gpus_with_both_layouts_of_experts_generate_the_tokens_of_one(
 def compare_with_one_gpu(
     spec: ReplicaSpec, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Compare answers and forward passes of a replica with `changes` on several GPUs with those on one
-    GPU."""
+    """Compare a replica on several GPUs, with `changes` to its settings, with a replica on one GPU: their
+    answers, and the results of their passes."""
     size = changes["tensor_parallel_size"]
     on_several = structs.replace(spec, **changes)
     processes = start_ranks(size, tmp_path / "ranks", "cuda", answer_and_pass, on_several)
-    # Let the ranks finish before the reference engine starts. Processes that share a GPU take turns, which
+    # Let the ranks exit before the reference engine starts. Processes that share a GPU take turns, which
     # slows down ranks that wait for each other.
     first, *others = results(processes, tmp_path / "ranks")
     made = LocalEngine(spec)
@@ -270,8 +269,8 @@ def fp8_passes(member: Member, spec: ReplicaSpec, quantised_rows: range) -> dict
 
 
 def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_path: Path) -> None:
-    """Both cases use the same scales. Results may therefore differ only where a number lies close to the
-    boundary between two e4m3 values."""
+    """Both cases use the same scales, so results may differ only where a number lies close to the boundary
+    between two e4m3 values."""
     spec = spec_of(tmp_path, 2, tensor_parallel_size=2, quantization="fp8")
     fused, separate = (
         results(
@@ -293,7 +292,9 @@ LONG = [[(7 * place + 13 * start) % 900 + 3 for place in range(1900 + start)] fo
 
 @torch.inference_mode()
 def long_passes(runner: ModelRunner) -> list[torch.Tensor]:
-    """Return the hidden states of the last tokens of LONG from ten passes over the same blocks."""
+    """Return the hidden states of the last tokens of the prompts in LONG, from ten passes over the same
+    blocks.
+    """
     plan = plan_of(LONG)
     runner.steps.tables.apply(plan)
     found = []
@@ -359,8 +360,8 @@ def generate_until_failure(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
 def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usable(
     kv_heads: int | None, size: int, tmp_path: Path
 ) -> None:
-    """The demo model's rows cannot be divided into the units that peer memory transfers, so its all-reduces
-    use NCCL."""
+    """The demo model's rows cannot be divided into the units that peer memory transfers, so the model's
+    all-reduces use NCCL."""
     spec = spec_of(tmp_path, kv_heads, tensor_parallel_size=size)
     processes = start_ranks(size, tmp_path / "ranks", "cuda", generate_until_failure, spec)
     deadline = time.monotonic() + 180

@@ -55,9 +55,9 @@ def _plain_torch(made: LocalEngine) -> Sampler:
 
 
 def test_a_slot_samples_the_same_token_in_any_batch_and_as_torch_does(made: LocalEngine) -> None:
-    """Of 150 slots with different variants, at most one may differ from torch, and only at a near-tie, where
-    two scores are within 1e-5 of each other, or a token's probability mass is within 2e-6 of the top-p
-    boundary. No slot may differ between batches."""
+    """The test samples in 150 slots with different variants. At most one slot may differ from torch, and only
+    at a near-tie: two scores are within 1e-5 of each other, or a token's probability mass is within 2e-6 of
+    the top-p boundary. No slot may differ between batches."""
     runner = made.runner
     graphs, tables = runner.steps.graphs, runner.steps.tables
     assert graphs is not None
@@ -88,8 +88,8 @@ def test_a_slot_samples_the_same_token_in_any_batch_and_as_torch_does(made: Loca
 def test_batches_with_logits_processors_generate_the_tokens_of_torch(
     made: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both engines replay the same forward graphs, so outputs differ only after a near-tie. At most one of 60
-    outputs may be affected."""
+    """Both engines replay the same graphs of the forward pass, so their outputs differ only after a near-tie.
+    At most one of 60 outputs may be affected."""
     prompts, _ = questions()
     prompts = (prompts * 60)[:60]
     kinds = KINDS + EDITED
@@ -122,8 +122,8 @@ def test_batches_with_logits_processors_generate_the_tokens_of_torch(
 
 
 def test_allowed_tokens_and_bad_words_hold_while_steps_overlap(made: LocalEngine) -> None:
-    """Every sequence of three consecutive tokens that occurs in an answer is banned in all later answers. The
-    other slots have no restrictions."""
+    """Every sequence of three consecutive tokens in an answer is banned in all later answers. The other slots
+    have no restrictions."""
     prompts, _ = questions()
     allowed, seed = b"\x00" * 20 + b"\xff" * 30, 7
     words: set[tuple[int, ...]] = set()

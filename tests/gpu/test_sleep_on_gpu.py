@@ -39,7 +39,7 @@ def used_bytes() -> int:
 
 @pytest.fixture(autouse=True)
 def freed() -> Iterator[None]:
-    """Free the memory that earlier tests and this test have used."""
+    """Free the memory of earlier tests before the test, and the memory of this test after it."""
     gc.collect()
     torch.cuda.empty_cache()
     yield
@@ -85,7 +85,7 @@ def test_the_arena_keeps_addresses_and_graphs_replay_with_the_same_result(
         assert slept.asleep, slept.problem
         assert slept.freed_bytes == held and memory.held_bytes == 0
         assert used - used_bytes() >= held - SLACK
-        # The released memory can be used for something else.
+        # Other tensors can use the released memory.
         other = torch.full((held // 2,), 7, dtype=torch.uint8, device=CUDA)
         assert int(other[-1]) == 7
         del other
@@ -153,8 +153,8 @@ def test_the_demo_model_gives_the_same_answers_in_fifty_rounds_that_leak_nothing
         awake = used_bytes()
         slept = made.change_memory(True)
         assert slept.asleep, slept.problem
-        # torch also keeps memory for other purposes, so the memory use may decrease by up to SLACK less than
-        # the size of the weights and the cache.
+        # torch also keeps memory for other purposes. The decrease may therefore be up to SLACK less than the
+        # size of the weights and the cache.
         assert slept.freed_bytes >= made.info.weight_bytes + made.info.kv_bytes
         assert awake - used_bytes() >= made.info.weight_bytes + made.info.kv_bytes - SLACK
         woken = made.change_memory(False)
