@@ -1,6 +1,6 @@
-"""Error measures for test results, both for the whole tensor and for its worst vector. The worst vector
-matters because a single wrong head of one token would be invisible in a norm over two thousand tokens with 32
-heads each."""
+"""Error measures for test results: the error of the whole tensor, and the error of its worst vector. The
+worst vector matters because a norm over two thousand tokens with 32 heads each would not reveal a single
+wrong head of one token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def worst_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def check_as_torch(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
-    """Assert that the error is at most twice torch's error plus `roundings` rounding errors, over the whole
-    tensor and for the worst vector. One rounding error is a quarter of the dtype's eps, by norm."""
+    """Assert that the error is at most twice torch's error plus `roundings` rounding errors, both over the
+    whole tensor and for the worst vector. In the norm, one rounding error is a quarter of the dtype's eps."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     assert found.shape == exact.shape and found.isfinite().all()
     assert error(found, exact) <= 2 * error(torchs, exact) + more
@@ -34,8 +34,8 @@ def check_as_torch(
 def check_worst(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
-    """Assert the bound of `check_as_torch` for the worst vector only. torch's worst vector may be a different
-    vector, because the error of a sum of only a few terms varies by chance."""
+    """Assert the bound of `check_as_torch` for the worst vector only. torch's own worst vector may be a
+    different one, because the error of a sum of only a few terms varies by chance."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     off, bound = worst_error(found, exact), 2 * worst_error(torchs, exact) + more
     if not off <= bound:

@@ -92,8 +92,8 @@ def make(
     blocks: int = 24,
     seed: int = 0,
 ) -> Case:
-    """Make sequences that share random blocks. Block-table entries past the end of a sequence are invalid, so
-    reading such an entry is an error."""
+    """Make sequences with random blocks, some of them shared. Block-table entries past the end of a sequence
+    are invalid, so reading such an entry is an error."""
     random_ = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ class New:
     rotation: Rotation
 
     def run(self, **options: object) -> torch.Tensor:
-        """Run the kernel. It also writes the new keys and values to the case's cache."""
+        """Run the kernel, which also writes the new keys and values to the case's cache."""
         heads, head_dim = self.case.q.shape[1:]
         case, kv_heads = self.case, self.case.keys.shape[1]
         workspace = kernel.allocate_workspace(len(case.lens), heads, kv_heads, head_dim, self.qkv.device)
@@ -167,8 +167,8 @@ class New:
         return replace(case, q=self.qkv).run(**options)
 
     def expected_case(self, dtype: torch.dtype | None = None) -> Case:
-        """Return the case after the reference implementation has run in `dtype` or, if `dtype` is None, in
-        the case's own dtypes."""
+        """Return the case after the reference implementation has run in `dtype`, or in the case's own dtypes
+        if `dtype` is None."""
         case = self.case
         there = case.lens > 0
         dtype = dtype or case.keys.dtype
@@ -215,7 +215,7 @@ def quantise(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fp8_cache(case: Any) -> Any:
-    """Return a case of decode or prefill attention with its cache in FP8."""
+    """Return a copy of a decode or prefill attention case whose cache is in FP8."""
     keys, k_scales = quantise(case.keys)
     values, v_scales = quantise(case.values)
     return replace(case, keys=keys, values=values, k_scales=k_scales, v_scales=v_scales)

@@ -22,7 +22,7 @@ EVENTS = re.compile(
 
 
 def launch(sequences: int, kv_heads: int, fp8: bool) -> None:
-    """Launch decode attention with a different dtype for each kind of data. PTX then shows which data each
+    """Launch decode attention with a different dtype for each kind of data, so that PTX shows which data each
     load reads. Lengths, slots and angles have 32 bits, page numbers have 64 bits, and the result of the qkv
     GEMM has 16 bits."""
 

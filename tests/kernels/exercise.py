@@ -4,8 +4,9 @@ compute-sanitizer.
     python -m tests.kernels.exercise decode prefill
 
 Tensors are exactly as large as needed, and block-table entries after the end of a sequence name nonexistent
-blocks. Results must be finite. Other tests check that they are correct. Without a GPU, the kernels run in the
-interpreter, in float32 and without the features that it does not support.
+blocks. The program only checks that results are finite; other tests check that they are correct. Without a
+GPU, the kernels run in the interpreter, in float32 and without features that the interpreter does not
+support.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def decode() -> None:
 
 
 def prefill() -> None:
-    """Run prefill attention on chunks with a context that crosses block boundaries, with and without a
-    window. FP8 pages are tested in two ways: read directly, and expanded first."""
+    """Run prefill attention on chunks whose context crosses block boundaries, with and without a window. FP8
+    pages are read directly in one case, and expanded first in another."""
     chunks = [(0, 65), (200, 33), (0, 1), (127, 130)]
     for window in (None, 100):
         case = prefill_cases.make(chunks, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
@@ -75,9 +76,9 @@ def prefill() -> None:
 
 
 def prefill_hopper() -> None:
-    """Run Hopper's prefill attention on more tiles than programs, on chunks with a context that crosses
-    boundaries of blocks and of groups of 128 keys. Keys and values are read from pages, and then from the
-    scratch pool."""
+    """Run Hopper's prefill attention on more tiles than programs, on chunks whose context crosses boundaries
+    of blocks and of groups of 128 keys. Keys and values are read first from pages and then from the scratch
+    pool."""
     if not HOPPER:
         return
     for chunks, heads, kv_heads in (("several chunks", 4, 2), ("across blocks of keys", 3, 3)):
@@ -163,8 +164,8 @@ def mix() -> None:
 
 
 def ship(dtype: torch.dtype) -> None:
-    """Run every shipped plan for weights of type `dtype`, with all fused operations. The interpreter runs
-    only one plan of each form, because it ignores stages and warps."""
+    """Run every shipped plan for weights of type `dtype`, with all fused operations. In the interpreter, run
+    only one plan of each form, because the interpreter ignores stages and warps."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(
@@ -180,7 +181,7 @@ def ship(dtype: torch.dtype) -> None:
 
 def sample() -> None:
     """Sample with every variant over a vocabulary of two and a half chunks, with and without logits
-    processors. Ties make the searches long."""
+    processors. Ties in the logits make the kernels' searches long."""
     params = sampling_cases.MIXED
     draws = sampling_cases._draws(params)
     for step in (0.0, 0.5) if ON_GPU else (0.5,):
@@ -222,7 +223,7 @@ def embed() -> None:
 
 def exchange() -> None:
     """Run the collectives over peer memory on one GPU, which takes the role of each rank in turn. Before each
-    call, all words for that rank's arena have already arrived, so no call has to wait."""
+    call, write to the rank's arena all words that other ranks would send, so that no call has to wait."""
     if not HOPPER:
         return
     # Import these modules here, because Gluon kernels cannot be interpreted on a CPU.

@@ -48,7 +48,9 @@ def quantised(weight: torch.Tensor, values: torch.dtype) -> Fp8Weight:
 
 
 def routed(chosen: torch.Tensor, count: int) -> routes.Routed:
-    """Return the choices with their places and counts, as `route_many` returns them."""
+    """Return the choices of experts with their places and counts, in the form in which `route_many` returns
+    them.
+    """
     tokens = len(chosen)
     block = routes.block_tokens(tokens, count)
     blocks = -(-tokens // block)
@@ -91,12 +93,12 @@ class Case:
 
     @property
     def slack(self) -> float:
-        """Allowed error in addition to twice the reference's error."""
+        """Error that is allowed in addition to twice the reference's error."""
         sums = 4 * max(self.x.shape[1], 64) ** 0.5 * 2**-24
         return torch.finfo(self.dtype).eps / 2 + sums + (4e-3 if self.values is not None else 0)
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return x in the dtype that the GEMMs read, with its scales if the experts are quantised."""
+        """Return x in the dtype that the GEMMs read and, if the experts are quantised, its scales."""
         return (x, None) if self.values is None else linear.quantise(x, values=self.values, pdl=False)
 
     def dequantised(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +127,9 @@ class Case:
         self._check(found, reference.silu_mul(products.to(self.dtype)), F.silu(gate) * up)
 
     def check_down(self, found: torch.Tensor, activations: torch.Tensor) -> None:
-        """Check the weighted sum with the residual. `activations` are in the order of the choices."""
+        """Check the experts' weighted sum with the residual added. `activations` are in the order of the
+        choices.
+        """
         products = self.products(self.dequantised(activations), self.down)
         tokens, top_k = self.chosen.shape
         factors = self.weights.unsqueeze(-1)
@@ -182,9 +186,9 @@ class Case:
         assert error(whole, out.double()) <= 2 * torch.finfo(self.dtype).eps
 
     def check_some(self, plans: LayerPlans, here: range, pdl: bool = False) -> torch.Tensor:
-        """Run a rank that has only the experts in `here`, and return its partial sum. Check that the results
-        of its experts equal those on a rank with all experts. Set the results of all other experts to NaN, so
-        that the sum shows if they are read."""
+        """Run a rank that holds only the experts in `here`, and return its partial sum. Check that the
+        results of these experts equal those on a rank that holds all experts. The results of all other
+        experts are set to NaN, so that the sum becomes NaN if the kernel reads one of them."""
         weight, scale = parts_of(self.gate_up)
         down, down_scale = parts_of(self.down)
         some = slice(here.start, here.stop)
@@ -212,7 +216,7 @@ class Case:
 
         found = up(weight[some], scales[0], here.start)
         assert torch.equal(found[~elsewhere], up(weight, scale, None)[~elsewhere])
-        if torch.are_deterministic_algorithms_enabled():  # undefined memory is NaN
+        if torch.are_deterministic_algorithms_enabled():  # `torch.empty` is filled with NaN
             assert found[elsewhere].isnan().all()
         found[elsewhere] = torch.nan
         if plans.grouped:
@@ -227,8 +231,8 @@ class Case:
         return few.down(*inputs, workspace=self.workspace, first=here.start, **options)
 
     def check_ranks(self, plans: LayerPlans, pdl: bool = False) -> None:
-        """Check that the partial sums of three ranks, each with some of the experts, add up to the sum over
-        all experts."""
+        """Check that the partial sums of three ranks, which each hold some of the experts, add up to the sum
+        over all experts."""
         count = len(parts_of(self.gate_up)[0])
         ranks = [range(1), range(1, count - 1), range(count - 1, count)]
         parts = [self.check_some(plans, here, pdl) for here in ranks]

@@ -22,8 +22,8 @@ STREAM = LayerPlans(ExpertsPlan("stream", 1, 16, 128, 4, stages=2), ExpertsPlan(
 
 
 def launch(tokens: int, held: int, stream: bool = False) -> None:
-    """Run a layer with the shape of Qwen3-30B-A3B on a rank that has `held` of its 128 experts. stream: use
-    FP8 weights and the kernels in `experts_stream`."""
+    """Run a layer with the shape of Qwen3-30B-A3B on a rank that holds `held` of the 128 experts. With
+    `stream`, use FP8 weights and the kernels in `experts_stream`."""
 
     def bf16(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")

@@ -104,7 +104,7 @@ class _Pointer:
         return replace(self, offset=self.offset + offset)
 
     def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the addressed elements and their mask. Raises Fault for an element that does not belong to
+        """Return the addresses of the accessed elements, and their mask. Raises Fault for an element outside
         the tensor."""
         everywhere = torch.as_tensor(True if mask is None else mask)
         place, mask = torch.broadcast_tensors(torch.as_tensor(self.offset).long(), everywhere)
@@ -221,8 +221,8 @@ class _Language:
         barrier.init(count)
 
     def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
-        """Arrive at a barrier from one thread. This thread knows the events of other warps only if an earlier
-        barrier ordered them before it."""
+        """Arrive at a barrier from one thread. The thread can vouch for events of other warps only if an
+        earlier barrier ordered these events before the arrival."""
         if pred:
             self.program.pause()
             barrier.arrive(count, self.program.current.known)

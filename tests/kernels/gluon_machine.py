@@ -2,11 +2,11 @@
 products.
 
 Each partition is a Python thread, and so is the copy engine. Only one thread runs at a time, and a seed
-selects the next thread at every asynchronous operation. Nevertheless, a race is found even if the executed
-order does not expose it. Every copy and product is an event, and each partition tracks the set of events that
-happened before its current point. Arrivals and waits at barriers pass these sets on (happens-before, Lamport
-1978). Two kinds of access are faults: a read that is not ordered after the write of its data, and a write
-that is not ordered after earlier reads of the same memory.
+selects the next thread at every asynchronous operation. Races are found even if the executed order does not
+expose them. For this purpose, every copy and product is an event, and each partition tracks the set of events
+that happened before its current point. Arrivals and waits at barriers pass these sets on (happens-before,
+Lamport 1978). Two kinds of access are faults: a read that is not ordered after the write of its data, and a
+write that is not ordered after earlier reads of the same memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ size of eight rows, after which a swizzle repeats."""
 
 
 class Fault(Exception):
-    """An error that would or could occur on a GPU."""
+    """An error that would occur, or could occur, on a GPU."""
 
 
 class Deadlock(Fault):
@@ -35,12 +35,12 @@ class Deadlock(Fault):
 
 
 class _Stopped(BaseException):
-    """Raised in all other partitions after a fault in one partition."""
+    """Raised in a partition after a fault in another partition."""
 
 
 @dataclass(eq=False)
 class Partition:
-    """A group of warps. A set of events is a bit mask with one bit per event."""
+    """A group of warps. Each set of events is a bit mask with one bit per event."""
 
     name: str
     warps: int
@@ -110,7 +110,7 @@ class Barriers:
 
 
 class Memory:
-    """The memory of one allocation. Unwritten elements are NaN."""
+    """The memory of one allocation. Elements that have not been written are NaN."""
 
     def __init__(self, elements: int, dtype: torch.dtype) -> None:
         self.name, self.data = "", torch.full((elements,), float("nan"), dtype=dtype)
@@ -159,8 +159,8 @@ class Shared:
         return self.memory.data[self.places]
 
     def claim(self, event: int, by: Partition) -> None:
-        """Record a write that is about to happen. Raises Fault if an earlier read or write of the same memory
-        is not known to be complete."""
+        """Record a write that is about to happen. Raises Fault unless all earlier reads and writes of the
+        same memory are known to be complete."""
         memory = self.memory
         for granule in self._granules:
             if memory.readers[granule] & ~by.known:
@@ -171,8 +171,8 @@ class Shared:
 
 
 def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
-    """Return the memory layout of a tile. The tile is stored as panels: each has all rows, and is as wide as
-    the swizzle. If the shape has more dimensions than the layout, the leading dimensions count tiles."""
+    """Return the memory layout of a tile. The tile is stored as panels, which have all rows and are as wide
+    as the swizzle. If the shape has more dimensions than the layout, the leading dimensions count tiles."""
     columns, rows = shape[-1], prod(shape[-layout.rank : -1])
     width = min(columns, layout.swizzle_byte_width * 8 // layout.element_bitwidth or columns)
     panels = torch.arange(prod(shape)).view(-1, columns // width, rows, width)
@@ -247,7 +247,9 @@ class Program:
             raise self._fault
 
     def specialize(self, parts: list[tuple[Callable[[], None], str, int]]) -> None:
-        """Run functions concurrently. Each item contains a function, its name and its number of warps."""
+        """Run functions concurrently, one per partition. Each item contains a function, its name and its
+        number of warps.
+        """
         parent = self.current
         children = [
             Partition(f"partition {n} ({name})", warps, parent.known)
@@ -262,8 +264,8 @@ class Program:
             parent.known |= child.known
 
     def pause(self, ready: Callable[[], bool] = lambda: True, waits_for: Callable[[], str] = str) -> None:
-        """Let another partition or the copy engine run. Returns when this partition is ready and has been
-        selected again."""
+        """Let another partition or the copy engine run. Return when this partition is ready and selected
+        again."""
         self.current.ready, self.current.waits_for = ready, waits_for
         self._pass_on(self.current)
 
@@ -287,7 +289,9 @@ class Program:
         return me.products[-1]
 
     def retire(self, outstanding: int) -> None:
-        """Retire products in order. Each warp waits only for its own part of a product."""
+        """Wait for the oldest products until at most `outstanding` of them are unfinished. Each warp waits
+        only for its own part of a product.
+        """
         me = self.current
         while len(me.products) > outstanding:
             product = me.products.pop(0)

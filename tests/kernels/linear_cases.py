@@ -24,7 +24,7 @@ def random_tensor(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Case:
-    """A GEMM of random matrices, its reference result and its exact result."""
+    """A GEMM with random matrices, its reference result and its exact result."""
 
     def __init__(self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype) -> None:
         self.x = random_tensor(rows, k, seed=1, dtype=dtype)
@@ -115,8 +115,8 @@ def check_fp8(
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
     rounded: torch.dtype = torch.float64,
 ) -> None:
-    """Check an FP8 result. `quantised` is the GEMM's input if that was already quantised. `rounded` is the
-    dtype to which the GEMM may round before its epilogue."""
+    """Check an FP8 result. `quantised` is the input of the GEMM if it was quantised beforehand. `rounded` is
+    the dtype to which the GEMM may round before its epilogue."""
     x = case.normed()
     dequantised = x.double()
     if case.quantised.dtype == torch.float8_e4m3fn:
@@ -137,9 +137,9 @@ def check_fp8(
 def quantised_rows(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x after the norm and quantisation.
 
-    For several rows, use the quantisation kernel that the GEMM launches first, and compare it with the
-    reference here. The reference's values are not used, because the last bit of a row's largest value affects
-    how many other values are rounded.
+    For several rows, run the quantisation kernel that the GEMM launches first, check its result against the
+    reference, and return the kernel's values. The reference's own values are not suitable, because the last
+    bit of a row's largest value affects how many other values are rounded.
     """
     expected, expected_scales = reference.quantise_fp8(case.normed())
     if case.norm is None or len(case.x) == 1:

@@ -1,4 +1,4 @@
-"""Compiles one kernel for a GPU, which does not have to be present. Runs in a separate process, like
+"""Compiles one kernel for a GPU that need not be present. Runs in a separate process, like
 `launches_of_serving`."""
 
 from __future__ import annotations

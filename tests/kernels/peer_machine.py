@@ -1,10 +1,10 @@
 """Runs the kernels of `kernels.triton.all_reduce`, `all_reduce_norm` and `all_gather` for a group of ranks on
-the CPU, over memory that delivers words late.
+the CPU, over simulated peer memory that delivers words late.
 
 The kernels' Python code runs on numpy arrays, with one thread for each program of each rank. Only one thread
 runs at a time, selected by a seed. Words that a rank stores in a peer's arena stay in flight until they are
 delivered, at times and in an order that the seed determines. Ranks run ahead of each other as far as the
-kernel allows. The inline assembly and the threads inside a program are not modelled.
+kernel allows. The simulation does not model the inline assembly or the threads inside a program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BASE = 40
 
 
 class Fault(Exception):
-    """The protocol failed: either a word was overwritten before it was read, or no program can continue."""
+    """An error of the protocol: a word was overwritten before it was read, or no program can continue."""
 
 
 class _Stopped(BaseException):
@@ -63,8 +63,8 @@ class _Pointer:
 
 @dataclass(eq=False)
 class Call:
-    """The arguments and results of an all-reduce on every rank. All arrays begin with the dimensions [world,
-    rows]. `residual` and the results are written."""
+    """The arguments and results of an all-reduce on every rank. The first dimensions of all arrays are
+    [world, rows]. The kernel writes `residual` and the results."""
 
     x: np.ndarray
     residual: np.ndarray
@@ -142,8 +142,8 @@ class Gather:
 
 @dataclass(eq=False)
 class Best:
-    """The arguments and the result of choosing the best of `values [world, rows]` float32 and returning its
-    id from `ids`. The kernel writes `result [world, rows]`."""
+    """The arguments and the result of choosing, for each row, the rank with the largest of `values [world,
+    rows]` float32 and returning the rank's entry of `ids`. The kernel writes `result [world, rows]`."""
 
     values: np.ndarray
     ids: np.ndarray
@@ -172,9 +172,9 @@ class Best:
 
 @dataclass(eq=False)
 class NormCall:
-    """The arguments and results of an all-reduce with a quantised norm on every rank. All arrays begin with
-    the dimensions [world, rows]. `residual` and the results are written. The values are scaled, but not
-    rounded to e4m3."""
+    """The arguments and results of an all-reduce with a quantised norm on every rank. The first dimensions of
+    all arrays are [world, rows]. The kernel writes `residual` and the results. It scales values, but does not
+    round them to e4m3."""
 
     x: np.ndarray
     residual: np.ndarray
@@ -215,8 +215,8 @@ AnyCall = Call | Gather | Best | NormCall
 
 
 class PeerMachine:
-    """A group of ranks with one arena each. `replacements` maps passages in the kernels' source to their
-    replacements. Tests use it to check that a broken protocol is detected."""
+    """A group of ranks with one arena each. `replacements` maps passages of the kernels' source to their
+    replacements, with which tests break the protocol to check that the simulation detects it."""
 
     def __init__(
         self, world: int, programs: int, items: int, seed: int, replacements: dict[str, str] | None = None
@@ -334,8 +334,8 @@ class PeerMachine:
                 self._fault = Fault("every program waits, and no word is in flight")
 
     def _deliver(self) -> None:
-        """Deliver some or all words of a random message in flight. Records a Fault if an unread word is
-        overwritten."""
+        """Deliver some or all words of a random message in flight. Record a Fault if this overwrites an
+        unread word."""
         at = self._random.randrange(len(self._flying))
         rank, places, words = self._flying.pop(at)
         some = self._random.choice((1, len(places) // 2, len(places)))

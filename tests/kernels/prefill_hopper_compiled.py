@@ -1,5 +1,5 @@
-"""Compiles Hopper's prefill attention. Prints, as JSON, the order of its computations and waits, and how
-Triton dispatches work to its warps. Runs in a separate process, like `launches_of_serving`."""
+"""Compiles Hopper's prefill attention. Prints, as JSON, the order of the kernel's computations and waits, and
+how Triton dispatches work to the kernel's warps. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def disassembled(cubin: bytes) -> list[str]:
 
 
 def dispatch(ptx: str) -> list[str]:
-    """Return all pairs of consecutive accesses to shared memory, over all paths through the kernel. `^` is
-    the start, `$` the end, `w` a write, `r` a read, and `b` a barrier of all threads."""
+    """Return all pairs of accesses to shared memory that follow each other on any path through the kernel.
+    `^` is the start, `$` the end, `w` a write, `r` a read, and `b` a barrier of all threads."""
     lines = [line.strip() for line in ptx[ptx.index("\n{\n") :].splitlines()]
     labels: dict[str, list[int]] = {}
     for number, line in enumerate(lines):
@@ -61,8 +61,8 @@ def dispatch(ptx: str) -> list[str]:
             labels.setdefault(label[1], []).append(number)
 
     def place(label: str, jump: int) -> int:
-        """Return the position of the nearest label with this name. The name alone is not sufficient, because
-        the labels of wait loops are not unique."""
+        """Return the position of the nearest label with this name. The name alone is not enough, because
+        several wait loops have labels with the same name."""
         return min(labels[label], key=lambda number: abs(number - jump))
 
     found, seen, following = set(), set(), [(0, "^")]

@@ -1,8 +1,9 @@
 """The plans of all shipped tables without duplicates, and GEMMs that use them. The parity and PDL tests and
-the sanitizer's exercise iterate over these plans, so a newly tuned table is tested as it is shipped.
+the sanitizer's exercise iterate over these plans, so they cover every newly tuned table exactly as it is
+shipped.
 
-Each GEMM here has the row counts and K of a shipped plan, but only two and a half tiles of outputs. It fuses
-as many operations as its form can fuse at the same time.
+Each GEMM has the row counts and K of a shipped plan, but only two and a half tiles of outputs. It fuses as
+many operations as its form can fuse at the same time.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ class Shipped:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Return the pairs of row count and K to test. Each use of the plan covers a range of row counts, and
-        the largest and smallest of these are included. The smallest is one more than half of the largest."""
+        """Return the pairs of row count and K to test. They include the largest and the smallest row count of
+        each range for which a table uses the plan. The smallest is one more than half of the largest."""
         return sorted({(rows, k) for most, k in self.uses for rows in (most, most // 2 + 1)})
 
     @property
     def short_k(self) -> int:
-        """Return the K that takes `stages` + 2 steps, or the smallest shipped K if that is smaller."""
+        """Return a K that takes `stages` + 2 steps of the pipeline, or the smallest shipped K if that is
+        smaller.
+        """
         plan = self.plan
         step = {"gemv": plan.block_k, "stream": plan.warps * plan.block_k}
         least = (plan.stages + 2) * step.get(plan.form, plan.split * plan.block_k)

@@ -21,7 +21,7 @@ BLOCKS, COLUMNS = 24, 3
 @dataclass
 class Pass:
     """A pass over sequences in slots 0, 1, and so on. Slot r has blocks 3r to 3r + 2. Each entry of `tokens`
-    is a pair of slot and position. Attention is computed only for the tokens at `logits_indices`."""
+    is a pair of slot and position. The pass computes attention only for the tokens at `logits_indices`."""
 
     tokens: list[tuple[int, int]]
     logits_indices: list[int]
@@ -64,7 +64,7 @@ def ops() -> object:
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_queries_attend_to_the_tokens_of_their_pass_and_padding_to_nothing(ops: object, padding: int) -> None:
-    """Two sequences decode in the same pass as a chunk with earlier context and a chunk of one token."""
+    """Two sequences decode in the same pass as a chunk that has earlier context and a chunk of one token."""
     tokens = [(1, 70), (0, 5), *((2, at) for at in range(60, 133)), (3, 0)]
     made = Pass(tokens, [0, 1, len(tokens) - 2, len(tokens) - 1])
     (found, pool), (expected, other) = made.attend(ops, padding), made.attend(reference, 0)
@@ -76,8 +76,8 @@ def test_queries_attend_to_the_tokens_of_their_pass_and_padding_to_nothing(ops: 
 
 
 def test_a_pass_of_padding_leaves_the_cache_unchanged(ops: object) -> None:
-    """Warm-up runs padding-only passes to load the kernels before the engine serves requests. These passes
-    must not write to the cache."""
+    """Warm-up runs passes that contain only padding, to load kernels before the engine serves requests. These
+    passes must not write to the cache."""
     made = Pass([(0, 0)] * 3, [], written=False)
     found, pool = made.attend(ops, 3)
     assert found.shape == (3, HEADS, HEAD_DIM) and not found.any()

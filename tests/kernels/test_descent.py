@@ -24,7 +24,9 @@ A, B, C = (GemmPlan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
 
 
 class Timer:
-    """A timer that returns `us(choice)` as the time of a choice, and records the choices that it measures."""
+    """A timer for which choices take `us(choice)` microseconds, and which records the choices that it
+    measures.
+    """
 
     def __init__(self, us: Callable[[Choice], float]) -> None:
         self.us, self.asked = us, list[list[Choice]]()
@@ -44,14 +46,14 @@ def test_a_plan_that_is_slower_alone_is_chosen_if_it_makes_the_layer_faster() ->
 
 
 def test_a_descent_runs_rounds_until_one_gains_next_to_nothing() -> None:
-    # The best plan of linear `a` is faster only when `b` also has its best plan.
+    # The best plan of linear `a` is faster only if `b` has its best plan too.
     def us(choice: Choice) -> float:
         return 100.0 - (10.0 if choice["b"] == B else 0.0) - (10.0 if choice == {"a": B, "b": B} else 0.0)
 
     timer = Timer(us)
     assert descend({"a": A, "b": A}, {"a": [A, B], "b": [A, B]}, timer) == {"a": B, "b": B}
     # Each linear is tried twice, and two changes are confirmed. The descent then stops, because no plan has
-    # changed since.
+    # changed since the last change was confirmed.
     assert [len(asked) for asked in timer.asked] == [2, 2, 2, 2, 2, 2]
     little = Timer(lambda choice: 100.0 - 0.12 * sum(plan == B for plan in choice.values()))
     descend({"a": A, "b": A}, {"a": [A, B, C], "b": [A, B, C]}, little)
@@ -124,7 +126,7 @@ def test_a_shortlist_has_the_known_plans_and_other_plans_that_can_run(dtype: tor
         assert len(plans) == len(set(plans)) and 8 <= len(plans) <= 10
         assert set(plans) >= {choice[one] for choice in begun}
         assert not [plan for plan in plans if plan is not None and problem(plan, rows, one)]
-        # Plans for one row have their own forms. Plans for several rows have the form `tiles` or `dot`.
+        # Plans for one row have separate forms. Plans for several rows have the form `tiles` or `dot`.
         assert {plan.form for plan in plans if plan is not None} > {"tiles"}
 
 

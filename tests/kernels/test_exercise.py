@@ -216,7 +216,7 @@ def test_the_output_of_the_sanitizer_is_parsed(
     assert sanitize.is_clean(outcome) == (count == 0)
 
 
-# racecheck's report from an H200. The test inserts the line numbers of the kernel's current source.
+# This is racecheck's report from an H200. The test inserts the line numbers of the kernel's current source.
 DISPATCH = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Read access at _prefill_hopper+0xf0 in {define}
 =========     and Write access at _prefill_hopper+0x9970 in {define} [49 hazards]

@@ -63,7 +63,7 @@ class Sequence:
 
     def in_order(self, pool: torch.Tensor) -> torch.Tensor:
         """Return a pool's values in token order: `[kv_heads, tokens, ...]` float64."""
-        # View the values as bytes for indexing, because torch cannot index FP8.
+        # torch cannot index FP8, so view the values as bytes.
         raw = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
         return raw[self.table[0]].view(pool.dtype).double().transpose(0, 1).flatten(1, 2)
 
@@ -82,7 +82,7 @@ class Exact:
     pages: int
 
     def worst(self, found: torch.Tensor, *, rounding: float, weight: float, tiny: float) -> float:
-        """Return the largest error of `found`, as a multiple of its bound."""
+        """Return the maximum of the errors of `found`, each divided by its bound."""
         assert found.shape == self.output.shape
         relative = weight + 2 * self.score_error + 2**-21 * self.pages
         bound = rounding * self.output.abs() + relative * self.magnitudes + tiny * self.units

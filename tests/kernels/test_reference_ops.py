@@ -326,7 +326,7 @@ def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) 
 
 
 def test_non_finite_values_of_one_sequence_do_not_reach_another() -> None:
-    """The block-table entries past the end of a sequence are blocks of other sequences."""
+    """The block-table entries past the end of a sequence name blocks of other sequences."""
     keys, values = _pool(2, 8, 10)
     tables = torch.tensor([[1, 9, 9], [2, 3, 4]])
     rows, lens = torch.tensor([0, 1]), torch.tensor([60, 190])

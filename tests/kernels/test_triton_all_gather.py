@@ -35,8 +35,8 @@ def best_of(chosen: random.Random, numbers: np.random.Generator, world: int) -> 
 
 
 def best_wanted(call: Best) -> np.ndarray:
-    """Return the expected result of `engine.parallel.Ranks.best`. It is the id of the largest value (the
-    first one if there are several), or BAD_TOKEN if that value is not finite. NaN counts as larger than any
+    """Return the expected result of `engine.parallel.Ranks.best`: for each row, the id of the largest value
+    (the first one in case of a tie), or BAD_TOKEN if that value is not finite. NaN counts as larger than any
     number."""
     found = []
     for values, ids in zip(call.values.T, call.ids.T, strict=True):

@@ -55,7 +55,7 @@ def test_sequences_may_share_blocks_and_rows() -> None:
 @pytest.mark.parametrize("lens", [[0], [0, 70, 0]], ids=str)
 def test_padding_gives_zeros_and_writes_nothing_else(lens: list[int]) -> None:
     """There are more programs than sequences. The test runs twice: with new tokens that are already in the
-    cache, and with new tokens that the kernel has to write."""
+    cache, and with new tokens that the kernel must write."""
     case, made, config = make(lens), new(make(lens), True), kernel.DecodeConfig(len(lens) + 4, 3)
     for run, expected in ((case.run, case.expected()), (made.run, made.expected_case().expected())):
         out = torch.full((len(lens) + 8, *case.q.shape[1:]), 7.0)
@@ -76,7 +76,7 @@ def test_padding_gives_zeros_and_writes_nothing_else(lens: list[int]) -> None:
 def test_the_result_is_the_same_for_any_split(lens: list[int], extra: int) -> None:
     case = make(lens)
     workspace = kernel.allocate_workspace(16, 4, 2, 16, case.q.device)
-    for _ in range(2):  # the second run starts with the counters left by the first
+    for _ in range(2):  # the second run starts with the counters that the first run left
         close(
             case.run(config=kernel.DecodeConfig(len(lens) + extra, 3), workspace=workspace),
             case.expected(),
@@ -139,8 +139,8 @@ def test_loads_before_the_wait_cannot_return_stale_data() -> None:
     for name, events in kernels.items():
         wait = events.index("griddepcontrol.wait")
         # Of the loads before the wait, only those of the angles may use the L1 cache, because angles never
-        # change. The others bypass it: lengths, slots and, for few sequences, the first page's number and
-        # tiles.
+        # change. All others bypass the L1 cache: lengths, slots and, for few sequences, the number and the
+        # tiles of the first page.
         early = {event for event in events[:wait] if not event.startswith("ld.global.cg.")}
         assert early == {"ld.global.b32"}, name
         assert events[wait + 1] == "griddepcontrol.launch_dependents", name
@@ -190,8 +190,8 @@ def test_all_bits_are_the_same_in_every_run_and_without_pdl(lens: str, fp8: bool
 @pytest.mark.gpu
 @needs_gpu
 def test_fp8_at_64k_tokens_stays_within_a_thousandth_of_float32() -> None:
-    """Compares with exact attention over the values in the FP8 cache. Flat weights test the sum of 65,536
-    small weights; peaked weights are tested too. The rounding error of a result is at most half of its
+    """The test compares with exact attention over the values in the FP8 cache. Flat weights test the sum of
+    65,536 small weights. Peaked weights are tested too. The rounding error of a result is at most half of its
     dtype's eps, or 1.7e-3 by norm."""
     for sharpness in (0.0, 1.0, 30.0):
         case = make([65_536], 32, 8, 128, dtype=torch.bfloat16, device="cuda", blocks=1024)

@@ -293,7 +293,7 @@ def test_the_error_is_at_most_twice_that_of_torch(
     caches), plus half a rounding error of the result. The bound applies to the whole tensor and to the worst
     token and head.
 
-    With some windows, a row may attend to none of the keys in one of its tile's pages. Several head sizes are
+    With some windows, there are tiles in which a row attends to no key of a page. Several head sizes are
     tested, because the rounding of the product with the scale depends on the head size.
     """
     case = make(GPU_CHUNKS[chunks], *shape, window, dtype=dtype, device="cuda", blocks=90)
@@ -323,10 +323,10 @@ def test_all_bits_are_the_same_in_every_run_and_without_pdl(fp8: bool) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_chunk_of_a_64k_sequence_in_fp8_stays_near_float32() -> None:
-    """Compares with exact attention over the values in the FP8 cache. Flat weights test the sum of 65,536
-    small weights; peaked weights are tested too. The rounding error of a result is at most half of its
-    dtype's eps, or 1.7e-3 by norm. Expansion also rounds the keys, and peaked weights magnify that error, as
-    in torch."""
+    """The test compares with exact attention over the values in the FP8 cache. Flat weights test the sum of
+    65,536 small weights. Peaked weights are tested too. The rounding error of a result is at most half of its
+    dtype's eps, or 1.7e-3 by norm. Expanding pages also rounds the keys, and peaked weights magnify that
+    error, as in torch."""
     for sharpness in (0.0, 1.0, 30.0):
         case = make([(65_000, 536)], *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=1024)
         case = fp8_cache(replace(case, q=case.q * sharpness))

@@ -74,8 +74,8 @@ def paged(case: Case, pdl: bool = True, table: torch.Tensor | None = None) -> to
 
 
 def expanded(case: Case, pdl: bool = True, programs: int | None = None) -> torch.Tensor:
-    """Run the kernel on a scratch pool that contains each chunk's blocks one after another, followed by NaN.
-    If `programs` is None, launch one program per multiprocessor."""
+    """Run the kernel on a scratch pool that contains the blocks of all chunks, one chunk after another,
+    followed by NaN. If `programs` is None, launch one program per multiprocessor."""
     rows, chunks, used = [], [], 0
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
@@ -108,8 +108,8 @@ def _prefill(
 
 
 def suited(chunks: list[tuple[int, int]], **changes: Any) -> bool:
-    """Return whether the Hopper kernel supports chunks, given as (context, count), in layers with the shape
-    of Llama-3.1-8B."""
+    """Return whether the Hopper kernel supports the chunks, given as (context, count), in layers with the
+    shape of Llama-3.1-8B."""
     shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16, "window": None} | changes
     spans = [ChunkSpan(0, count, context, row) for row, (context, count) in enumerate(chunks)]
     return suits_hopper(plan_tiles(spans, shape["heads"], shape["kv_heads"]), **shape)
@@ -361,8 +361,8 @@ ORDERS = {
 def test_a_wrong_order_is_detected(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
-    """Each defect is detected in whatever order the partitions run. On a GPU, a defect might go unnoticed for
-    years."""
+    """Each defect is detected whatever the order in which the partitions run. On a GPU, a defect might remain
+    unnoticed for years."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
     interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)
@@ -445,8 +445,9 @@ def test_chunks_may_share_blocks() -> None:
 def test_a_pass_with_a_long_prompt_matches_the_other_kernel(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs `CudaOps` on a pass with decodes and a chunk. The chunk alone would use the other kernel. Both
-    kernels round weights and results to bfloat16, which adds an error of 1.7e-3 each by norm."""
+    """Run `CudaOps` on a pass with decodes and a chunk. Without the decodes, the chunk would use the other
+    kernel. Both kernels round weights and results to bfloat16, and each rounding adds an error of 1.7e-3 by
+    norm."""
     launches = []
     launch = hopper.prefill
 

@@ -129,7 +129,7 @@ def test_ranks_with_some_experts_add_up_to_all(
 )
 def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top_k: int, kind: str) -> None:
     """With 600 tokens and 512 experts, there are more blocks than a program adds up at a time. The groups
-    cover all experts, or only some of them."""
+    cover either all experts or some of them."""
     chosen = choices(kind, tokens, count, top_k)
     counts = chosen.flatten().bincount(minlength=count).tolist()
     end_positions = list(itertools.accumulate(counts))
@@ -165,8 +165,8 @@ def test_a_token_that_is_not_finite_spoils_no_other() -> None:
 @pytest.mark.parametrize("here", [range(6), range(2, 5)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 18, 40])
 def test_the_operations_choose_kernels_by_the_number_of_tokens(tokens: int, here: range) -> None:
-    """Compare both operations with the reference, through every path of `experts`, with all experts and with
-    some of the experts."""
+    """Compare both operations with the reference on every path through `experts`, with all experts and with
+    some of them."""
     made = Case(tokens, 6, 2, 64, 32, torch.float32)
     router = random_tensor(6, 64, seed=6, dtype=torch.float32)
     some = slice(here.start, here.stop)
@@ -244,14 +244,14 @@ def test_the_compiled_kernels_wait_before_they_read_results() -> None:
     names = (*few, "_grouped", "_combine")
     assert set(found) == {*names, *(f"{name} of some experts" for name in names)}
     for name in (name for name in found if name.startswith("_up")):
-        # `down` reads the choices before it waits for `up`, so `down` may start only after `up` has waited
-        # for the kernel before `up`.
+        # `down` reads the choices before it waits for `up`. `down` may therefore start only after `up` has
+        # waited for the kernel that precedes `up`.
         assert found[name][0][:2] == [wait, start]
     for name in (name for name in found if name.startswith("_down")):
         (events,) = found[name]
         before = events[: events.index(wait)]
         assert before[0] == start and set(before[1:]) == {"ld.global"}
-        # Before they wait, the other kernels load the choices, the routing weights and a tile of the matrix.
+        # The other kernels load the choices, the routing weights and a tile of the matrix before they wait.
         assert name.startswith("_down_dot") or len(before) > 3
         assert not name.startswith("_down_stream") or len(before) > 24
     waiting = [name for name in found if name.startswith(("_grouped", "_combine"))]
@@ -381,9 +381,9 @@ def test_8192_tokens_are_accurate(values: torch.dtype | None) -> None:
 def test_pdl_and_graphs_change_no_bit_of_the_experts(
     tokens: int, planned: int, values: torch.dtype | None, stream: bool
 ) -> None:
-    """Run a chain of layers in which each layer's tokens choose different experts than in the previous layer,
-    so a kernel that starts too early reads stale data. `planned` is the number of tokens for which plans are
-    chosen, unless `stream` selects the plans."""
+    """Run a chain of layers in which each layer's tokens choose other experts than in the previous layer, so
+    that a kernel that starts too early reads stale data. The plans are those for `planned` tokens, unless
+    `stream` selects other plans."""
     count, top_k, hidden, width = QWEN
     case = Case(tokens, *QWEN, torch.bfloat16, values=values)
     plans = choose(planned, top_k, count, hidden, width, values or torch.bfloat16)
@@ -409,7 +409,7 @@ def test_pdl_and_graphs_change_no_bit_of_the_experts(
 @on_gpu
 @pytest.mark.gpu
 def test_the_result_of_a_token_does_not_depend_on_runs() -> None:
-    """Programs finish in different orders, but the order of every sum is fixed."""
+    """Programs finish in a different order in each run, but the order of every sum is fixed."""
     for tokens in (16, 700):
         case = Case(tokens, *QWEN, torch.bfloat16)
         plans = choose(tokens, 8, 128, 2048, 768, torch.bfloat16)

@@ -75,7 +75,7 @@ def _check(case: Case, found: routes.Routed, normalised: bool) -> None:
     normed = reference.rms_norm(case.x, case.gain, EPS)
     eps = torch.finfo(case.x.dtype).eps
     torch.testing.assert_close(found.normed, normed, rtol=2 * eps, atol=2 * eps)
-    # Compute the logits from the rounded values that the kernel itself computed.
+    # Compute the expected logits from the rounded values that the kernel itself computed.
     logits = found.normed.double() @ case.router.double().T
     chosen, top_k = found.chosen.long(), case.top_k
     assert chosen.shape == (len(case.x), top_k) and found.chosen.dtype == torch.int32
@@ -131,8 +131,8 @@ def test_a_token_that_is_not_finite_has_distinct_experts_and_spoils_no_other(way
 @pytest.mark.parametrize("way", ["few", "many"])
 @pytest.mark.parametrize("tokens", [1, 9, 200])
 def test_the_choices_of_tokens_that_are_not_padding_are_counted(tokens: int, way: str) -> None:
-    """Counts are added to the totals. With 200 tokens, `route_many` has several blocks of tokens, and the
-    last one is not complete."""
+    """The kernels add the counts to the totals. With 200 tokens, `route_many` has several blocks of tokens,
+    of which the last is incomplete."""
     case = Case(tokens, 13, 3, 32, torch.float32)
     case.live[:1] = 0
     count = ChoiceCount(torch.arange(13, device=DEVICE) * 10, case.live)
@@ -214,7 +214,7 @@ def _chain(case: Case, way: str) -> Callable[[bool], list[torch.Tensor]]:
     workspace = linear.allocate_workspace(DEVICE)
 
     def run(pdl: bool) -> list[torch.Tensor]:
-        """Route four times. Each router reads the previous router's normalised result."""
+        """Route four times. Each router reads the normalised result of the previous one."""
         results, x = [case.x], case.x
         for _ in range(4):
             router = (x, case.gain, EPS, case.router, case.top_k)

@@ -40,7 +40,7 @@ def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
 
 
 def _as_good(found: torch.Tensor, by_torch: torch.Tensor, exact: torch.Tensor) -> None:
-    """Assert that the error against float64 is at most twice the reference's error, plus half a unit in the
+    """Assert that the error against float64 is at most twice the reference's error plus half a unit in the
     last place of the largest value."""
     assert found.shape == by_torch.shape and found.dtype == by_torch.dtype
     exact = exact.to(found.device)
@@ -104,7 +104,7 @@ def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_quantised_results_equal_the_reference(tokens: int, dtype: torch.dtype) -> None:
     """The results of silu_mul are bitwise equal. A norm may sum in a different order, which changes the last
-    bit of a few results before quantisation. After quantisation, these results differ by one step of e4m3."""
+    bit of a few results before quantisation and thus changes their quantised values by one step of e4m3."""
     x, weight = _random(tokens, 4096, dtype=dtype), _random(4096, seed=1, dtype=dtype)
     gate_up = _random(tokens, 2 * 14336, dtype=dtype)
     x[0, :100] = 1e-3
@@ -226,8 +226,8 @@ def test_quantised_pages_have_a_scale_for_each_token_and_head() -> None:
 @on_gpu
 @pytest.mark.parametrize("norm", [False, True])
 def test_quantised_pages_equal_the_reference(norm: bool) -> None:
-    """The cached values are bitwise equal, because they are only copied. The cached keys differ by at most
-    one step of e4m3, where the last bit of the rotation's result decides the rounding."""
+    """Cached values are bitwise equal, because they are only copied. Cached keys differ by at most one step
+    of e4m3, where the last bit of the rotation's result decides how the key is rounded."""
     rope = Rope(32, 8, 128, 300, torch.bfloat16, norm)
     found, found_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
     by_torch, torch_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
@@ -264,7 +264,7 @@ def test_silu_mul_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype:
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
     """Each kernel in the chain reads the output of the previous kernel. The chain is launched with and
-    without PDL. It is also replayed from a graph, with different inputs than at capture."""
+    without PDL, and replayed from a graph with inputs that differ from those at capture."""
     rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
     weight = _random(4096, seed=7, dtype=torch.bfloat16)
     source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)

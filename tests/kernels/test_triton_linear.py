@@ -97,8 +97,8 @@ GAINING = [
 
 
 def poisoned_deferred_norm(out: torch.Tensor, plan: GemmPlan) -> tuple[DeferredNorm, list[torch.Tensor]]:
-    """Allocate a deferred norm for a result like `out`. Returns the deferred norm and the memory that follows
-    it, which must stay unchanged."""
+    """Allocate a deferred norm for a result with the shape of `out`. Returns the deferred norm and the memory
+    that follows it, which must stay unchanged."""
     rows, columns = out.shape
     parts = -(-columns // plan.block_n)
     values = torch.full((rows + 2, columns), POISON, dtype=out.dtype, device=DEVICE)
@@ -244,7 +244,7 @@ def test_an_argument_that_does_not_match_is_reported() -> None:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """Replace the library's FP8 GEMM with one that returns bfloat16 and requires a bfloat16 bias, as torch's
-    GEMM does on every GPU. Returns a list to which each call adds its result's dtype."""
+    GEMM does on every GPU. Return a list to which each call appends the dtype of its result."""
     given = []
 
     def scaled_mm(
@@ -274,7 +274,7 @@ def test_the_librarys_gemm_has_the_models_dtype(extras: tuple[str, ...], library
 
 
 def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> None:
-    """In a sharded model, a GEMM may have no residual from which to derive the result's dtype."""
+    """In a sharded model, a GEMM may have no residual that determines the result's dtype."""
     case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
     quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
     weight = Fp8Weight(case.quantised, case.weight_scale)
@@ -333,7 +333,7 @@ def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 16 == 0], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
-    """For the largest number of rows, the GEMM is computed by the library, which first rounds its result to
+    """The library computes the GEMM with the largest number of rows, and first rounds its result to
     bfloat16."""
     rounded = torch.bfloat16 if dtype == torch.float16 else torch.float64
     for rows in (*ROWS, 200):
@@ -350,8 +350,7 @@ def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.
 
 
 def check_as_good_as_apart(case: Case, plan: GemmPlan) -> None:
-    """Compare a GEMM that applies a deferred norm to x with the same GEMM on an x that is already
-    normalised."""
+    """Compare a GEMM that applies a deferred norm to x with the same GEMM that reads x after the norm."""
     deferred_norm = case.half_normed(7)
     shared = linear.linear(
         deferred_norm.values, case.weight, **case.options_after(deferred_norm), plan=plan
@@ -402,7 +401,7 @@ def sharing_layers(
 
 def check_bits(run: Callable[[bool], list[torch.Tensor]]) -> None:
     """Assert that runs with PDL, repeated runs and graph replays are bitwise equal to a run without PDL.
-    `run` takes a flag that enables PDL, and the first tensor that it returns is its input."""
+    `run` takes a flag that enables PDL, and returns tensors of which the first is its input."""
     expected = run(False)
     assert not any(tensor.isnan().any() for tensor in expected)
     for _ in range(5):

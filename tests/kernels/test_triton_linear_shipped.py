@@ -2,7 +2,7 @@
 
 The tests of parity and PDL need a Hopper GPU (marked `gpu`) and use the shipped row counts and K. The other
 tests run on any machine. They check that every shipped plan is tested and fits into Hopper's shared memory.
-They also check that, for each form, the plan that needs the most shared memory compiles.
+For each form, they also compile the plan that needs the most shared memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_a_gemm_with_a_shipped_plan_is_as_accurate_as_the_reference(shipped: Shi
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_pdl_and_graphs_change_no_bit_of_a_shipped_plan(shipped: Shipped) -> None:
-    """The kernels that write the GEMM's inputs let the GEMM start before the inputs are written."""
+    """The kernels that write the inputs of the GEMM let the GEMM start before the inputs are complete."""
     made = Product(shipped, *shipped.uses[-1], silu=False)
     sources = {
         name: each.view(1, -1) if name == "squares" else each
@@ -130,6 +130,6 @@ def test_the_largest_plan_of_each_form_compiles_to_its_predicted_shared_memory()
     kernels = json.loads(done.stdout)
     assert {"gemv", "dot", "tiles"} <= set(kernels)
     for form, kernel in kernels.items():
-        # `gemv` copies nothing to shared memory, but its warps exchange partial sums there.
+        # `gemv` copies nothing to shared memory, but its warps exchange partial sums through shared memory.
         bound = 4096 if form == "gemv" else BARRIERS - 1
         assert abs(kernel["shared"] - kernel["expected"]) <= bound, kernel

@@ -39,8 +39,8 @@ SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
 
 
 def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype: torch.dtype) -> GemmPlan:
-    """Return a shape's plan, for tokens padded to 8, 16, 32 or 64. A pipeline step has the same number of
-    bytes for every dtype."""
+    """Return the plan for a shape, with tokens padded to 8, 16, 32 or 64. A step of the pipeline has the same
+    number of bytes for every dtype."""
     plan = shape[-1]
     padded = next(most for most in (8, 16, 32, 64) if rows <= most)
     return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)
@@ -63,8 +63,8 @@ def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str,
         events = [event for event in kernel["events"] if event != "load"]
         wait, first_product = events.index("wait"), events.index("product")
         assert events[0] == "launch_dependents", name
-        # Before the wait, the kernel starts one copy of weights per stage, and one copy of rows beyond the
-        # end of x, which transfers no data and only prefetches the descriptor of x.
+        # Before the wait, the kernel starts one copy of weights per stage. It also starts one copy of rows
+        # beyond the end of x, which transfers no data and only prefetches the descriptor of x.
         assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
         assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
         assert kernel["shared"] <= 113 << 10, name  # two programs fit on a multiprocessor

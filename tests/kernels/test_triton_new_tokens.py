@@ -1,4 +1,4 @@
-"""Tests of new tokens in paged decode attention. As in the reference implementation, the kernel normalises,
+"""Tests of new tokens in paged decode attention. Like the reference implementation, the kernel normalises,
 rotates and caches the new tokens, and then attends to them.
 
 The interpreter (CPU, float32) verifies indexing, the norm, the rotation and the cache write. Only the tests
@@ -42,9 +42,8 @@ def _bytes(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _check_cache(found: Case, expected_case: Case) -> None:
-    """Assert that the cache equals the reference's cache bit for bit, except for the new keys. In the new
-    keys, a few elements may differ by one rounding error before or after the rotation, and by one step in
-    e4m3."""
+    """Assert that the cache equals the reference's cache bit for bit, except for the new keys. A few elements
+    of the new keys may differ by one rounding error before or after the rotation, and in e4m3 by one step."""
     position = found.lens[found.lens > 0].long() - 1
     block = found.table.long()[found.rows[found.lens > 0].long(), position // PAGE_TOKENS]
     written = torch.zeros(found.keys.shape[:3], dtype=torch.bool, device=found.keys.device)
@@ -149,8 +148,9 @@ def test_a_non_finite_new_token_affects_only_its_own_sequence(head: int, number:
 
 
 def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], roundings: float) -> None:
-    """Call `again`, which runs `made`, for several lengths. With each length, a different block-table entry
-    is the sequence's last page, which is not shared. Results must be within the bound of `check_as_torch`."""
+    """Call `again`, which runs `made`, for several lengths. Each length uses a different block-table entry
+    for the sequence's last page, which is not shared. Results must be within the bound of `check_as_torch`.
+    """
     case = made.case
     own = torch.arange(len(case.lens), device=case.lens.device) + len(case.keys) - len(case.lens)
     longest = int(case.lens.max())
@@ -220,7 +220,7 @@ NEW_CASES = [
     *(("f16", LLAMA, lens, None) for lens in ("ragged", "mixed", "many")),
     *((kind, LLAMA, "mixed", window) for kind in KINDS for window in (70, 1000)),
     *((kind, shape, "mixed", None) for kind in ("bf16", "fp8") for shape in OTHERS),
-    # Few sequences of a model with many query heads per KV head load their first page early.
+    # For few sequences of a model with many query heads per KV head, the kernel loads the first page early.
     *((kind, (32, 4, 128), lens, None) for kind in ("bf16", "fp8") for lens in ("long", "few")),
 ]
 
@@ -236,10 +236,10 @@ def test_the_error_of_new_tokens_is_at_most_twice_that_of_torch(
     window: int | None,
     norm: bool,
 ) -> None:
-    """The bound is that of `test_the_error_is_at_most_twice_that_of_torch` plus half a rounding error,
+    """The bound of `test_the_error_is_at_most_twice_that_of_torch` is raised by half a rounding error,
     because queries and keys differ from the reference by single rounding errors. In the worst vector, a
-    rounding error may affect a large element. The bound for the worst vector is therefore torch's error with
-    queries that are off by one rounding error."""
+    rounding error may affect a large element. Its bound is therefore the error of torch with queries that are
+    off by one rounding error."""
     dtype, fp8 = KINDS[kind]
     made = _new_on_gpu(GPU_LENS[lens], shape, norm, dtype, fp8, window)
     expected_case = made.expected_case()

@@ -58,7 +58,7 @@ def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
 
 
 def _expected(logits: torch.Tensor, params: list[Params], draws: triton_sampling.Draws) -> torch.Tensor:
-    """Return the reference's tokens. The reference computes row by row, and sorts."""
+    """Return the tokens that the reference samples. The reference sorts, and computes one row at a time."""
     keys = reference.noise_keys(draws.noise_base[draws.slots], draws.positions)
     hashes = reference.token_hashes(0, logits.shape[1], logits.device)
     tokens = []
@@ -195,7 +195,7 @@ def test_ties_with_the_last_kept_token_are_kept(
     levels: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits have only a few different values, so every boundary falls into a tie. With `_FEW` set to 16,
-    most top-k rows use the search for large top-k."""
+    most rows with top-k use the search for large values of top-k."""
     monkeypatch.setattr(triton_sampling, "_FEW", few)
     params = MIXED * 2
     logits = _logits(len(params), 2000, seed=few).clamp(-6, 6)
@@ -206,9 +206,9 @@ def test_ties_with_the_last_kept_token_are_kept(
 
 
 def test_the_search_ends_for_any_logits() -> None:
-    """The logits cover the whole range of float32. Equally spaced thresholds do not converge over such a
-    range, so the search must use thresholds with equally many float32 numbers between them. Some tokens are
-    banned."""
+    """The logits cover the whole range of float32, over which a search with equally spaced thresholds does
+    not converge. The kernel's thresholds must therefore have equally many float32 numbers between them. Some
+    tokens are banned."""
     params = [Params(1.0, top_k=k, top_p=p) for k in (3, 300) for p in (0.4, 1.0)]
     logits = _logits(len(params), 3000, spread=20.0)
     logits = logits.sign() * 10 ** logits.clamp(-30, 30)
@@ -274,8 +274,8 @@ def test_penalties_then_bias_then_bans() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_a_real_vocabulary_draws_the_reference_tokens(dtype: torch.dtype, spread: float) -> None:
-    """At most one of 256 rows may differ, and only at a near-tie: its score must be within 1e-5 of the
-    reference's best score."""
+    """At most one of 256 rows may differ from the reference, and only at a near-tie: its score must be within
+    1e-5 of the reference's best score."""
     generator = torch.Generator("cuda").manual_seed(5)
     logits = (torch.randn(256, 128256, device=DEVICE, generator=generator) * spread).to(dtype)
     for kind in (

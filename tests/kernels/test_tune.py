@@ -1,4 +1,4 @@
-"""Tests that the search chooses the fastest correct plan, with simulated times. Real times can be measured
+"""Tests that the search chooses the fastest correct plan. Times are simulated, because they can be measured
 only on a GPU."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def searched(
 
 
 def plans_of(name: str) -> list[GemmPlan]:
-    """Return candidates that are not the rule-based plan of any of the linears."""
+    """Return the candidate plans for a linear, without the rule-based plans of all linears."""
     rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
     return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
 

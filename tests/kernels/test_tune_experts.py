@@ -1,4 +1,4 @@
-"""Tests of the search for the plans of the experts' GEMMs. Times are measured only on a GPU."""
+"""Tests of the search for the plans of the experts' GEMMs. Times can be measured only on a GPU."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_every_candidate_can_be_run(sizes: tuple, dtype: torch.dtype) -> None:
 def test_the_error_of_plans_is_that_of_the_layer(
     tokens: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compute a layer in the interpreter, once with the correct routing weights and once with other
-    weights. With this seed, the first tokens choose experts that the rank holds, so no result is zero."""
+    """Compute a layer in the interpreter, once with the correct routing weights and once with wrong ones.
+    With this seed, the first tokens choose experts that the rank holds, so no result is zero."""
     torch.manual_seed(0)
     shape = ExpertsShape(torch.float32, 6, 2, 64, 32, held)
     chain = tune.ExpertsChain(shape, tokens, torch.float32, torch.device("cpu"), pdl=False)
@@ -57,8 +57,8 @@ def test_the_error_of_plans_is_that_of_the_layer(
 
 
 class Chain:
-    """A layer with times that depend only on its plans. Wide tiles of `up` and narrow tiles of `down` are
-    fast. The results of one pair of plans are wrong."""
+    """A layer whose times depend only on its plans. Wide tiles of `up` and narrow tiles of `down` are fast.
+    One pair of plans gives wrong results."""
 
     shape = QWEN
     tokens = 8
