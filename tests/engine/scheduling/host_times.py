@@ -1,7 +1,7 @@
 """Measures the CPU time that the host needs for each step of a submission that has many samples of a long
 prompt.
 
-python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
+    python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
 
 No device is used: the block tables are updated on the host, and every sample generates token 1. The intake of
 a submission consists of reading it from the front's channel and queueing it. After the loss of a replica, the
