@@ -21,13 +21,13 @@ class Totals:
 
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Number of prompt tokens of all started submissions. A submission's prompt is counted once, regardless
-    of the number of samples."""
+    """Prompt tokens of all started submissions. A prompt is counted once per submission, however many samples
+    it has."""
     cached_tokens: int = 0
-    """Number of prompt tokens of started submissions that were found in the prefix cache."""
+    """Prompt tokens of started submissions that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
-    tokens, are counted again."""
+    """Tokens computed in prefills. Tokens recomputed after a preemption, including output tokens, are counted
+    again."""
     generated_tokens: int = 0
 
 
@@ -36,16 +36,16 @@ class RequestAccounting:
     credits.
 
     Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each token of
-    a submission's `credit_tokens` is granted back once, as soon as any sample has computed the token, and at
-    the latest when the submission ends.
+    a submission's `credit_tokens` is refunded once: as soon as any sample has computed it, or at the latest
+    when the submission ends.
     """
 
     def __init__(self, credit_seqs: int, credit_tokens: int) -> None:
         self._initial = (credit_seqs, credit_tokens)
         self.returned_seqs = [0] * LEVELS
-        """Sequence credit that has been granted back, per level."""
+        """Sequence credit refunded, per level."""
         self.returned_tokens = [0] * LEVELS
-        """Token credit that has been granted back, per level."""
+        """Token credit refunded, per level."""
         self.totals = Totals()
         self._by_origin: dict[Hashable, dict[int, Submission]] = {}
         self._by_request: dict[str, dict[int, Submission]] = {}
@@ -66,7 +66,7 @@ class RequestAccounting:
 
     @property
     def has_news(self) -> bool:
-        """Whether outputs or final counts have been collected that `take` has not returned yet."""
+        """Whether there are outputs or final counts that `take` has not returned yet."""
         return bool(self._outputs or self._finished)
 
     def find(self, origin: Hashable, handle: int) -> Submission | None:
@@ -87,8 +87,7 @@ class RequestAccounting:
         self._by_request.setdefault(submit.request_id, {})[submission.arrival] = submission
 
     def end_sample(self, sequence: Sequence) -> None:
-        """Count a sequence that has ended. If it was the last sequence of its submission, close the
-        submission."""
+        """Count a finished sequence. If it was the last one in its submission, close the submission."""
         self.returned_seqs[sequence.level] += 1
         submission = sequence.submission
         submission.unfinished -= 1
@@ -98,14 +97,14 @@ class RequestAccounting:
         self.credit(submission, submit.credit_tokens)
         self._finished.append(submission.final_counts())
         # Break the reference cycle between the submission and its sequences. Reference counting then frees
-        # the objects after the last step in flight, and the garbage collector does not have to traverse the
-        # tokens of every prompt.
+        # the objects after the last step in flight, so the garbage collector need not traverse the tokens of
+        # every prompt.
         submission.sequences = []
         _remove(self._by_origin, submission.origin, submit.handle)
         _remove(self._by_request, submit.request_id, submission.arrival)
 
     def refuse(self, origin: Hashable, submit: Submit, reason: str) -> None:
-        """Report a submission that cannot be computed, with an error for each sample and the final counts."""
+        """Report a submission that cannot be computed: an error for each sample, and the final counts."""
         samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
             self.emit(
@@ -131,8 +130,8 @@ class RequestAccounting:
         )
 
     def credit(self, submission: Submission, reached: int) -> None:
-        """Grant back the token credit up to the furthest position that any sample has reached. The credit for
-        a token is granted back only once."""
+        """Refund the token credit up to the furthest position that any sample has reached. Each token is
+        refunded only once."""
         reached = min(reached, submission.submit.credit_tokens)
         if reached > submission.credited_tokens:
             self.returned_tokens[submission.submit.level] += reached - submission.credited_tokens
@@ -146,12 +145,11 @@ class RequestAccounting:
             outputs.append(output)
 
     def forget_outputs(self, origin: Hashable) -> None:
-        """Drop the outputs for an origin whose channel has closed."""
+        """Drop the pending outputs for an origin whose channel has closed."""
         self._outputs.pop(origin, None)
 
     def take(self) -> tuple[dict[Hashable, list[Output]], list[Finished]]:
-        """Return the outputs (by origin) and the final counts that have been collected since the previous
-        call, and clear them."""
+        """Return and clear the outputs (by origin) and the final counts collected since the previous call."""
         taken = self._outputs, self._finished
         self._outputs, self._finished = {}, []
         return taken

@@ -1,4 +1,4 @@
-"""Admits waiting sequences: assigns slots and KV blocks to the sequences, and starts their prefill."""
+"""Admits waiting sequences: assigns slots and KV blocks to them, and starts their prefills."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_SETUP_NUMBERS = 1 << 20
-"""Maximum total size of the setups in one step, counted in token ids. A larger setup is sent alone. Setups
-are sent to the other ranks as part of the plan, and the device waits for the plan. With 5 bytes per id, this
-limit is 5 MiB."""
+"""Maximum total size of the setups in one step, counted in token ids. A larger setup gets a step to itself.
+Setups are sent to the other ranks as part of the plan, and the device waits for the plan. At 5 bytes per id,
+this is 5 MiB."""
 
 MAX_TABLE_ENTRIES = 4096
-"""Maximum number of block table entries in one step. When a step exceeds this number, it admits no further
-sequences. If a long prompt is in the prefix cache, resumed samples of this prompt have few tokens to compute,
-but each sample has one entry for every block of the prompt. Without the limit, 128 samples of 131,000 tokens
-would add 260,000 entries to one step, which takes 0.4 s."""
+"""Maximum number of block table entries in one step. A step that exceeds it admits no further sequences. When
+a long prompt is in the prefix cache, its resumed samples have few tokens to compute, but each needs one entry
+for every block of the prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000 entries to
+one step, which takes 0.4 s."""
 
 
 class Admission:
     """Starts waiting sequences.
 
     All blocks for the prefill of a sequence are allocated on admission, so only decodes can run out of
-    blocks. As many samples of a submission as fit are started together. One sample, the leader, computes the
+    blocks. A submission's samples are started together, as many as fit. One sample, the leader, computes the
     prompt. The other samples, its forks, only occupy slots until the prefill ends, and then share the
-    leader's blocks. Samples that do not fit remain in the waiting queue as separate sequences. When they are
-    admitted, their prompt is found in the prefix cache.
+    leader's blocks. Samples that do not fit remain in the waiting queue as separate sequences. By the time
+    they are admitted, their prompt is in the prefix cache.
     """
 
     def __init__(
@@ -57,23 +57,21 @@ class Admission:
         self._totals = totals
         self._watermark = watermark
         self._setup_numbers = 0
-        """Total size of the setups in the step that is being planned, counted in token ids."""
+        """Total size of the setups in the step being planned, counted in token ids."""
         self._started: list[Sequence] = []
-        """Sequences that are admitted for the first time in the step that is being planned."""
+        """Sequences admitted for the first time in the step being planned."""
         self._blocked: tuple[Sequence, int] | None = None
-        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before the
-        sequence is tried again."""
+        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before it is
+        tried again."""
 
     def begin_step(self) -> None:
         self._setup_numbers = 0
 
     def admit(self, step: ScheduledStep, budget: int, better_than: int = LEVELS) -> int:
-        """Start waiting sequences in order, until a sequence does not fit. Returns the number of scheduled
-        tokens.
+        """Start waiting sequences in order until one does not fit. Returns the number of scheduled tokens.
 
-        Only levels of higher priority than `better_than` (those with lower numbers) are considered. A
-        sequence that must wait because all free slots are reserved for higher priorities delays only
-        sequences of its own level.
+        Considers only levels with a higher priority (lower number) than `better_than`. If all free slots are
+        reserved for higher priorities, a waiting sequence delays only those of its own level.
         """
         given = budget
         for level in range(better_than):
@@ -90,7 +88,7 @@ class Admission:
     def _try_to_start(self, step: ScheduledStep, sequence: Sequence) -> bool:
         """Start a sequence, and as many of its forks as fit, if the step and the block pool have enough
         capacity. Returns whether the sequence was started."""
-        # A preempted sequence can be recomputed only after the tokens of its steps in flight are known.
+        # A preempted sequence can be recomputed only once the tokens of its steps in flight are known.
         if sequence.in_flight or not self._may_fit(sequence):
             return False
         if self._prefills.leaves_out(sequence) or not self._fits_plan(step.plan, sequence):
@@ -114,8 +112,8 @@ class Admission:
                 self._preempt_for_blocks(head)
 
     def _preempt_for_slots(self, level: int) -> None:
-        """Free slots for the waiting sequences of this level and of all other levels that may preempt the
-        same running sequences (`engine.levels`)."""
+        """Free slots for the waiting sequences of this level and of any other level that may preempt the same
+        running sequences (`engine.levels`)."""
         victim = FIRST_VICTIMS[level]
         if self._running.worst_level < victim:
             return
@@ -127,9 +125,9 @@ class Admission:
             self._preemption.free_slots(lacking, victim)
 
     def _preempt_for_blocks(self, sequence: Sequence) -> None:
-        """Free blocks for a waiting sequence by preempting sequences of lower-priority classes. Sequences of
-        lower levels in the same class are also preempted, unless the waiting sequence is urgent and the
-        prompts of its request do not fit into one step."""
+        """Free blocks for a waiting sequence by preempting lower-priority classes. Lower levels of the same
+        class are preempted too, unless the waiting sequence is urgent and its request's prompts do not fit
+        into one step."""
         long = 0 < sequence.submission.submit.urgency < FITS_STEP
         worse_than = level_of(sequence.priority, 0) if long else sequence.level
         if self._running.worst_level > worse_than:
@@ -138,7 +136,8 @@ class Admission:
                 self._preemption.free_blocks(needed - available, worse_than + 1)
 
     def note_batch_size(self, plan: StepPlan) -> None:
-        """Record the step's batch size (number of sequences) in each sequence that starts with this step."""
+        """Record the step's batch size (its number of sequences) in each sequence that starts in this
+        step."""
         if not self._started:
             return
         size = len(plan.decodes) + sum(max(1, len(chunk.sample_slots)) for chunk in plan.chunks)
@@ -149,8 +148,8 @@ class Admission:
         self._started.clear()
 
     def _may_fit(self, sequence: Sequence) -> bool:
-        """Return False if the sequence did not fit in an earlier attempt, and too few blocks have been freed
-        or cached since then."""
+        """Return False if the sequence did not fit earlier and too few blocks have been freed or cached
+        since."""
         if self._blocked is None or not len(self._running):
             return True
         blocked, gains = self._blocked
@@ -158,7 +157,7 @@ class Admission:
 
     def _fits_plan(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Return whether the step's plan has enough space for the sequence's setup and block table entries.
-        The setup and the entries of the step's first sequence always fit."""
+        Those of the step's first sequence always fit."""
         planned = self._setup_numbers
         if planned and planned + setup_numbers(sequence) > MAX_SETUP_NUMBERS:
             return False
@@ -166,17 +165,17 @@ class Admission:
         return not plan.setups or entries <= MAX_TABLE_ENTRIES
 
     def _demand(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the result of `BlockTables.find`, but with the number of available blocks reduced by the
-        reserved blocks (the watermark)."""
+        """Return the result of `BlockTables.find`, with the reserved blocks (the watermark) subtracted from
+        the available ones."""
         hits, needed, available = self._tables.find(sequence)
-        # Reserve no blocks if no sequence is running. Every validated sequence then fits into the pool.
+        # With no sequence running, no blocks are reserved, so every validated sequence fits into the pool.
         return hits, needed, available - (self._watermark if len(self._running) else 0)
 
     def _take_blocks(self, sequence: Sequence) -> int | None:
         """Allocate cached or new blocks for a prefill, and attach as many forks as fit.
 
-        Returns the number of cached blocks. If the sequence does not fit, nothing is allocated, and the
-        result is None.
+        Returns the number of cached blocks. Returns None, and allocates nothing, if the sequence does not
+        fit.
         """
         hits, needed, available = self._demand(sequence)
         if needed > available:
@@ -192,7 +191,7 @@ class Admission:
         return len(hits)
 
     def _choose_forks(self, sequence: Sequence, limit: int) -> list[Sequence]:
-        """Return up to `limit` waiting samples of the same submission that have never started, if enough
+        """Return up to `limit` waiting samples of the same submission that have never been started, as far as
         slots are free."""
         limit = min(limit, self._running.free_for(sequence.level) - 1)
         forks: list[Sequence] = []

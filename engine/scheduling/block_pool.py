@@ -26,8 +26,8 @@ from engine.messages import BLOCK_TOKENS, TOKEN_BYTES, pack_tokens
 
 
 class InvariantError(RuntimeError):
-    """Raised if the scheduler's state is inconsistent. The cause is always a bug in the engine, never a
-    request."""
+    """Raised if the scheduler's state is inconsistent. This is always a bug in the engine, never the fault of
+    a request."""
 
 
 class TokenIds(Protocol):
@@ -40,11 +40,11 @@ class BlockKey(NamedTuple):
     """The key of a full block in the prefix cache."""
 
     digest: bytes
-    """SHA-256 over `parent` and `tokens`."""
+    """SHA-256 of `parent` and `tokens`."""
     parent: bytes
-    """Digest of the previous block. For the first block, it is the digest of the cache salt."""
+    """Digest of the previous block, or of the cache salt for the first block."""
     tokens: bytes
-    """Token ids of the block, packed by `pack_tokens`."""
+    """The block's token ids, packed by `pack_tokens`."""
 
     @property
     def content(self) -> Content:
@@ -52,9 +52,9 @@ class BlockKey(NamedTuple):
 
 
 Content = tuple[bytes, bytes]
-"""The key for looking up a block: the digest of the previous block, and the tokens of the block."""
+"""The key for looking up a block: the previous block's digest and the block's own tokens."""
 _BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS
-"""Size of a full block's packed tokens."""
+"""Size in bytes of a full block's packed tokens."""
 
 
 class Cached(NamedTuple):
@@ -65,10 +65,9 @@ class Cached(NamedTuple):
 
 
 class PrefixChain:
-    """The block keys of one sequence. Each key is computed once, at its first use.
+    """The block keys of one sequence. Each key is computed once, on first use.
 
-    `prompt` is the packed prompt. All chains created by `fork` share the keys of the prompt's full blocks, so
-    these keys are computed only once.
+    `prompt` is the packed prompt. All chains created by `fork` share the keys of the prompt's full blocks.
     """
 
     __slots__ = ("_own", "_prompt", "_root", "_shared")
@@ -79,8 +78,8 @@ class PrefixChain:
         self._shared: list[BlockKey] = []
         """Keys of blocks within the prompt."""
         self._own: list[BlockKey] = []
-        """Keys of the blocks after the prompt's full blocks. The list is empty until the keys of all full
-        blocks of the prompt have been computed."""
+        """Keys of the blocks after the prompt's full blocks. Empty until the keys of all full prompt blocks
+        have been computed."""
 
     @property
     def _shared_blocks(self) -> int:
@@ -96,8 +95,8 @@ class PrefixChain:
         return self._known(index)
 
     def find(self, blocks: dict[Content, Cached], end: int, token_ids: TokenIds) -> list[int]:
-        """Return the blocks of the longest prefix of the sequence that `blocks` contains, but at most `end`
-        blocks. The keys of these blocks are copied, which is faster than computing them."""
+        """Return the blocks of the longest prefix of the sequence found in `blocks`, up to `end` blocks.
+        Their keys are copied from the cache, which is faster than computing them."""
         found: list[int] = []
         keys = self._shared + self._own
         count, shared, prompt, parent = len(keys), self._shared_blocks, self._prompt, self._root
@@ -105,8 +104,7 @@ class PrefixChain:
             if index < count:
                 tokens = keys[index].tokens
             elif index < shared:
-                # This line does the same as `_tokens`. Calling the method instead would double the duration
-                # of the loop.
+                # This duplicates `_tokens`. Calling the method instead would double the loop's duration.
                 tokens = prompt[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
             else:
                 tokens = self._tokens(index, token_ids)
@@ -123,8 +121,8 @@ class PrefixChain:
         return found
 
     def fork(self) -> PrefixChain:
-        """Return a chain that shares the keys of the prompt's blocks with this chain. The keys of later
-        blocks are independent."""
+        """Return a chain that shares the keys of the prompt's blocks with this chain, but not those of later
+        blocks."""
         other = PrefixChain.__new__(PrefixChain)
         other._root = self._root
         other._prompt = self._prompt
@@ -148,8 +146,8 @@ class PrefixChain:
 
 
 class BlockPool:
-    """A pool of `total` KV blocks, numbered from 0. `match` takes time proportional to the number of matched
-    blocks, and `check` to the pool's size. All other operations take constant time per block."""
+    """A pool of `total` KV blocks, numbered from 0. `match` takes time linear in the number of matched
+    blocks, and `check` in the size of the pool. All other operations take constant time per block."""
 
     def __init__(self, total: int, *, prefix_cache: bool = True) -> None:
         if total < 1:
@@ -157,10 +155,10 @@ class BlockPool:
         self.total = total
         self.prefix_cache = prefix_cache
         self.gains = 0
-        """Total number of blocks freed or cached so far. An admission that has failed can succeed only after
-        this number has increased."""
+        """Total number of blocks freed or cached so far. A failed admission can succeed only after this
+        number has increased."""
         self.evictions = 0
-        """Total number of cached blocks that were overwritten because no block was free."""
+        """Total number of cached blocks overwritten because no block was free."""
         self.shared = 0
         """Number of blocks with more than one reference."""
         self._references = [0] * total
@@ -171,15 +169,14 @@ class BlockPool:
         self._may_be_non_finite: set[int] = set()
         self._clears: list[int] = []
         self._cached: OrderedDict[int, float] = OrderedDict()
-        """The cached blocks, least recently used first. The value of each entry is the time (`now`) of the
-        last use."""
+        """The cached blocks, least recently used first. Each value is the time (`now`) of the last use."""
         self.now = 0.0
-        """Monotonic time in seconds, which the scheduler updates in every step. Reading the clock for each
-        block would take longer than releasing the block."""
+        """Monotonic time in seconds, updated by the scheduler in every step. Reading the clock for each block
+        would take longer than releasing the block."""
 
     @property
     def available(self) -> int:
-        """Number of blocks that can be allocated: free blocks and cached blocks."""
+        """Number of blocks that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -196,10 +193,8 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self) -> int:
-        """Allocate a block with one reference. If no block is free, the least recently used cached block is
-        evicted.
-
-        Raises InvariantError if no block is available. Callers must check `available` first.
+        """Allocate a block with one reference. If no block is free, evicts the least recently used cached
+        block. Callers must check `available` first: raises InvariantError if no block is available.
         """
         if self._free:
             block = self._free.pop()
@@ -227,7 +222,7 @@ class BlockPool:
 
     def release(self, block: int) -> None:
         """Drop one reference to a block. A block without references becomes cached if its prefix is known,
-        and free otherwise."""
+        otherwise free."""
         left = self._references[block] - 1
         if left < 0:
             raise InvariantError(f"KV block {block} was released more often than it was referenced")
@@ -242,32 +237,32 @@ class BlockPool:
             self.shared -= 1
 
     def release_table(self, table: list[int]) -> None:
-        """Release all blocks of a block table. The last block is released first, so that eviction removes
-        cached prefixes from their end."""
+        """Release all blocks of a block table, last block first, so that eviction removes cached prefixes
+        from the end."""
         for block in reversed(table):
             self.release(block)
 
     def mark_may_be_non_finite(self, block: int) -> None:
-        """Record that a used block may contain NaN or infinity. The block is zeroed when it is allocated
-        again. The block remains in the prefix cache, because any sequence with the same prefix would compute
-        the same values."""
+        """Record that a used block may contain NaN or infinity, so it is zeroed when next allocated. It
+        remains in the prefix cache, because any sequence with the same prefix would compute the same
+        values."""
         self._may_be_non_finite.add(block)
 
     def mark_non_finite(self, block: int) -> None:
-        """Record that a used block contains NaN or infinity. The block is removed from the prefix cache, and
-        is zeroed when it is allocated again."""
+        """Record that a used block contains NaN or infinity. It is removed from the prefix cache, and zeroed
+        when next allocated."""
         self._forget_key(block)
         self._non_finite.add(block)
         self._may_be_non_finite.add(block)
 
     def take_clears(self) -> list[int]:
-        """Return the blocks allocated since the previous call that must be zeroed before they are written."""
+        """Return the blocks allocated since the previous call that must be zeroed before use."""
         taken, self._clears = self._clears, []
         return taken
 
     def clear(self) -> None:
-        """Forget all cached prefixes. Call after the contents of all blocks have been replaced by zeros.
-        Raises InvariantError if a block is in use."""
+        """Forget all cached prefixes. Call this after zeroing the contents of all blocks. Raises
+        InvariantError if a block is in use."""
         if self.used:
             raise InvariantError(f"{self.used} KV blocks are in use and cannot be cleared")
         for block in self._cached:
@@ -279,7 +274,7 @@ class BlockPool:
         self.gains += 1
 
     def states(self, blocks: range) -> tuple[bytes, bytes]:
-        """Return the states and the ages of the given blocks, encoded as in `BlockUse`."""
+        """Return the states and ages of the given blocks, encoded as in `BlockUse`."""
         cached, now = self._cached, self.now
         references = self._references[blocks.start : blocks.stop : blocks.step]
         states = bytearray(0 if count == 0 else 2 if count == 1 else 3 for count in references)
@@ -295,15 +290,14 @@ class BlockPool:
         return self._keys[block] is not None
 
     def unused_among(self, blocks: Iterable[int]) -> int:
-        """Return how many of the given blocks have no reference. Sharing a block that has no reference
-        reduces `available`."""
+        """Return how many of the given blocks are unreferenced. Sharing an unreferenced block reduces
+        `available`."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def match(self, chain: PrefixChain, token_ids: TokenIds, count: int) -> list[int]:
         """Return the cached blocks of the longest known prefix of the first `count` tokens, without adding
-        references.
-
-        At least one token is never matched, because a step must compute a token to produce logits.
+        references. The last token is never matched, because a step must compute at least one token to produce
+        logits.
         """
         if not self.prefix_cache:
             return []
@@ -313,7 +307,7 @@ class BlockPool:
         """Add a used block to the prefix cache. `key` must cover 64 tokens that have been computed and
         confirmed.
 
-        If the cache already contains another block with the same key, this block is not added.
+        Does nothing if the cache already contains a block with the same key.
         """
         known = self._keys[block] is not None or key.content in self._by_content
         if self.prefix_cache and not known and block not in self._non_finite:
@@ -322,7 +316,7 @@ class BlockPool:
             self.gains += 1
 
     def _forget_key(self, block: int) -> None:
-        """Remove a block from the prefix cache if the cache contains the block."""
+        """Remove a block from the prefix cache if it is there."""
         key, self._keys[block] = self._keys[block], None
         if key is not None:
             del self._by_content[key.content]

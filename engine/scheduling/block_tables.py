@@ -1,10 +1,10 @@
-"""Manages the block tables of sequences: the KV blocks that each sequence uses, and the table entries that
-have been sent to the device.
+"""Manages the sequences' block tables: which KV blocks each sequence uses, and which table entries have been
+sent to the device.
 
-A block belongs to only one sequence, with two exceptions: blocks found in the prefix cache, and blocks shared
-with forks (full blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, the
-block is copied before a sequence writes to it. Full blocks are offered to the prefix cache once their values
-are known to be finite.
+A block belongs to one sequence, except for blocks found in the prefix cache and blocks shared with forks
+(full blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, the block is
+copied before a sequence writes to it. Full blocks are offered to the prefix cache once their values are known
+to be finite.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from engine.scheduling.sequence import Sequence, SharedBlocks, blocks_for
 
 
 class BlockTables:
-    """Updates the blocks of sequences (`Sequence.shared` and `Sequence.table`) and the fields that depend on
-    the blocks. All blocks belong to one pool."""
+    """Updates the sequences' blocks (`Sequence.shared` and `Sequence.table`) and the fields that depend on
+    them. All blocks belong to one pool."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def find(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the cached blocks of a prefill, the number of additional blocks that the prefill needs, and
-        the number of blocks available in the pool."""
+        """Return a prefill's cached blocks, the number of additional blocks it needs, and the number of
+        blocks available in the pool."""
         pool, count = self._pool, sequence.prefill_end
-        # Do not use the prefix cache if prompt log probabilities are requested, because they need the logits
-        # of every prompt token.
+        # Bypass the prefix cache if prompt log probabilities are requested: they need the logits of every
+        # prompt token.
         hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
         return hits, blocks_for(count) - len(hits), pool.available - pool.unused_among(hits)
 
@@ -60,7 +60,7 @@ class BlockTables:
             self.send(plan, fork)
 
     def make_writable(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Make the next position writable by allocating a block or by copying the shared last block. Returns
+        """Make the next position writable: allocate a block, or copy the last block if it is shared. Returns
         False if the pool has no free block."""
         pool, table, slot = self._pool, sequence.table, sequence.slot
         count = sequence.block_count
@@ -83,7 +83,7 @@ class BlockTables:
     def send(self, plan: StepPlan, sequence: Sequence) -> None:
         """Add the sequence's new block table entries to the plan."""
         slot, sent = sequence.slot, sequence.sent_blocks
-        # Shared blocks were already sent before they became shared.
+        # Shared blocks were sent before they became shared.
         new = sequence.table[sent - sequence.shared_blocks :]
         plan.blocks.extend(zip(repeat(slot, len(new)), range(sent, sequence.block_count), new, strict=True))
         sequence.sent_blocks = sequence.block_count
@@ -104,17 +104,15 @@ class BlockTables:
             shared.registered = max(shared.registered, min(end, len(shared.blocks)))
 
     def mark_non_finite(self, sequence: Sequence) -> None:
-        """Remove all blocks of a sequence from the prefix cache, because the sequence computed NaN or
-        infinity."""
+        """Remove all blocks of a sequence that computed NaN or infinity from the prefix cache."""
         for index in range(sequence.block_count):
             self._pool.mark_non_finite(sequence.block(index))
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks.
 
-        Steps in flight may still write to the released blocks. This is safe, because all later plans run
-        after those steps. The blocks are marked, however, because the steps may write NaN or infinity to
-        them.
+        Steps in flight may still write to these blocks, which is safe because all later plans run after those
+        steps. The blocks are marked, however, because the steps may write NaN or infinity.
         """
         if sequence.finite < sequence.position:
             for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):

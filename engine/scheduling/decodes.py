@@ -1,5 +1,5 @@
-"""Schedules the decodes of a step. In each step, a decoding sequence gets one token, and a new block if its
-last block is full."""
+"""Schedules the decodes of a step. Each decoding sequence gets one token, and a new block if its last one is
+full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DecodeScheduler:
         self._preemption = preemption
 
     def schedule(self, step: ScheduledStep) -> bool:
-        """Add a decode for every decoding sequence. Returns whether sequences were preempted to free
+        """Add a decode for every decoding sequence. Returns whether any sequence was preempted to free
         blocks."""
         preempted = False
         decoding = self._running.decoding
@@ -35,8 +35,8 @@ class DecodeScheduler:
         return preempted
 
     def _allocate(self, plan: StepPlan, due: list[Sequence]) -> bool:
-        """For each sequence in `due`, make the next position writable. If the step that samples the
-        sequence's last token has already been launched, the sequence stops decoding instead."""
+        """Make the next position of each sequence in `due` writable, or stop decoding the sequence if the
+        step that samples its last token has already been launched."""
         needy = []
         for sequence in due:
             if sequence.position >= sequence.limit - 1:
@@ -46,8 +46,8 @@ class DecodeScheduler:
         if not needy:
             return False
         needy.sort(key=service_order)
-        # Blocks are assigned in service order, and sequences are preempted in reverse order. A preempted
-        # sequence has therefore received no block in this plan.
+        # Blocks are assigned in service order and sequences are preempted in reverse order, so a preempted
+        # sequence has received no block in this plan.
         victims: list[Sequence] | None = None
         for sequence in needy:
             while sequence.slot >= 0 and not self._tables.make_writable(plan, sequence):

@@ -15,7 +15,7 @@ def check_consistency(
     unfinished: list[Sequence], waiting: WaitingQueue, running: RunningSequences, pool: BlockPool
 ) -> None:
     """Raise InvariantError if slots, waiting queue and blocks do not match the unfinished sequences. Takes
-    time proportional to the number of blocks."""
+    time linear in the number of blocks."""
     holders = Counter(sequence.shared for sequence in unfinished if sequence.shared is not None)
     pool.check([*(sequence.table for sequence in unfinished), *(shared.blocks for shared in holders)])
     for shared, count in holders.items():

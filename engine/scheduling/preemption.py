@@ -12,8 +12,8 @@ from engine.scheduling.waiting import WaitingQueue
 
 
 class Preemption:
-    """Selects and preempts running sequences. Sequences of the lowest-priority level are preempted first, and
-    within a level the youngest sequence."""
+    """Selects and preempts running sequences: the lowest-priority level first, and the youngest sequence
+    first within a level."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Preemption:
 
     def free_slots(self, slots: int, first_victim: int) -> None:
         """Preempt sequences of `first_victim` and all levels of lower priority until `slots` slots have been
-        freed. A fork is preempted without its leader, so that the prefill of the leader continues."""
+        freed. Forks are preempted without their leader, whose prefill continues."""
         running = self._running
         victims = running.scheduled()
         victims = [
@@ -59,7 +59,7 @@ class Preemption:
 
     def free_blocks(self, blocks: int, first_victim: int) -> None:
         """Preempt sequences of `first_victim` and all levels of lower priority until `blocks` blocks have
-        been freed. If preempting all of these sequences would not free enough blocks, none is preempted."""
+        been freed. If preempting all of them would not free enough blocks, none is preempted."""
         victims = [one for one in self._running.scheduled() if one.level >= first_victim]
         shared = {victim.shared for victim in victims if victim.shared is not None}
         if blocks > sum(len(one.table) for one in victims) + sum(len(one.blocks) for one in shared):

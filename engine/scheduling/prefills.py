@@ -15,9 +15,9 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
-    A step that contains a chunk skips the prompts of lower-priority levels. Otherwise, these prompts would
-    make the step longer, and the chunk's submission waits for the whole step. To prevent starvation, a step
-    does not skip prompts in favour of a level L if both of these statements are true:
+    A step that contains a chunk skips the prompts of lower-priority levels. These prompts would lengthen the
+    step, and the chunk's submission has to wait for the whole step. To prevent starvation, a step does not
+    skip prompts in favour of a level L if both of the following hold:
 
     - The previous step skipped prompts in favour of L or of a higher-priority level.
     - Since the last step that skipped no prompt, at least one step has skipped prompts in favour of L.
@@ -28,15 +28,15 @@ class PrefillScheduler:
         self._tables = tables
         self._accounting = accounting
         self._best = LEVELS
-        """Highest-priority level among the chunks of the step that is being planned, or LEVELS if the step
-        contains no chunk."""
+        """Highest-priority level among the chunks of the step being planned, or LEVELS if it has no chunk
+        yet."""
         self._left_out = False
-        """Whether the step that is being planned has skipped a prompt."""
+        """Whether the step being planned has skipped a prompt."""
         self._left_out_for = LEVELS
-        """If the previous step skipped a prompt, the highest-priority level among the chunks of that step,
-        otherwise LEVELS."""
+        """If the previous step skipped a prompt, the highest-priority level among its chunks, otherwise
+        LEVELS."""
         self._left_out_for_since = 0
-        """The levels in favour of which prompts have been skipped since the last step that skipped no prompt.
+        """The levels in whose favour prompts have been skipped since the last step that skipped no prompt.
         Bit `l` represents level `l`."""
 
     def begin_step(self) -> None:
@@ -50,7 +50,7 @@ class PrefillScheduler:
             self._left_out_for, self._left_out_for_since = LEVELS, 0
 
     def leaves_out(self, sequence: Sequence) -> bool:
-        """Return whether the step skips this sequence's prompt, because the step contains a prompt of a
+        """Return whether the step skips this sequence's prompt because it contains a prompt of a
         higher-priority level."""
         again = self._left_out_for <= self._best and self._left_out_for_since >> self._best & 1
         if sequence.level <= self._best or again:
@@ -89,8 +89,8 @@ class PrefillScheduler:
         return end - start
 
     def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
-        """Start decoding a sequence and its forks. The sequence's prefill ends with this chunk. Returns the
-        slots that sample from the chunk."""
+        """Start decoding a sequence and its forks, as the prefill ends with this chunk. Returns the slots
+        that sample from the chunk."""
         for fork in leader.forks:
             fork.leader = None
         if leader.forks:
@@ -98,8 +98,8 @@ class PrefillScheduler:
         group = [leader, *leader.forks]
         leader.forks = []
         for sequence in group:
-            # The last block is shared, so it is not writable yet. `BlockTables.make_writable` copies the
-            # block before the first decode.
+            # The last block is shared and not writable yet. `BlockTables.make_writable` copies it before the
+            # first decode.
             writable = end if len(group) > 1 else sequence.block_count * BLOCK_TOKENS
             sequence.position = end
             sequence.next_allocation = min(writable, sequence.limit - 1)
@@ -111,6 +111,6 @@ class PrefillScheduler:
 
 
 def set_next_check(sequence: Sequence) -> None:
-    """Set `next_check` to the next length at which a block becomes full or the sequence reaches its limit."""
+    """Set `next_check` to the next length at which a block fills up or the sequence reaches its limit."""
     full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
     sequence.next_check = min((full + 1) * BLOCK_TOKENS + 1, sequence.limit)

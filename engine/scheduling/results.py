@@ -15,9 +15,9 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_RELEASED = 16_384
-"""Number of blocks after whose release the remaining cancellations are postponed to the next step. Releasing
-this many blocks takes about 1 ms. Without the limit, cancelling 128 resumed samples of 131,000 tokens would
-release 260,000 blocks at once, and no step would be launched during that time."""
+"""Once this many blocks have been released, the remaining cancellations are postponed to the next step.
+Releasing this many takes about 1 ms. Without the limit, cancelling 128 resumed samples of 131,000 tokens
+would release 260,000 blocks at once, and no step could be launched in the meantime."""
 
 
 class ResultCollector:
@@ -35,9 +35,9 @@ class ResultCollector:
         self._tables = tables
         self._accounting = accounting
         self._cancelled: deque[Sequence] = deque()
-        """Sequences that are waiting to be cancelled."""
+        """Sequences waiting to be cancelled."""
         self._released = 0
-        """Number of blocks that cancellations have released since the last step was planned."""
+        """Number of blocks released by cancellations since the last step was planned."""
 
     def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
         """Process the results of a step. Steps must be collected in the order in which they were
@@ -73,7 +73,7 @@ class ResultCollector:
         self._accounting.totals.generated_tokens += generated
 
     def end(self, sequence: Sequence, finish_reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence without a sampled token. Its last output contains no token."""
+        """End a sequence without a sampled token. Its last output has no token."""
         submission = sequence.submission
         output = Output(submission.submit.handle, sequence.sample, [], finish_reason, error=error)
         if not sequence.announced:
@@ -82,16 +82,16 @@ class ResultCollector:
         self._release(sequence, finish_reason)
 
     def begin_step(self) -> None:
-        """Cancel the sequences that earlier calls to `cancel` have postponed."""
+        """Cancel the sequences whose cancellation was postponed by earlier calls to `cancel`."""
         self._released = 0
         self._cancel_some()
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Cancel sequences of one submission. Sequences that have already ended are skipped. If more than
+        """Cancel sequences of one submission, skipping those that have already ended. If more than
         MAX_RELEASED blocks have been released since the last step was planned, the remaining sequences are
         cancelled in later steps."""
-        # End the forks before their leader. Otherwise, the prefill of the leader would be passed from one
-        # fork to the next.
+        # End the forks before their leader. Otherwise, the leader's prefill would be passed from fork to
+        # fork.
         self._cancelled.extend(reversed(sequences))
         self._cancel_some()
 
@@ -108,8 +108,8 @@ class ResultCollector:
         if sequence.finish_reason:
             return
         if chunk.slot in tokens.non_finite:
-            # End the forks before their leader. Otherwise, the prefill of the leader would be passed from one
-            # fork to the next.
+            # End the forks before their leader. Otherwise, the leader's prefill would be passed from fork to
+            # fork.
             for member in (*reversed(sequence.forks), sequence):
                 self._fail_non_finite(member, chunk.end)
             return
@@ -117,12 +117,12 @@ class ResultCollector:
             if not chunk.samples:
                 sequence.finite = chunk.end
             self._tables.register(sequence, chunk.end)
-        # Identify the results by the slot in the plan. They are valid even if the sequence was preempted
-        # after the step was planned.
+        # Results are identified by their slot in the plan, and are valid even if the sequence has been
+        # preempted since.
         scores = tokens.prompt_logprobs.get(chunk.slot)
         if scores is not None and sequence.prompt_logprobs is not None:
-            # The first log probability belongs to the token at position start + 1. If tokens were recomputed,
-            # the list already contains their log probabilities.
+            # The first log probability belongs to the token at position start + 1. For recomputed tokens, the
+            # list already contains the log probabilities.
             sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - chunk.start - 1 :])
         if not sequence.samples and not sequence.wants_prompt_logprobs:
             self.end(sequence, "length")
@@ -131,11 +131,10 @@ class ResultCollector:
         """Process a token that may end the sequence or fill a block. Returns the finish reason, or "" if the
         sequence continues."""
         if sequence.slot >= 0:
-            # The newest token has been sampled, but its keys and values have not been computed.
+            # The newest token has been sampled, but its keys and values have not been computed yet.
             self._tables.register(sequence, len(sequence.tokens) - 1)
             set_next_check(sequence)
-        # This check is needed because other runners may not suppress stop tokens before min_tokens, as the
-        # sampler does.
+        # Other runners may not suppress stop tokens before min_tokens, as the sampler does.
         if token in sequence.stops and (
             sequence.output_tokens > sequence.submission.submit.sampling.min_tokens
         ):
@@ -170,7 +169,7 @@ class ResultCollector:
         self._accounting.end_sample(sequence)
 
     def _promote_fork(self, leader: Sequence) -> None:
-        """When a leader ends early, pass its prefill to its first fork. This fork becomes the leader of the
+        """Pass the prefill of a leader that ends early to its first fork, which becomes the leader of the
         other forks."""
         successor, *rest = leader.forks
         successor.leader, successor.forks = None, rest
@@ -184,7 +183,7 @@ class ResultCollector:
 
 
 def _announce(sequence: Sequence, output: Output) -> None:
-    """Set those fields of an output that are set only in the first output of a sample."""
+    """Set the output fields that are sent only with a sample's first output."""
     sequence.announced = True
     output.cached_tokens = sequence.cached_tokens
     if sequence.prompt_logprobs is not None and not sequence.wants_prompt_logprobs:

@@ -8,16 +8,14 @@ from engine.levels import LEVELS, TIERS, kept_free
 from engine.scheduling.sequence import Sequence
 
 service_order = attrgetter("order")
-"""Sort key of running sequences. The first sequence in this order is served first, and the last sequence is
-preempted first."""
+"""Sort key of running sequences. The first in this order is served first, and the last is preempted first."""
 
 
 class RunningSequences:
-    """The sequence slots of a replica, and the sequences that occupy the slots.
+    """The sequence slots of a replica, and the sequences that occupy them.
 
-    A running sequence is usually decoding (`decoding`) or in prefill (`prefilling`). Two kinds of running
-    sequences are in neither state: forks that wait for their leader's prefill, and sequences for which the
-    step that samples the last token has been launched.
+    A running sequence is usually decoding (`decoding`) or in prefill (`prefilling`). Two kinds are in neither
+    state: forks waiting for their leader's prefill, and sequences whose last sampling step has been launched.
     """
 
     def __init__(self, slots: int) -> None:
@@ -25,30 +23,30 @@ class RunningSequences:
         """The sequence in each slot, or None."""
         self.free_slots = list(range(slots - 1, -1, -1))
         self.decoding: dict[int, Sequence] = {}
-        """Sequences that get one token in each step, by slot."""
+        """Sequences that get one token per step, by slot."""
         self.prefilling: dict[int, Sequence] = {}
         """Sequences with an incomplete prefill, by slot."""
         self.by_level = [0] * LEVELS
         """Number of running sequences of each level."""
         self.reserved_slots = 0
-        """Number of slots that are reserved for urgent sequences."""
+        """Number of slots reserved for urgent sequences."""
 
     def __len__(self) -> int:
         return len(self.owners) - len(self.free_slots)
 
     @property
     def worst_level(self) -> int:
-        """The lowest-priority level that has a running sequence, or -1 if no sequence is running."""
+        """The lowest-priority level with a running sequence, or -1 if none is running."""
         return max((level for level, count in enumerate(self.by_level) if count), default=-1)
 
     def free_for(self, level: int) -> int:
-        """Return the number of free slots that sequences of this level may take. The result is negative if
-        reserved slots are in use."""
+        """Return the number of free slots available to sequences of this level. Negative if reserved slots
+        are in use."""
         return len(self.free_slots) - kept_free(TIERS[level], self.reserved_slots)
 
     def assign_slot(self, sequence: Sequence) -> None:
-        """Assign a free slot to a sequence. At this time, the slot's entries in the device's block table are
-        not valid yet."""
+        """Assign a free slot to a sequence. The slot's entries in the device's block table are not valid
+        yet."""
         slot = sequence.slot = self.free_slots.pop()
         self.owners[slot] = sequence
         self.by_level[sequence.level] += 1

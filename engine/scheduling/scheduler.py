@@ -1,4 +1,4 @@
-"""Defines the scheduler. It decides which sequences run in each step, within a token budget, and returns a
+"""Defines the scheduler, which decides which sequences run in each step, within a token budget, and returns a
 `StepPlan`.
 
 A submission's *level* combines its priority class (`priority`) and its urgency within the class. A step is
@@ -14,9 +14,9 @@ planned in this order:
    oldest sequence of the highest-priority level is never preempted, so the engine always makes progress.
 2. *Running prefills.* Prompts that have been started get their next chunks, in service order, up to the token
    budget (chunked prefill, as in Sarathi-Serve). A step with decodes has the smaller budget
-   `max_mixed_tokens`, because every decode waits for the step's prompts. A submission is admitted before the
-   next chunk of a lower-priority prompt is scheduled. The step that admits it skips prompts of lower-priority
-   levels, but two consecutive steps never skip prompts in favour of the same level.
+   `max_mixed_tokens`, because every decode has to wait for the step's prompts. A submission is admitted
+   before the next chunk of a lower-priority prompt is scheduled. The step that admits it skips prompts of
+   lower-priority levels, but two consecutive steps never skip prompts in favour of the same level.
 3. *Admissions.* Sequences are admitted by level and then by arrival, so preempted sequences precede new
    ones. A sequence does not use slots that are reserved for urgent ones (`Submit.reserved_slots`). The
    first waiting sequence waits for a slot, for blocks for its whole prefill, and for the watermark of free
@@ -53,8 +53,8 @@ from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_MIXED_TOKENS = 4096
-"""Maximum default value of `max_mixed_tokens`. This number of tokens saturates the GEMMs of a large GPU. A
-step with this many tokens takes about 0.1 s on an H200 for a model with 8 B parameters in bfloat16."""
+"""Maximum default value of `max_mixed_tokens`. This many tokens saturate the GEMMs of a large GPU: about
+0.1 s per step on an H200 for an 8 B model in bfloat16."""
 
 
 def default_mixed_tokens(max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -68,8 +68,8 @@ class Scheduler:
     `max_num_seqs` is the maximum number of running sequences, and `blocks` the number of blocks in the KV
     pool. `max_num_batched_tokens` is the token budget of a step. `max_mixed_tokens` is the token budget of a
     step with decodes, including the decodes. Its default is half of `max_num_batched_tokens`, but at most
-    MIXED_TOKENS. A new request has to wait for the running step and for the step launched after it. With this
-    default, these two steps together take at most as long as one step with the full token budget.
+    MIXED_TOKENS. A new request has to wait for the running step and the one launched after it. With this
+    default, the two together take no longer than one step with the full token budget.
 
     Raises ValueError if the sizes are inconsistent.
     """
@@ -107,10 +107,10 @@ class Scheduler:
         )
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
-        """Number of blocks that admissions leave free for the next tokens of running sequences."""
+        """Number of blocks that admissions leave free for the running sequences' next tokens."""
         # The token credit covers two steps with decodes, or one step without decodes. Further requests wait
-        # in the queue of the core, which also considers quotas and fairness. The scheduler considers only
-        # level and arrival time.
+        # in the core's queue, which also considers quotas and fairness; the scheduler considers only level
+        # and arrival time.
         self.accounting = RequestAccounting(
             credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * max_mixed_tokens)
         )
@@ -134,7 +134,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._arrivals_before = 0
-        """Number of submissions that had arrived when the previous step was planned."""
+        """Number of submissions that had arrived by the time the previous step was planned."""
 
     @property
     def running(self) -> int:
@@ -187,8 +187,8 @@ class Scheduler:
             )
 
     def cancel_origin(self, origin: Hashable) -> None:
-        """Cancel all submissions of a closed channel. Their outputs are dropped, but their final counts are
-        still reported."""
+        """Cancel all submissions of a closed channel. Their outputs are dropped, but final counts are still
+        reported."""
         for submission in self.accounting.of_origin(origin):
             self._results.cancel(submission.sequences)
         self.accounting.forget_outputs(origin)
@@ -201,8 +201,8 @@ class Scheduler:
     # ── steps ────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step. Returns None if no token can be computed until the results of steps in flight
-        have been collected."""
+        """Plan the next step. Returns None if no token can be computed until steps in flight have been
+        collected."""
         step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan, prefills, admission = step.plan, self._prefills, self._admission
         self.pool.now = time.monotonic()
@@ -231,13 +231,12 @@ class Scheduler:
         return step
 
     def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
-        """Process the results of a step. Steps must be collected in the order in which they were
-        scheduled."""
+        """Process the results of a step. Steps must be collected in the order they were scheduled in."""
         self._results.collect(step, tokens)
 
     def check(self) -> None:
         """Raise InvariantError if slots, waiting queue, blocks and open submissions are inconsistent. Takes
-        time proportional to the number of blocks."""
+        time linear in the number of blocks."""
         unfinished = [
             sequence
             for submission in self.accounting.all_open()

@@ -1,4 +1,4 @@
-"""The scheduler's state of requests: submissions and their sequences."""
+"""The scheduler's request state: submissions and their sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QueueEntry = tuple[Order, int, "Sequence"]
 
 
 class Tokens:
-    """Prompt and known output tokens of a sequence. All samples of a submission share the prompt."""
+    """Prompt and known output tokens of a sequence. All samples of a submission share its prompt."""
 
     __slots__ = ("_output", "_prompt", "length")
 
@@ -52,15 +52,15 @@ class Tokens:
 
 @dataclass(slots=True, eq=False)
 class SharedBlocks:
-    """Leading blocks that several samples of a submission share. The block pool counts one reference per
-    block for all of these samples together. Starting or ending a sample therefore takes the same time for any
-    prompt length."""
+    """Leading blocks that several samples of a submission share. The block pool counts a single reference per
+    block for all of these samples, so the time to start or end a sample does not depend on the prompt
+    length."""
 
     blocks: list[int]
     holders: int
-    """Number of sequences that share these blocks."""
+    """Number of sequences sharing these blocks."""
     registered: int
-    """Number of leading blocks that have been offered to the prefix cache."""
+    """Number of leading blocks offered to the prefix cache so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +68,8 @@ class Sequence:
     """The tokens of one sample, and the progress of their computation.
 
     A sequence is *waiting* (it has no slot), *running* (it has a slot) or *ended* (`finish_reason` is set). A
-    running sequence also has blocks, unless it is a fork whose leader is still in prefill. Positions count
-    from 0. While steps are in flight, `position` is ahead of the known tokens.
+    running sequence also has blocks, unless it is a fork whose leader is still in its prefill. Positions
+    count from 0. While steps are in flight, `position` is ahead of the known tokens.
     """
 
     submission: Submission
@@ -77,50 +77,49 @@ class Sequence:
     tokens: Tokens
     """Prompt and known output tokens."""
     limit: int
-    """Length in tokens, including prompt and output, at which the sequence ends."""
+    """Length in tokens, prompt included, at which the sequence ends."""
     stops: frozenset[int]
     chain: PrefixChain
     prompt_logprobs: list[TokenLogprob | None] | None
-    """Prompt log probabilities. The list begins as [None] and grows to one entry per prompt token. It is None
-    if prompt log probabilities were not requested."""
+    """Prompt log probabilities, or None if they were not requested. Starts as [None] and grows to one entry
+    per prompt token."""
 
     slot: int = -1
-    """Slot of the sequence in the device tables, or -1 if it has none."""
+    """The sequence's slot in the device tables, or -1 if it has none."""
     shared: SharedBlocks | None = None
-    """Leading blocks that are shared with other samples of the submission, or None if there are none."""
+    """Leading blocks shared with other samples of the submission, or None if there are none."""
     table: list[int] = field(default_factory=list)
-    """Ids of the sequence's KV blocks after the shared blocks."""
+    """Ids of the KV blocks that follow the shared blocks."""
     sent_blocks: int = 0
-    """Number of leading blocks that have been sent to the device's block table."""
+    """Number of leading blocks already sent to the device's block table."""
     position: int = 0
-    """Next position to compute. It equals the number of tokens whose keys and values are computed by the
-    steps launched so far."""
+    """Next position to compute, which is the number of tokens whose keys and values are computed by the steps
+    launched so far."""
     next_allocation: int = _NEVER
-    """Next position at which the decode scheduler must act. Either the decode needs a new block there,
-    because the last block is full or shared, or the sequence stops decoding, because the step that samples
-    its last token has been launched."""
+    """Next position at which the decode scheduler must act. Either the decode needs a new block there (the
+    last one is full or shared), or the sequence stops decoding because the step that samples its last token
+    has been launched."""
     next_check: int = _NEVER
-    """Length, in tokens, at which the next check is due: a new token then fills a block or reaches
+    """Length in tokens at which the next check is due, because a new token fills a block or reaches
     `limit`."""
     registered: int = 0
-    """Number of leading blocks that have been offered to the prefix cache."""
+    """Number of leading blocks offered to the prefix cache so far."""
     finite: int = 0
-    """Number of leading positions with keys and values that are known to be finite. A non-finite value makes
-    all later values of the sequence non-finite. A finite value therefore proves that all earlier values are
-    finite."""
+    """Number of leading positions whose keys and values are known to be finite. A non-finite value makes all
+    later values of the sequence non-finite, so a finite value proves that all earlier ones are finite."""
     in_flight: int = 0
-    """Number of chunks and sampled tokens that have been launched but not collected yet."""
+    """Number of chunks and sampled tokens that are launched but not yet collected."""
     forks: list[Sequence] = field(default_factory=list)
-    """Other samples of the submission that wait for the prefill of this sequence, and then sample from its
-    last token."""
+    """Other samples of the submission, which wait for this sequence's prefill and then sample from its last
+    token."""
     leader: Sequence | None = None
-    """The sequence whose `forks` contain this sequence."""
+    """The sequence whose `forks` include this one."""
     entry: QueueEntry | None = None
-    """Entry of the sequence in the waiting queue."""
+    """The sequence's entry in the waiting queue."""
 
     started: bool = False
-    """Whether the sequence has ever been admitted. After the first admission, `cached_tokens` and
-    `batch_size` do not change."""
+    """Whether the sequence has ever been admitted. After that, `cached_tokens` and `batch_size` do not
+    change."""
     announced: bool = False
     """Whether the sequence's first output has been sent."""
     cached_tokens: int = 0
@@ -129,8 +128,7 @@ class Sequence:
 
     @property
     def order(self) -> Order:
-        """Sort key for the service order: (level, arrival, sample). The sequence with the largest key is
-        preempted first."""
+        """Sort key for the service order: (level, arrival, sample). The largest is preempted first."""
         return (self.submission.level, self.submission.arrival, self.sample)
 
     @property
@@ -143,16 +141,16 @@ class Sequence:
 
     @property
     def shared_blocks(self) -> int:
-        """Number of leading blocks that are shared with other samples."""
+        """Number of leading blocks shared with other samples."""
         return 0 if self.shared is None else len(self.shared.blocks)
 
     @property
     def block_count(self) -> int:
-        """Number of KV blocks of the sequence, including shared blocks."""
+        """Number of the sequence's KV blocks, including shared ones."""
         return self.shared_blocks + len(self.table)
 
     def block(self, index: int) -> int:
-        """Return the id of the sequence's KV block number `index`, counted from 0."""
+        """Return the id of the sequence's KV block at this index, counted from 0."""
         if self.shared is not None and index < len(self.shared.blocks):
             return self.shared.blocks[index]
         return self.table[index - self.shared_blocks]
@@ -168,39 +166,38 @@ class Sequence:
 
     @property
     def samples(self) -> bool:
-        """Whether the sequence generates tokens. It is false if only prompt log probabilities are
-        computed."""
+        """Whether the sequence generates tokens. False if only prompt log probabilities are wanted."""
         return self.limit > len(self.tokens)
 
     @property
     def prefill_end(self) -> int:
-        """Number of tokens to compute before the sequence starts decoding. The value is valid only if the
-        sequence has no steps in flight."""
+        """Number of tokens to compute before the sequence starts decoding. Valid only with no steps in
+        flight."""
         return len(self.tokens) if self.samples else self.submission.submit.prompt_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """The samples of one `Submit`, and the counts that are reported when all samples have ended."""
+    """The samples of one `Submit`, and the counts to report once all samples have ended."""
 
     origin: Hashable
     """The channel on which the submission arrived."""
     submit: Submit
     arrival: int
     level: int
-    """Scheduling level from `submit.level`, which determines the service order."""
+    """Scheduling level derived from `submit.level`, which determines the service order."""
     sequences: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
-    """Number of sequences that have not ended."""
+    """Number of unfinished sequences."""
     started: bool = False
     cached_tokens: int = 0
     batch_size: int = 0
     preemptions: int = 0
     credited_tokens: int = 0
-    """Number of tokens of `submit.credit_tokens` that have been granted back."""
+    """Number of tokens of `submit.credit_tokens` refunded so far."""
 
     def final_counts(self) -> Finished:
-        """Return the final counts of the submission. All of its sequences must have ended."""
+        """Return the submission's final counts. All of its sequences must have ended."""
         submit = self.submit
         known = len(submit.output_token_ids)
         return Finished(
@@ -218,8 +215,7 @@ class Submission:
 
 
 def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
-    """Return a submission with all of its sequences waiting. `submit` must have passed
-    `validation.refusal`."""
+    """Return a submission whose sequences are all waiting. `submit` must have passed `validation.refusal`."""
     submission = Submission(origin, submit, arrival, submit.level)
     sampling = submit.sampling
     stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
@@ -250,8 +246,7 @@ def length_limit(submit: Submit, max_model_len: int) -> int:
 
 
 def finished_on_arrival(sequence: Sequence) -> FinishReason:
-    """Return the finish reason of a sequence that needs no computation. Returns "" if the sequence needs
-    computation."""
+    """Return the finish reason of a sequence that needs no computation, otherwise ""."""
     sampling = sequence.submission.submit.sampling
     if sequence.wants_prompt_logprobs:
         return ""
@@ -266,8 +261,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def setup_of(sequence: Sequence) -> SlotSetup:
-    """Return the setup of a sequence and its forks in a plan. One setup is enough for all of them, because a
-    sequence with forks has not sampled a token yet."""
+    """Return a plan's setup for a sequence and its forks. One setup covers all of them, because a sequence
+    with forks has not sampled a token yet."""
     submit = sequence.submission.submit
     prompt_tokens = submit.prompt_tokens
     history = sequence.tokens[:] if submit.sampling.penalised else []
@@ -282,7 +277,7 @@ def setup_numbers(sequence: Sequence) -> int:
     """Return the size of a sequence's setup in a plan, counted in token ids."""
     sampling = sequence.submission.submit.sampling
     history = len(sequence.tokens) if sampling.penalised else 0
-    # Count a bias, which consists of a token id and a 9-byte float, as three token ids.
+    # A bias is a token id and a 9-byte float; count it as three token ids.
     bias = 3 * len(sampling.logit_bias or ())
     words = sum(map(len, sampling.bad_words)) + MAX_BAD_WORD_TOKENS * bool(sampling.bad_words)
     allowed = len(sampling.allowed_tokens) // 5  # convert bytes to token ids of about five bytes each

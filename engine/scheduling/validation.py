@@ -22,11 +22,11 @@ from engine.scheduling.sequence import blocks_for, length_limit
 MAX_SAMPLES = 1024
 """Maximum value of `Submit.n`."""
 _MAX_COUNT = 1 << 31
-"""Maximum accepted value of a count, such as top_k. With this limit, the sum of two counts is far below the
-64-bit limit of messages and device tables."""
+"""Maximum accepted count, such as top_k. The limit keeps the sum of two counts far below the 64-bit limit of
+messages and device tables."""
 _MAX_FACTOR = 1e30
-"""Maximum absolute value of a penalty or logit bias. With this limit, the product of such a value and a logit
-is finite in float32."""
+"""Maximum absolute value of a penalty or logit bias. The limit keeps its product with a logit finite in
+float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class SequenceLimits:
 
 
 def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
-    """Return the reason why a submission cannot be computed, with the field, its value and the limit. Returns
+    """Return the reason why a submission cannot be computed (with the field, its value and the limit), or
     None if the submission is valid."""
     sampling = submit.sampling
     prompt = submit.prompt_tokens
@@ -52,7 +52,7 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
         return f"priority is {submit.priority}; it must be from 0 to {CLASSES - 1}"
     if not 0 <= submit.urgency < URGENCIES:
         return f"urgency is {submit.urgency}; it must be from 0 to {URGENCIES - 1}"
-    # When no other sequence runs, a sequence of any level must be able to start.
+    # A sequence of any level must be able to start when nothing else is running.
     if (
         submit.reserved_slots < 0
         or max(kept_free(tier, submit.reserved_slots) for tier in TIERS) >= limits.slots
@@ -72,8 +72,8 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
             f"the prompt has {prompt} tokens, but with max_tokens = {sampling.max_tokens}, "
             f"the model's maximum length of {limits.max_model_len} allows at most {longest_prompt}"
         )
-    # Compare with numpy, which is 100 times as fast as Python; a prompt may have 131,072 tokens. The ids are
-    # read as unsigned integers, so that negative ids are above the vocabulary.
+    # Compare with numpy, which is 100 times as fast as Python: a prompt may have 131,072 tokens. Reading the
+    # ids as unsigned puts negative ids above the vocabulary.
     prompt_is_valid = int(np.frombuffer(submit.prompt, np.uint32).max()) < limits.vocab_size
     token_fields: dict[str, Collection[int]] = {
         "prompt": () if prompt_is_valid else view_tokens(submit.prompt),

@@ -1,4 +1,4 @@
-"""The queue of sequences that are waiting for admission."""
+"""The queue of sequences waiting for admission."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from engine.scheduling.sequence import QueueEntry, Sequence
 
 
 class WaitingQueue:
-    """Contains the waiting sequences, ordered by level and within a level in service order
-    (`Sequence.order`).
+    """Holds the waiting sequences, ordered by level, and in service order within a level (`Sequence.order`).
 
     A preempted sequence precedes newer sequences of its level, because it arrived earlier. Each level has a
-    binary heap. The entry of a removed sequence remains in the heap until it reaches the top, or until most
-    entries are stale and the heap is rebuilt.
+    binary heap. A removed sequence's entry stays in the heap until it reaches the top, or until most entries
+    are stale and the heap is rebuilt.
     """
 
     def __init__(self) -> None:
@@ -27,16 +26,16 @@ class WaitingQueue:
         return sum(self._lengths)
 
     def length(self, level: int) -> int:
-        """Return the number of waiting sequences of a level."""
+        """Return the number of sequences waiting at a level."""
         return self._lengths[level]
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the waiting sequences in an unspecified order."""
+        """Iterate over the waiting sequences in no particular order."""
         return (entry[-1] for heap in self._heaps for entry in heap if entry[-1].entry is entry)
 
     def push(self, sequence: Sequence) -> None:
-        # The serial number breaks ties, because sequences themselves cannot be compared. A stale entry of the
-        # same sequence may have an equal key.
+        # The serial number breaks ties, because sequences are not comparable. A stale entry of the same
+        # sequence may have an equal key.
         self._pushed += 1
         sequence.entry = (sequence.order, self._pushed, sequence)
         heapq.heappush(self._heaps[sequence.level], sequence.entry)
@@ -57,7 +56,7 @@ class WaitingQueue:
         return None
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a waiting sequence at any position in the queue."""
+        """Remove a waiting sequence from anywhere in the queue."""
         sequence.entry = None
         self._lengths[sequence.level] -= 1
         heap = self._heaps[sequence.level]
