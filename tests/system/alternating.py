@@ -37,8 +37,8 @@ SETTINGS = {"kv_blocks": 100, "threads": 1, "max_num_seqs": 16}
 MIN_RESIDENCE_S = 4.0
 """`on_demand.min_residence_s` in the tests. A short value keeps the tests short."""
 SLACK_S = 10.0
-"""Allowance for draining and for a second swap: a request waits at most as long as the minimum residence, one
-swap and this allowance together."""
+"""Allowance, in seconds, for a drain and a second swap. A request waits at most as long as the minimum
+residence, one swap and this allowance together."""
 WITHIN_S = 180.0
 
 
@@ -99,8 +99,7 @@ class Alternating:
 
     def send_in_order(self, pattern: str, every_s: float) -> None:
         """Send one request for each letter of `pattern`, one every `every_s` seconds, without waiting for
-        answers. The letter is the name of the model.
-        """
+        answers. The letter is the name of the model."""
         began = time.monotonic()
 
         def send(number: int) -> None:

@@ -52,9 +52,9 @@ class Flood:
     """A kind of attack, and the socket that it targets."""
 
     kind: str
-    """A key in `attackers.FLOODS`."""
+    """Kind of the attack: a key of `attackers.FLOODS`."""
     socket: str
-    """The attacked socket: tcp, unix or metrics."""
+    """The socket that is attacked: tcp, unix or metrics."""
     connections: int
     """Number of connections per process."""
     path: str = "/v1/completions"
@@ -108,8 +108,8 @@ class Plan:
     """Number of short requests per round. They are sent during the baseline load, and again during the
     flood."""
     rate: float = 10.0
-    """Short requests per second. On two CPU cores, 20 requests per second keep the replica so busy that the
-    requests delay each other."""
+    """Number of short requests per second. On two CPU cores, 20 requests per second keep the replica so busy
+    that the requests delay each other."""
     start_s: float = 3.0
     """Time, in seconds, from the start of the attackers to the first measured request."""
     processes: int = 2
@@ -141,8 +141,8 @@ class Row:
     """95% confidence interval of the 99th percentile."""
     p99_interval_ms: tuple[float, float]
     slowest: dict[str, float]
-    """Breakdown of the slowest request's latency during the flood, from the request log: the times until the
-    request left the queue, until its first token and until its end, measured in the front process."""
+    """Breakdown of the latency of the slowest request during the flood: the times until it left the queue,
+    until its first token and until its end, as the front process recorded them in the request log."""
     timer_delay_ms: float
     """Largest delay of a timer in the measuring process during the flood."""
     core_growth_mb: float
@@ -152,7 +152,7 @@ class Row:
     attackers: dict[str, Any]
     """Counts reported by the attackers."""
     failures: list[str] = field(default_factory=list)
-    """Bounds that were exceeded."""
+    """Messages about the bounds that were exceeded."""
 
 
 @dataclass

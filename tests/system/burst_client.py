@@ -21,11 +21,11 @@ class Got:
     refusal: str = ""
     """Error code, if the response was an error."""
     whole: bool = False
-    """Whether the answer was complete. If so, `tokens` is the number of generated tokens that the answer
+    """Whether the answer was complete. If it was, `tokens` is the number of generated tokens that the answer
     reports."""
     tokens: int = 0
-    """Number of tokens received. If the answer was cut off or abandoned, this counts only the tokens that the
-    client certainly received."""
+    """Number of tokens received. If the answer was cut off or the client abandoned it, only the tokens that
+    the client certainly received are counted."""
     left: bool = False
 
 

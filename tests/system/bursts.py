@@ -56,12 +56,12 @@ class Round:
 
     number: int
     scope: str
-    """What the quota belongs to: "tenant" or "key"."""
+    """The kind of object that has the quota: "tenant" or "key"."""
     limit: str
     """Name of the limit to which the quota applies."""
     capacity: float
     per_s: float
-    """Number of tokens or requests by which the quota recovers per second."""
+    """Number of tokens or requests per second by which the quota recovers."""
     tenant: str
     key_id: str = ""
     secret: str = ""
@@ -140,8 +140,8 @@ class Bursts:
         self.admin = AdminClient(running.run_dir, CALL_TIMEOUT_S)
         self.rounds: list[Round] = []
         self.engine: list[tuple[list[int], int]] = []
-        """One entry for each series of rounds in which no rank died: the numbers of the rounds, and how many
-        tokens the engine generated in these rounds."""
+        """One entry for each series of rounds during which no rank died. It contains the numbers of the
+        rounds, and the number of tokens that the engine generated in these rounds."""
         self._victim: int | None = None
         """Process id of the last process that was killed."""
         self._since: list[int] = []
@@ -273,8 +273,7 @@ class Bursts:
 
     def _replica_is_idle(self) -> bool:
         """Return whether the replica's latest report shows no used blocks, no running sequences and unused
-        credit.
-        """
+        credit."""
         replica = self._replica()
         return not (replica.blocks_used or replica.running or replica.credit_seqs != replica.max_num_seqs)
 

@@ -42,15 +42,15 @@ ATTACK_CONNECTIONS = 2
 LARGE_BODIES_S = 20.0
 """Time for which the attackers send large bodies at full speed before the traffic starts."""
 KV_BLOCKS = 400
-"""Number of KV blocks in the short version of this test. With the demo model, they use 250 MiB instead of the
-2 GiB of a CPU replica's default."""
+"""Number of KV blocks in the short version of this test. With the demo model, they use 250 MiB. A CPU
+replica's default is 2 GiB."""
 MEASUREMENTS: tuple[tuple[str, float, Callable[[list[float]], float]], ...] = (
     ("rss_mb", 0.1, min),
     ("descriptors", 0.0, statistics.fmean),
     ("threads", 0.0, statistics.fmean),
 )
-"""For each measurement: the field of `Usage`, its maximum growth per minute, and the function that reduces
-the values of a period to one level. For memory, this is the minimum, because large bodies from the attackers
+"""For each measurement: the field of `Usage`, the maximum growth per minute, and the function that reduces a
+period's values to one level. For memory, the function is the minimum, because the attackers' large bodies
 briefly raise memory use at random times."""
 
 

@@ -19,8 +19,8 @@ from tests.system.usage import Usage, usage_of
 
 TOKEN = 100
 MAX_GROWTH_MB = 20.0
-"""Allowed growth of a process's memory after the first ten rounds. The caches of the interpreter and of
-malloc grow by less than this. A single leaked KV cache would be several times as large."""
+"""Allowed growth of a process's memory in MB after the first ten rounds. The caches of the interpreter and of
+malloc grow by less. A single leaked KV cache would be several times as large."""
 
 
 class Sleeps:

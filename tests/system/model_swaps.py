@@ -53,17 +53,17 @@ class Streams:
 
     def __init__(self, running: Service, name: str, count: int = STREAMS) -> None:
         self.acknowledged = frozenset({1})
-        """The versions that new requests may get, unless a change is in progress."""
+        """The versions that may answer new requests, unless a change is in progress."""
         self.changing = False
         self.changes = 0
         """Number of changes that have begun."""
         self.answers = 0
         self.checked = 0
-        """Number of answers that began and ended between two changes."""
+        """Number of answers that began and ended between the same two changes."""
         self.seen: set[int] = set()
-        """Versions that have given such answers since the latest change."""
+        """Versions that have given such undisturbed answers since the latest change."""
         self._lock = threading.Lock()
-        """Held while the attributes above are changed, and while several of them are read."""
+        """Protects the attributes above."""
         self.failures: list[str] = []
         self._running = running
         self._name = name

@@ -41,7 +41,7 @@ from tests.system.test_deaths import Stream, answer, wait_exited
 
 DEATH_LIMIT_S = 1.0
 STOP_LIMIT_S = 5.0
-"""Time limits, in seconds, until the other ranks have noticed that a rank was killed or stopped."""
+"""Time limits, in seconds, within which the other ranks must notice that a rank was killed or stopped."""
 STATES = ("idle", "prompt", "decode")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 FLAGS = ("--tensor-parallel-size", "2")
@@ -58,12 +58,14 @@ max_num_batched_tokens = 128
 kv_blocks = 2048
 """
 NEAR_TIE = 0.125
-"""Maximum difference of log probabilities at which tokens may differ on GPUs, as in
+"""Maximum difference of the log probabilities of two tokens that may be exchanged on GPUs, as in
 `tests.gpu.test_ranks_on_gpu`."""
 MAX_LEFT_BYTES = 64 << 20
-"""Allowed growth of the memory in use on a GPU. Two starts of the same replica differ by less."""
+"""Allowed growth, in bytes, of the memory in use on a GPU. The memory in use varies by less between two
+starts of the same replica."""
 _NOTICED = re.compile(r"^(\S+)Z .*(?:restart the whole replica|this rank exits)", re.MULTILINE)
-"""A line that a rank logs when it has noticed the loss of another rank, with the time of the line."""
+"""Matches a line in which a rank logs that it has noticed the loss of another rank, and captures the time of
+the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,12 @@ class Traffic:
     """Number of tokens in each prompt. Together, the prompts need several engine steps."""
     decode_tokens: int = 120
     near_tie: float = 0.0
-    """Difference of log probabilities up to which tokens may differ from those of an undisturbed stream."""
+    """Difference of log probabilities up to which a token may differ from that of an undisturbed stream."""
 
 
 ON_CPU = Traffic()
 ON_GPU = Traffic(prompts=16, prompt_tokens=6000, decode_tokens=4000, near_tie=NEAR_TIE)
-"""GPUs are faster, so they need longer requests."""
+"""The traffic on GPUs. GPUs are faster, so the requests must be longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ class Took:
     """Times of a fault, in seconds."""
 
     noticed: float
-    """Time until a rank logged the loss. Idle ranks may exit without logging it; then equal to `exited`."""
+    """Time until a rank logged the loss of another rank. Idle ranks may exit without logging it; in that
+    case, the value equals `exited`."""
     exited: float
     """Time until every rank had exited."""
 
@@ -115,8 +118,7 @@ class Left:
 
     def allows(self, after: Left) -> bool:
         """Return whether the resources in `after` are within these counts. Shared memory is checked
-        separately.
-        """
+        separately."""
         return (
             after.processes == self.processes
             and after.rendezvous_folders == self.rendezvous_folders
@@ -176,8 +178,7 @@ def undisturbed(running: Service, traffic: Traffic = ON_CPU) -> Expected:
 
 def check_tokens(found: Stream, wanted: Stream, near_tie: float) -> None:
     """Check that a stream has the same tokens as an undisturbed stream, or first differs from it at a
-    near-tie.
-    """
+    near-tie."""
     assert len(found.token_ids) == len(wanted.token_ids)
     pairs = zip(found.token_ids, wanted.token_ids, strict=True)
     place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
@@ -267,8 +268,7 @@ def _noticed_s(running: Service, began_at: float, exited_s: float) -> float:
 
 def write_gpu_model(folder: Path) -> str:
     """Write a model folder for the test on GPUs, and return the settings with which the service loads the
-    model.
-    """
+    model."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(demo_model_folder() / name, folder)
     config = json.loads((demo_model_folder() / "config.json").read_text())

@@ -26,7 +26,7 @@ _MIN_TIMEOUT_S = 5.0
 """Minimum time, in seconds, to wait for an answer. A request that is still running when the time of the
 attacks is over is abandoned after this time."""
 _SLOW = ("many prompts",)
-"""Attacks that are omitted, because a CPU replica would be busy with one of them for minutes."""
+"""Attacks that are omitted, because each of them would keep a CPU replica busy for minutes."""
 
 
 class Attack(NamedTuple):
@@ -36,7 +36,8 @@ class Attack(NamedTuple):
     pause_s: float
     """Pause, in seconds, between the end of one request and the next request."""
     requests: Callable[[str], list[Callable[[], bytes]]]
-    """Returns the functions that make the requests. Its parameter is the header with the attackers' key."""
+    """Returns the functions that send the requests of this class. Its argument is the header with the
+    attackers' key."""
     address: Callable[[Target], Address]
 
 
@@ -92,8 +93,7 @@ class SingleAttacks:
 
     def failures(self) -> list[str]:
         """Wait until all attacks have ended. Return a message for each server error (status 5xx)
-        except 503.
-        """
+        except 503."""
         for thread in self._threads:
             thread.join()
         return [

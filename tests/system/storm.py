@@ -193,7 +193,7 @@ def main() -> int:
             print(
                 f"seed {number}: {tally.kills} kills, {tally.outcomes}, core {resident:.0f} MiB", flush=True
             )
-    print("the house was in order after every round")
+    print("all resources were free again after every round")
     return 0
 
 

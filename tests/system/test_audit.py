@@ -158,8 +158,7 @@ def copy(record: Record, tmp_path: Path) -> Path:
 @contextmanager
 def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
     """Open the audit chain's database and drop its triggers, as an attacker with write access to the file
-    could.
-    """
+    could."""
     with closing(sqlite3.connect(state_dir / "control.db", isolation_level=None)) as database:
         for trigger in ("audit_rows_do_not_change", "audit_rows_do_not_go"):
             database.execute(f"DROP TRIGGER {trigger}")

@@ -108,7 +108,7 @@ REQUIRED = {
     "/telemetry/stored": "?since=0&until=1",
     "/alert-log": "?since=0&until=1",
 }
-"""Required parameters: without them, a route answers with status 400."""
+"""Query parameters without which a route answers with status 400."""
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND")
 NOWHERE = ("/", "/nothing", "/v1", "/v1/", "/docs", "/redoc", "/metrics", "/health", "/admin", "/status", "*")
 
@@ -413,8 +413,7 @@ def test_the_admin_api_is_served_on_no_other_socket(matrix: Matrix) -> None:
 
 def test_a_change_by_an_operator_applies_to_the_next_connection(matrix: Matrix) -> None:
     """A front receives an operator's change before it accepts any later connection, so the test does not
-    wait.
-    """
+    wait."""
     address = matrix.callers["inference"][0].address
 
     def status(key: str) -> int:

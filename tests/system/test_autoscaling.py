@@ -17,7 +17,8 @@ from tests.system.service import Service, service
 pytestmark = pytest.mark.system
 
 TTFT_TARGET_S = 20.0
-"""A generous target, because a busy machine needs seconds for an answer."""
+"""Target for the time to first token, in seconds. It is generous, because a busy machine needs seconds for an
+answer."""
 SETTINGS = f"""
 [autoscaling]
 cooldown_s = 1
@@ -37,7 +38,8 @@ service, and one replica would be enough."""
 CLIENTS = 6
 """Number of clients at the peak of the recorded load: one and a half times as many as one replica serves."""
 POINTS, POINT_S = 58, 0.75
-"""The recording of 58 minutes is replayed in 44 s: a point is the mean of one minute."""
+"""Number of points, and duration of each point in seconds. The recording of 58 minutes is replayed in 44 s,
+so each point is the mean of one minute."""
 
 
 class Clients:

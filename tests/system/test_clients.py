@@ -234,8 +234,7 @@ def test_openais_client_with_the_fields_of_vllm(base: str, key: str, azure: bool
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_gets_heads_without_bodies_on_one_connection(base: str, key: str) -> None:
     """If the answer to the first HEAD request had a body, curl would read it as the beginning of the second
-    answer.
-    """
+    answer."""
     urls = [f"{base}/v1/models", f"{base}/health"]
     connects = ["-w", "new connections: %{num_connects}\n"]
     answers = run("curl", "-sS", "--head", "-H", f"Authorization: Bearer {key}", *connects, *urls)

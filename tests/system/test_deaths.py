@@ -68,8 +68,7 @@ class Stream(threading.Thread):
 
 def gap_of(top: dict[str, float] | None) -> float:
     """Return the difference between the two highest log probabilities, or infinity if fewer than two are
-    given.
-    """
+    given."""
     highest = sorted((top or {}).values(), reverse=True)
     return highest[0] - highest[1] if len(highest) > 1 else math.inf
 

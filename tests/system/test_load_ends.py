@@ -26,7 +26,7 @@ from tests.system.service import Service, run_appliance, service
 pytestmark = pytest.mark.system
 SHARD = "model-00002-of-00002.safetensors"
 BOUND_S = 60
-"""Time limit for a load, in seconds: far more than any of these loads takes, and less than
+"""Time limit for a load, in seconds. It is far more than any of these loads takes, and less than
 `load_timeout_s`."""
 
 

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.system
 
 _ROOT = os.geteuid() == 0
 _UID = 64320 if _ROOT else os.geteuid()
-"""The account on the service's machine that the operator logs in to. Only root can start a server that runs
-as another user."""
+"""The user id of the account with which the operator logs in to the service's machine. Only root can start a
+server that runs as another user."""
 _OPERATORS = 64321 if _ROOT else os.getegid()
 _GIDS = [64320, _OPERATORS] if _ROOT else [_OPERATORS]
 
@@ -45,7 +45,7 @@ _LOCAL = {
     "history export": "writes a file on this machine; it reads the history through the socket (see below)",
     "doctor": "shows free memory and load averages, which change between two calls (see below)",
 }
-"""The commands whose output is not compared, each with the reason."""
+"""The commands whose output the test does not compare, each with the reason."""
 _ARGUMENTS = {"tenants show": "default", "models show": "demo"}
 
 
@@ -82,7 +82,7 @@ _CHANGING = {
         "notes",
     ),
 }
-"""Fields that differ between two calls to an idle service."""
+"""Fields that differ between two calls even if the service is idle."""
 _STEADY_IN_TOP = ("requests", "models", "tenants", "alerts")
 """Parts of `appliance top` that stay the same while the service is idle."""
 

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.system
 
 _WAIT_S = 240.0
 _LONG_TOKENS = 100
-"""Each long prompt has more tokens than this. On a busy machine, steps without such a prompt may also take
-long."""
+"""Every long prompt has more tokens than this. The test needs the number because, on a busy machine, steps
+without a long prompt may also be slow."""
 
 
 def long_stall(snapshot: Snapshot) -> Stall | None:

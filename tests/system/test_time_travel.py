@@ -47,7 +47,7 @@ LISTS = {
 }
 """The screens that show recorded lists, with the names of their lists."""
 SHOW_BLOCKS = tuple(view.name for view in VIEWS if view.reads_blocks)
-"""The screens that show the KV blocks. They are read separately from the snapshots."""
+"""The screens that show KV blocks. KV blocks are read separately from the snapshots."""
 SIZES = ((120, 36), (80, 20))
 Frames = dict[float, dict[str, list[str]]]
 """The content of all screens at both sizes, by the time of the snapshot."""
@@ -217,8 +217,7 @@ def without_heading(screens: dict[str, list[str]]) -> dict[str, list[str]]:
 
 async def replay_lists(recording: RecordedPast, at: float) -> dict[str, list[str]]:
     """Return the replayed screens that show lists, at a recorded time. The result is empty if that time has
-    not been recorded yet.
-    """
+    not been recorded yet."""
     source = ReplaySource(recording, at + 0.0005)
     session = ConsoleSession(source)
     if (await source.next()).at != at or source.instant is None:

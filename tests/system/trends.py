@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 BLOCKS = 30
-"""Number of blocks into which the samples are divided. The regression uses one level per block. A block is
+"""Number of periods into which the samples are divided. The regression uses one level per period. A period is
 longer than a cycle of the traffic."""
 _T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Two-sided 95% quantiles of Student's t distribution for 1 to 14 degrees of freedom."""

@@ -27,7 +27,7 @@ class Defect(NamedTuple):
     """A defect that is put into the service's source."""
 
     tests: str
-    """NAME in the name of the test file, `test_NAME.py`."""
+    """The part NAME of the test file's name, `test_NAME.py`."""
     name: str
     source: str
     right: str
@@ -181,8 +181,7 @@ DEFECTS = (
 
 def main(words: list[str]) -> int:
     """Seed the defects of the given test files, or all defects if none is given. Return how many of them the
-    tests missed.
-    """
+    tests missed."""
     missed = 0
     for defect in DEFECTS:
         if words and defect.tests not in words:

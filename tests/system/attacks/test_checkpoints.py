@@ -23,7 +23,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "surrogate": ({"chat_template": "\ud800"}, "lone surrogate"),
     "unreadable": ({"bos_token": "\ud800"}, "the model's files cannot be read"),
 }
-"""For each defect: the content of `tokenizer_config.json`, and the reported cause."""
+"""Defects of a checkpoint. Each has the content of `tokenizer_config.json` and the cause that the service
+must report."""
 
 
 def has_started(running: Service) -> bool:

@@ -327,9 +327,9 @@ mount -t tmpfs -o mode=755 none /etc/systemd/system
 touch /etc/systemd/system/appliance.service
 exec "$4" status --json
 """
-"""Runs `appliance status` as root in a mount namespace where systemd has the service's unit, and where
-another user has created root's default directory in /tmp. If $1 is not empty, it is a run directory that is
-mounted at /run/appliance."""
+"""Runs `appliance status` as root in a mount namespace in which the service's unit is installed in systemd's
+directory, and in which another user has created root's default directory in /tmp. If $1 is not empty, it is a
+run directory that is mounted at /run/appliance."""
 
 
 def status_as_installed(running: Service, run_dir: str) -> subprocess.CompletedProcess[str]:

@@ -222,8 +222,8 @@ REFUSED: dict[str, tuple[int, str]] = {
     "long headers": (400, "at most 86400000"),
     "a long model name": (404, "is not served"),
 }
-"""Status of each attack that is refused, and a part of the message, which shows that the attack reached its
-bound. All other attacks are answered."""
+"""Status and a part of the message for each attack that is refused. The message shows which bound the attack
+reached. All attacks that are not listed are answered."""
 
 
 @pytest.mark.parametrize("name", ATTACKS)

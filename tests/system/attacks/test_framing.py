@@ -36,7 +36,7 @@ AMBIGUOUS_HEADERS = [
     "A: b\rContent-Length: 6",
     "Host: y",
 ]
-"""Headers with which a request could be framed in two ways."""
+"""Headers with which a request could be framed in two different ways."""
 
 
 def statuses(answer: bytes) -> list[int]:
