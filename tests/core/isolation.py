@@ -21,8 +21,7 @@ def full_step_s(slots: int, max_num_batched_tokens: int = BUDGET) -> float:
 @dataclass(frozen=True)
 class Case:
     """A scenario on a server with one replica: large requests, and the short requests that arrive
-    after them.
-    """
+    after them."""
 
     asked_class: str
     prompt: int = 50
@@ -31,30 +30,31 @@ class Case:
     prompts: int = 1
     deadline_s: float | None = None
     tenants: int = 1
-    """Number of tenants that send the large request at the same time."""
+    """Number of tenants that send the large requests at the same time."""
     own: bool = False
-    """Whether the short requests' first tenant sends all large requests instead of these tenants."""
+    """Whether the first tenant of the short requests sends all large requests, in place of other tenants."""
     own_wide: int = 0
-    """Number of requests, each with n = 64 and a prompt of 1,000 tokens, that the short requests' first
-    tenant sends before the large requests."""
+    """Number of additional requests that the first tenant of the short requests sends before the large
+    requests. Each has n = 64 and a prompt of 1,000 tokens."""
     other_wide: int = 0
-    """Number of samples that another tenant requests before the first of these requests arrives. If 0, it
-    sends no request."""
+    """Number of samples of a request that another tenant sends before all others. If 0, that tenant sends no
+    request."""
     resumed: bool = False
-    """Whether the replica that ran the large request has died, so that another replica resumes it."""
+    """Whether the replica that ran the large request has died, so that another replica resumes the
+    request."""
     after_s: float = 0.2
-    """Time between the large request and the short requests."""
+    """Time in seconds between the large request and the short requests."""
     slots: int = 256
     behind: str = "P0"
-    """Class of the short requests."""
+    """Priority class of the short requests."""
     crowd: int = 1
-    """Number of short requests, which arrive at the same time."""
+    """Number of short requests that arrive at the same time."""
     crowd_tenants: int = 1
     """Number of tenants that send the short requests."""
     output: int = 5
-    """Length of the short requests' answers."""
+    """Length of the answers to the short requests, in tokens."""
     short_prompt: int = 50
-    """Length of the short requests' prompts."""
+    """Length of the prompts of the short requests, in tokens."""
     max_num_batched_tokens: int = BUDGET
     """Number of tokens in a full step."""
     decodes: int = 0

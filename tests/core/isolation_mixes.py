@@ -17,7 +17,7 @@ from tests.core.scheduler_replica import HOST_S
 from tests.core.simulated_server import RESUBMIT_S, Asked, Shape, SimulatedServer
 
 MARGIN_S = 0.005
-"""Allowance, in seconds, for messages between processes and for the step that follows a step without
+"""Allowance, in seconds, for messages between processes and for a step that follows a step without
 prompts."""
 
 
@@ -39,8 +39,8 @@ class Probes(NamedTuple):
     """The requests for which the time to first token is measured."""
 
     kind: str
-    """P0 requests from several tenants ("P0") or from the only tenant that sends P0 requests ("only P0"), or
-    P1 requests from light tenants ("light") or from a busy tenant ("busy")."""
+    """The kind of the probes: P0 requests from several tenants ("P0") or from the only tenant that sends P0
+    requests ("only P0"), or P1 requests from light tenants ("light") or from a busy tenant ("busy")."""
     shape: Shape
     every_s: float
     """Time between two crowds."""
@@ -289,8 +289,7 @@ def _prompts_s(asked: Asked) -> float:
 
 def _may_delay(asked: Asked, probe: Asked) -> bool:
     """Return whether a request's prompts may have been computed while the probe waited for its first
-    token.
-    """
+    token."""
     if asked.admitted_at is None:
         return False
     begins_before = probe.first_token_at is None or asked.admitted_at <= probe.first_token_at
@@ -314,7 +313,7 @@ def _ask(server: SimulatedServer, load: Load, sent: list[Asked]) -> None:
 class _Run(NamedTuple):
     probes: list[Asked]
     better: list[Asked]
-    """The requests that may be served ahead of an ordinary P1 request."""
+    """The requests that the service may serve ahead of an ordinary P1 request."""
     loads: list[Asked]
 
 

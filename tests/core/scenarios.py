@@ -30,7 +30,7 @@ SLOTS = 256
 SPEED = Speed()
 DECIDED_S = 0.010
 """A request that is refused within this many seconds of its arrival counts as refused on arrival. A request
-that is refused later had been admitted."""
+that is refused later counts as admitted before."""
 
 Measurements = dict[str, Any]
 

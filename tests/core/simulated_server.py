@@ -34,8 +34,8 @@ RESUBMIT_S = 0.05
 """Time, in seconds, from a replica's death until the fronts resubmit its requests."""
 TICK_S = 0.25
 PREDICTED = 0.8
-"""Ratio of a step's predicted duration to its actual duration. The ratio is below 1, because the durations
-that the engine predicts are lower bounds."""
+"""Ratio of a step's predicted duration to its actual duration. It is below 1, because the engine predicts
+lower bounds of durations."""
 _PROMPT = [1] * 131_072
 _EPOCH = 1000.0
 
@@ -132,8 +132,8 @@ class SimulatedServer:
         self.replicas: list[SchedulerReplica] = []
         self._replicas_made = 0
         self.served: dict[str, float] = {}
-        """Weighted number of computed tokens per tenant. Prompt tokens are counted when the first output
-        token arrives; each output token is counted when it is generated."""
+        """Weighted number of computed tokens per tenant. A request's prompt tokens are counted when its first
+        output token arrives, and each output token is counted when it is generated."""
         self.requests = RequestManager(
             send=lambda front, message: self.after(HOP_S, lambda: self._front_hears(message)),
             rows=self.rows,
@@ -150,7 +150,7 @@ class SimulatedServer:
         self._serial = 0
         self._in_flight: dict[str, Asked] = {}
         self._handles: dict[int, tuple[Asked, int, int]] = {}
-        """The request, its attempt number, and the index of its first sample, for each handle."""
+        """For each handle: the request, the number of its attempt, and the index of its first sample."""
         self.at(0.0, self._tick)
 
     def add_replica(

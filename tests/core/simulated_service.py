@@ -57,7 +57,7 @@ class FakeReplica:
     account: CreditAccount
     alive: bool = True
     inbox: dict[str, deque[Submission | None]] = field(default_factory=dict)
-    """Submissions that the engine has not read yet, by front. None marks the end of file."""
+    """Submissions that the engine has not read yet, keyed by front. None marks the end of file."""
     running: list[Submission] = field(default_factory=list)
     to_core: deque[Report] = field(default_factory=deque)
     returned_seqs: list[int] = field(default_factory=lambda: [0] * LEVELS)
@@ -131,8 +131,8 @@ class SimulatedService:
     def __init__(self, queue_limit: int = 7) -> None:
         self.now = 1000.0
         self.time_of_day = 0.0
-        """Difference between the system clock and `now`. Tests change it to simulate a change of the system
-        clock."""
+        """Difference between the system clock and `now`, in seconds. Tests change it to simulate a change of
+        the system clock."""
         self.rows = Rows()
         self.fronts: dict[str, FakeFront] = {}
         self.replicas: list[FakeReplica] = []
@@ -273,8 +273,7 @@ class SimulatedService:
 
     def settle(self, front: FakeFront, request_id: str, status: int) -> None:
         """Settle a request in the core. `submitted` is true only if its latest attempt was submitted to a
-        replica.
-        """
+        replica."""
         ask = front.asks.pop(request_id)
         front.to_core.append(
             Settle(

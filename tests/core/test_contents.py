@@ -1,6 +1,5 @@
 """Tests of how the core stores the texts that fronts send: how many texts may wait to be written, and how
-large they may be.
-"""
+large they may be."""
 
 from __future__ import annotations
 

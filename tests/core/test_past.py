@@ -81,8 +81,7 @@ def test_the_past_equals_what_a_reader_of_one_frame_per_second_has_seen(running:
 
 def without_blocks(past: Snapshot) -> Snapshot:
     """Return the snapshot without its KV blocks. The history records them, but the event stream omits
-    them.
-    """
+    them."""
     past.kv = [msgspec.structs.replace(one, blocks=None) for one in past.kv]
     return with_blocks(past, {})
 

@@ -1,6 +1,5 @@
 """Tests of the hashes of prompt prefixes, and of the core's record of which replica has cached which
-prefixes.
-"""
+prefixes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Ask:
     at: float
     reservation: Reservation
     tokens: int
-    """Number of reserved tokens; after settlement, number of charged tokens."""
+    """Number of reserved tokens, or after settlement the number of charged tokens."""
     settled: bool = False
 
     def __post_init__(self) -> None:

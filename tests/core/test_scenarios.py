@@ -29,8 +29,8 @@ MIN_MET = {
     ("exact", "mix"): 0.96,
     ("long", "cold"): 0.93,
 }
-"""Bounds that are lower than the usual 0.97. A short run consists mostly of the first seconds after its
-event, when deadlines are still promised based on the rates before the event."""
+"""Bounds for cases in which the usual 0.97 cannot be reached. A short run consists mostly of the first
+seconds after its event, when deadlines are still promised based on the rates before the event."""
 
 
 @pytest.mark.parametrize("event", EVENTS)

@@ -300,7 +300,7 @@ ARRAYS: dict[str, tuple[Any, str]] = {
     "alerts.rules": (AlertRule, 'name = "r"\nmetric = "queue.waiting"\n'),
     "alerts.sinks": (AlertSink, 'command = ["x"]\n'),
 }
-"""For each array of tables in the settings: the type of its tables, and their required fields."""
+"""For each array of tables in the settings: the type of a table, and its required fields."""
 
 
 @pytest.mark.parametrize("path", ARRAYS)

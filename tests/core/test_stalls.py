@@ -43,8 +43,7 @@ def test_a_step_of_more_than_three_times_the_mean_is_a_stall() -> None:
 
 def test_a_step_is_compared_with_the_mean_before_it() -> None:
     """If the report contains only one step, a decode-only step, the report's mean equals the duration of that
-    step.
-    """
+    step."""
     log = StallLog()
     log.add("a", 10.0, report(10.0, 10.0), "")
     log.add("a", 11.0, report(500.0, 500.0, request=""), "")

@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 SECONDS = 180.0
 _EPOCH = 1_790_000_000.0
-"""Start of the load, in unix seconds. The resolution of the clock is 0.24 µs at this time."""
+"""Start of the load, in Unix seconds. At this time, the resolution of a float64 clock is 0.24 µs."""
 
 
 def tenants(limit: float | None) -> list[TenantRecord]:
@@ -42,8 +42,7 @@ def tenants(limit: float | None) -> list[TenantRecord]:
 
 def served(limit: float | None, seconds: float = SECONDS) -> SimulatedServer:
     """Return a server that has answered the load under this limit. The load itself does not depend on the
-    limit.
-    """
+    limit."""
     server = SimulatedServer(tenants=tenants(limit))
     server.add_replica(slots=48)
     draw, at = random.Random(5), 0.0
