@@ -13,7 +13,8 @@ from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, Toke
 from tests.prompts import prompt_of
 
 Script = Callable[[Submit, int], list[int]]
-"""Returns all output tokens of a sample, given the submission and the sample's index in the request."""
+"""A function that returns all output tokens of a sample, given the submission and the sample's index in the
+request."""
 
 
 @dataclass

@@ -111,12 +111,13 @@ class Harness:
     runtime: Path
     limits: Limits = field(default_factory=Limits)
     admit: Literal["at once", "hold", "refuse"] = "at once"
-    """How the core replies when a front process requests admission. With "hold", it never replies."""
+    """The core's reply when a front process requests admission. With "hold", the core never replies."""
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
-    """Returns the core's answer to a claim. The core sends no answer if the result is None."""
+    """A function that returns the core's answer to a claim. If the function returns None, the core sends no
+    answer."""
     refusal: Refused | None = None
     turn: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Admitted` that differ from the defaults."""
+    """Fields of `Admitted` whose values differ from the defaults."""
     models: list[ServedModel] = field(default_factory=list)
     module: str = "appliance.front"
     """Name of the module that implements the front process."""

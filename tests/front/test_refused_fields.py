@@ -21,8 +21,8 @@ from tests.prompts import prompt_of
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""A value that must be refused, for each field for which the default example, 3, would be accepted or
-ambiguous."""
+"""For some fields, a value that must be refused. The default example, 3, would be accepted or ambiguous for
+these fields."""
 
 FIELDS_OF_OTHER_SERVERS = """
 guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema regex grammar ebnf
@@ -31,8 +31,8 @@ dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_break
 repeat_penalty no_repeat_ngram_size min_new_tokens max_new_tokens n_predict
 use_beam_search num_beams length_penalty stop_regex logits_processors
 """
-"""Fields of vLLM, SGLang, TGI and llama.cpp that change the answer. The list is repeated here so that a test
-fails if a field is removed from the product's list."""
+"""Fields of vLLM, SGLang, TGI and llama.cpp that change the answer. The product has the same list. The copy
+makes a test fail if a field is removed from the product's list."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
