@@ -104,8 +104,7 @@ def test_a_failed_start_of_a_front_releases_everything_and_is_retried(
 def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
     class Unconfigured(Events):
         """A stand-in for the core that sends no configuration to its front, so the front sends reports but
-        never becomes ready.
-        """
+        never becomes ready."""
 
         def front_started(self, front: Front) -> None: ...
 

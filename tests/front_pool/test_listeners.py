@@ -20,8 +20,7 @@ pytestmark = pytest.mark.system
 
 class Balancer:
     """A stand-in for the connection balancer. It counts the connections that it gets in each iteration of the
-    event loop.
-    """
+    event loop."""
 
     open = True
 
