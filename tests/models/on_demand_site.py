@@ -53,10 +53,10 @@ class Manager(SimulatedManager):
         self.asleep: set[str] = set()
         """Parked units that sleep."""
         self.returning: set[str] = set()
-        """Units that are being loaded or woken after they were parked."""
+        """Units that were parked and are now being loaded or woken."""
         self.on_gpus = True
         self.held = False
-        """Whether sleeping units hold so much memory that they must be unloaded before another load."""
+        """Whether sleeping units hold so much memory that the next load must unload them first."""
         self.leaving: set[str] = set()
         """Parked units whose replicas have not been stopped yet."""
         self.cannot_wake = False

@@ -13,12 +13,12 @@ from appliance.models.autoscaler import Autoscaler, ModelLoad, ScalingRules
 RECORDED = Path(__file__).with_name("recorded_load.json")
 SLOTS = 16
 MEAN_RUN_S = 8.0
-"""One replica serves two requests per second."""
+"""Mean run time of a request in seconds. With it, one replica serves two requests per second."""
 
 
 def recorded_shares(points: int) -> list[float]:
-    """Return the recorded load at `count` points, as fractions of its peak. Each point is the mean of equally
-    many intervals of the recording; an incomplete last group is dropped."""
+    """Return the recorded load at `points` points, as fractions of its peak. Each point is the mean of
+    equally many intervals of the recording. An incomplete last group of intervals is dropped."""
     requests = json.loads(RECORDED.read_text())["requests"]
     size = len(requests) // points
     sums = [sum(requests[size * number : size * (number + 1)]) for number in range(points)]
@@ -44,7 +44,7 @@ class SimulatedModel:
         """If `scales` is false, the number of replicas stays at `min_replicas`."""
         self.waits_s: list[float] = []
         self.changes: list[tuple[float, int, str]] = []
-        """For each change: its time, the new number of replicas, and the reason."""
+        """The changes to the number of replicas: time, new number, and reason."""
         self.replica_seconds = 0.0
         self.replicas = rules.min_replicas
         self._ready_at = [0.0] * self.replicas

@@ -289,8 +289,7 @@ def test_an_eviction_ends_if_new_settings_keep_the_model_loaded(tmp_path: Path) 
     async def scenario() -> None:
         def park(unit: str, *, asleep: bool = False) -> None:
             """Park the unit, and simulate a reload that makes its model required while its requests
-            finish.
-            """
+            finish."""
             site.manager.history.append(f"kept {unit}")
 
         await site.loaded("m")

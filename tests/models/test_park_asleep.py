@@ -1,6 +1,5 @@
 """Tests of the model manager with models that are parked and whose replicas sleep. The processes on the GPU
-are simulated.
-"""
+are simulated."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class Model:
     used_at: float = -1e9
     left_at: float = -1e9
     waiting: deque[tuple[float, float]] = field(default_factory=deque)
-    """When each waiting request began to wait, and how long it will run."""
+    """For each waiting request: the time at which it began to wait, and its run time."""
     running: list[float] = field(default_factory=list)
-    """When each running request ends."""
+    """The times at which the running requests end."""
 
     @property
     def waiting_since(self) -> float | None:
@@ -72,17 +72,16 @@ class Model:
 
 class Machine:
     """A simulated machine. It runs requests on models that share `capacity` bytes of memory, in the same way
-    as `OnDemand`.
-    """
+    as `OnDemand`."""
 
     def __init__(self, *models: Model, capacity: int = 1, load_s: float = 2.0) -> None:
         self.models = {model.name: model for model in models}
         self.capacity, self.load_s = capacity, load_s
         self.now = 0.0
         self.absences: list[float] = []
-        """For each load, how long requests had been waiting for it."""
+        """For each load: how long requests had been waiting for the model."""
         self.waits: list[float] = []
-        """Waiting time of each request that began to run."""
+        """Waiting times of all requests that have begun to run."""
         self.loads: list[tuple[float, str]] = []
         self.refused: list[str] = []
         self.most_bytes = 0

@@ -22,7 +22,7 @@ class World:
         self.settings = {"m": SCALED, "fixed": ModelSettings(folder="/f")}
         self.running = {"m": 1, "fixed": 1}
         self.capacity = 10
-        """Number of additional replicas for which there is memory."""
+        """Number of additional replicas that fit into memory."""
         self.asked: list[int] = []
         self.notes: list[str] = []
         traffic: Any = SimpleNamespace(
