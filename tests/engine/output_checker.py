@@ -35,7 +35,7 @@ class Entry:
     cancelled: set[int] = field(default_factory=set)
     """Samples that were cancelled."""
     deaf: bool = False
-    """Whether the submission's front has disconnected. A disconnected front must not receive any output."""
+    """Whether the submission's front has disconnected, after which the front must not receive any output."""
 
 
 class OutputChecker:

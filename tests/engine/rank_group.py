@@ -105,8 +105,7 @@ def start_ranks(
     size: int, folder: Path, device: str, work: Work, *arguments: Any, overlap_from: int | None = None
 ) -> list[BaseProcess]:
     """Start a process for each rank, which runs `work(member, *arguments)`. `results` later returns each
-    rank's result.
-    """
+    rank's result."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("spawn")

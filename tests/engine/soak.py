@@ -44,21 +44,21 @@ from tests.engine.tiny import TINY
 
 TINY_SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
-"""KV pools that are too small for all running sequences, so that some sequences are preempted."""
+"""Sizes for KV pools that are too small for all running sequences, so that some sequences are preempted."""
 FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
-"""A pool sized from the available memory."""
+"""Sizes for a KV pool that is sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
 """Maximum growth of each measurement's median from the second to the last quarter of a run. The measurements
-are: number of Python objects; the process's memory in bytes; the size of tensors on the device in bytes; and
-all used device memory in bytes. The process's memory grows because libraries keep code for each new shape:
-150 MiB in the first minutes, then less and less. Used device memory grows because torch's allocator keeps
-memory that it has used."""
+are the number of Python objects, the process's memory in bytes, the size of tensors on the device in bytes,
+and all used device memory in bytes. The process's memory grows because libraries keep code for each new
+shape: 150 MiB in the first minutes, then less and less. Used device memory grows because torch's allocator
+keeps memory that it has used."""
 HOST_FROM_S = 600
-"""Seconds from the start of the run until the process's memory is checked."""
+"""Time in seconds from the start of the run from which on the process's memory is checked."""
 
 STALLED_S = 300
-"""Number of seconds after which a round counts as hung. The test then prints each thread's stack."""
+"""Time in seconds after which a round counts as hung. The test then prints the stack of each thread."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Calm:
 
     seconds: float
     objects: int
-    """Python objects known to the garbage collector."""
+    """Number of Python objects known to the garbage collector."""
     host_bytes: int
     device_bytes: int
     """Size of the tensors on the device, in bytes."""
@@ -95,7 +95,7 @@ class Soak:
     handles: int = 0
     fronts: list[int] = field(default_factory=lambda: [0, 1])
     credit_tokens: int = 0
-    """Credit granted by the engine, in tokens."""
+    """Credit that the engine has granted, in tokens."""
     credits_spent: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -195,8 +195,7 @@ class Soak:
 
     def _fill_rows(self) -> None:
         """Run a plain request in every slot, so that the slot tables release the state of earlier
-        requests.
-        """
+        requests."""
         for number in range(self.limits.rows):
             submit = Submit(
                 handle=self._handle(),
@@ -271,8 +270,7 @@ class Soak:
 
 class Poison:
     """A context manager that sets a token's embedding to NaN if `armed` is true. Yields whether it has
-    changed the embedding.
-    """
+    changed the embedding."""
 
     def __init__(self, engine: LocalEngine, token: int, armed: bool) -> None:
         self._row = engine.runner.decoder.embedding[token]
@@ -323,8 +321,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
 
 def main(given: list[str] | None = None) -> int:
     """Run rounds, print a line each minute, and print statistics at the end. Return 1 if anything
-    went wrong.
-    """
+    went wrong."""
     arguments = _arguments(given)
     with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
         try:

@@ -25,7 +25,7 @@ from tests.engine.soak_traffic import Limits
 from tests.prompts import prompt_of
 
 KINDS = 24
-"""Number of known requests. Each is of a different kind."""
+"""Number of known requests, each of a different kind."""
 _TRIES = 60
 """Number of random perturbations to try before a different token counts as wrong."""
 

@@ -191,7 +191,7 @@ class Cancelled:
     """Counts cancelled sequences by state."""
 
     where: Counter[str] = field(default_factory=Counter)
-    """Number of cancelled sequences, by their state when they were cancelled: queued, in prefill or
+    """Number of cancelled sequences for each state in which they were cancelled: queued, in prefill or
     decoding."""
 
     def note(self, core: EngineCore, origin: str, handle: int, sample: int | None) -> None:

@@ -21,7 +21,7 @@ class StreamingClient(ReplicaClient):
     def __init__(self, sock: socket.socket, on_disconnect: Callable[[list[int]], None]) -> None:
         self._queues: dict[int, asyncio.Queue[Output | None]] = {}
         """The queue of each running `generate` call, keyed by handle. None in a queue means that the replica
-        is lost."""
+        has disconnected."""
 
         def disconnected(handles: list[int]) -> None:
             for queue in self._queues.values():

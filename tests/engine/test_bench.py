@@ -281,8 +281,8 @@ sys.modules.update((name, None) for name in others if name not in needed)
 sys.argv[0] = "engine.bench"
 runpy.run_module("engine.bench", run_name="__main__")
 """
-"""Runs the benchmark in a process that raises an error if a package is imported that the benchmark does not
-need."""
+"""Runs the benchmark in a process in which importing a package that the benchmark does not need raises an
+error."""
 
 
 def test_a_run_needs_few_packages_and_writes_its_results(tmp_path: Path) -> None:

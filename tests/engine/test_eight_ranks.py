@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 RANKS = 8
 SHAPE = TINY | {"num_attention_heads": 8, "head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 96}
-"""Each KV head is replicated on four ranks, and the vocabulary has padding on the last rank."""
+"""A shape in which each KV head is replicated on four ranks and the last rank's part of the vocabulary is
+padded."""
 PROMPTS = [[(7 * place + 13 * start) % 150 + 3 for place in range(5 + 40 * start)] for start in range(4)]
 REQUESTS = [
     SamplingParams(max_tokens=20, ignore_eos=True),

@@ -191,8 +191,7 @@ def test_on_begin_is_called_after_preparation_and_before_the_cache_is_written(
 @pytest.fixture
 def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], LocalEngine]:
     """Configure a model with two layers, one of which has a sliding window, so that a pass has two lists of
-    tiles.
-    """
+    tiles."""
     family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     windows = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(TINY | family | windows))
@@ -203,8 +202,7 @@ def test_a_captured_prompt_pass_reads_the_cache_and_has_tiles_for_each_window(
     windowed: Callable[[], LocalEngine],
 ) -> None:
     """The second request finds one block of 64 tokens in the cache, so only 60 of its 124 tokens are
-    computed.
-    """
+    computed."""
     tokens = [(5 * place) % 90 + 3 for place in range(124)]
     reference, engine = windowed(), windowed()
     runner = engine.runner

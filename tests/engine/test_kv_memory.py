@@ -1,6 +1,5 @@
 """Tests of the size of the KV cache on a simulated GPU. The cache takes all memory that nothing else
-needs.
-"""
+needs."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ EXPERTS = Case(
     "qwen2_moe",
     {**QWEN2_EXPERTS, "mlp_only_layers": [1], "num_hidden_layers": 4, "max_position_embeddings": 1024},
 )
-"""A dense layer is between layers with a shared expert."""
+"""A mixture-of-experts model with a dense layer between layers that have a shared expert."""
 WHOLE = Case("whole", "qwen3_moe", {**QWEN3_EXPERTS, "max_position_embeddings": 1024})
-"""Each rank has complete experts."""
+"""A mixture-of-experts model in which each rank has complete experts."""
 CASES = pytest.mark.parametrize("case", [DENSE, EXPERTS, WHOLE], ids=lambda case: case.name)
 FULL = 320
 """Number of tokens in a captured pass. It is split into "halves" of 256 and 64 tokens."""

@@ -49,8 +49,7 @@ def _engine(folder: Path) -> LocalEngine:
 
 def test_the_choices_of_a_prompt_are_those_of_transformers(tmp_path: Path) -> None:
     """The prompt is computed in two chunks. In the last layer, only the last token of each chunk is
-    computed.
-    """
+    computed."""
     engine = _engine(make(MIXTURE, tmp_path))
     assert engine.core.gauges().expert_layers == ()
     engine.generate([TOKENS], SamplingParams(max_tokens=1))

@@ -38,7 +38,7 @@ from .checkpoints import (
 from .driver import Driver, teacher_forced
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
-"""Neither a matrix nor a rank's slice of it consists of complete blocks."""
+"""Sizes with which neither a matrix nor a rank's slice of it consists of complete blocks."""
 WHOLE_BLOCKS = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -46,7 +46,7 @@ WHOLE_BLOCKS = {
     "num_key_value_heads": 4,
     "num_hidden_layers": 2,
 }
-"""Each of two ranks has complete blocks."""
+"""Sizes with which each of two ranks has complete blocks."""
 BLOCKS = Fp8("blocks", blocks=True)
 CASES = [
     (Case("llama", "llama", {**SIZES, "attention_bias": True}), BLOCKS),
@@ -70,7 +70,7 @@ CASES = [
 ]
 TOLERANCE = 1e-4
 EQUAL = 0.5
-"""See `test_fp8_checkpoints.EQUAL`."""
+"""Minimum fraction of sequences within the tolerance; see `test_fp8_checkpoints.EQUAL`."""
 SEQUENCES = torch.randint(3, 157, (6, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -163,8 +163,7 @@ def test_ranks_that_cut_blocks_are_as_close_to_the_unquantised_model_as_one_rank
 
 def test_block_scales_are_converted_to_one_scale_per_output(tmp_path: Path) -> None:
     """The loader converts block scales if `quantization = "fp8"`, and on GPUs for every dtype except
-    float32.
-    """
+    float32."""
     case, how = CASES[2]
     meant = quantise(make(case, tmp_path), how)
     layer = _load(tmp_path, blocks=False).layers[1]

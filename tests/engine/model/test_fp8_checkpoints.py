@@ -48,12 +48,12 @@ FORMS = [
     Fp8("the output matrix as well", per_channel=True, quantised=(*PROJECTIONS, "lm_head", "embed_tokens")),
 ]
 TOLERANCE = 1e-4
-"""Tolerance. It is the same as without quantisation, because the GEMMs are the same, and only the order of
-summation differs."""
+"""Tolerance for logits. It is the same as without quantisation, because the GEMMs are the same and only the
+order of summation differs."""
 EQUAL = 0.5
-"""Minimum fraction of short sequences that must be within the tolerance. In the other sequences (2 to 11 of
-100), a sum lies so close to the boundary between two e4m3 values that its last bits determine which of the
-two it is rounded to. An error in loading would affect every sequence."""
+"""Minimum fraction of short sequences that must be within the tolerance. In 2 to 11 of 100 sequences, a sum
+lies so close to the boundary between two e4m3 values that its last bits decide to which value it is rounded.
+An error in loading would affect every sequence."""
 SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 

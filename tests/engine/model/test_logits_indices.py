@@ -56,8 +56,7 @@ def passes(
     chunks: list[tuple[int, int, int, bool]],
 ) -> ForwardInput:
     """Run a pass with two prompts. Return the input of a second pass, which has the given decodes and
-    chunks.
-    """
+    chunks."""
     tables = SlotTables(5, 3, decoder.config.vocab_size, CPU, padding)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)

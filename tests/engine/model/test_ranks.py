@@ -56,14 +56,14 @@ FP8 = {
     "whole experts, FP8": "shared expert",
     "whole experts, blocks": "meant of blocks",
 }
-"""Quantised variants. Each is listed with the checkpoint whose logits it is compared with."""
+"""Quantised variants, each with the checkpoint with whose logits it is compared."""
 DIFFERENT_SCALES = 1.5
-"""Maximum distance between the FP8 logits of several ranks and of one rank, as a multiple of the distance
-between one rank and the unquantised model (root mean squares). The scales of o and down, and of their inputs,
-differ between shards, so the rounding errors differ but have the same magnitude. If they were independent,
-the ratio would be the square root of 2."""
+"""Maximum distance between the FP8 logits of several ranks and those of one rank, as a multiple of the
+distance between one rank and the unquantised model (both as root mean squares). The scales of o and down, and
+of their inputs, differ between shards, so the rounding errors differ but have the same magnitude. If the
+errors were independent, the ratio would be the square root of 2."""
 SAME_SCALES = 0.25
-"""Like `DIFFERENT_SCALES`, but for ranks with equal scales. Results then differ only where a sum lies close
+"""Like `DIFFERENT_SCALES`, but for ranks with equal scales. Their results differ only where a sum lies close
 to the boundary between two e4m3 values."""
 NO_WORSE = 1.25
 """Maximum distance between the FP8 logits of several ranks and those of the unquantised model, as a multiple

@@ -141,8 +141,7 @@ def test_one_page_of_each_half_is_probed(
 
 def test_freshly_written_data_is_read(path: Path) -> None:
     """Simulates a file that is on the disk except for its newly written end, which is only in the
-    page cache.
-    """
+    page cache."""
     drop(path)
     with path.open("ab") as file:
         file.write(CONTENT[:5000])

@@ -31,8 +31,7 @@ def padded(engine: LocalEngine) -> LocalEngine:
 
 def full_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
     """Return the logits [tokens, vocabulary] of a single pass over a whole sequence, with a separate
-    KV pool.
-    """
+    KV pool."""
     count, device = len(tokens), runner.device
     blocks = -(-count // BLOCK_TOKENS)
     none = torch.zeros(0, dtype=torch.int64, device=device)

@@ -42,8 +42,7 @@ CPU = torch.device("cpu")
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A slot to sample: its parameters, its sample index, and the tokens that precede the sampled
-    position.
-    """
+    position."""
 
     params: SamplingParams
     sample: int = 0
@@ -53,8 +52,7 @@ class Case:
 
 def staged(cases: Sequence[Case], vocab: int) -> tuple[SlotTables, SamplingBatch]:
     """Return the slot tables and the sampling batch for a step in which each slot has a one-token chunk at
-    the end of its known tokens.
-    """
+    the end of its known tokens."""
     tables = SlotTables(len(cases), 4, vocab, CPU)
     plan = StepPlan(1, [], [], [], [], [])
     for row, case in enumerate(cases):

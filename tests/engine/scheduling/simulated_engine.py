@@ -64,8 +64,7 @@ class SimulatedEngine:
 
     def waited_for(self) -> bool:
         """Run one iteration of the step loop. Return whether the engine counted the idle time before its
-        step.
-        """
+        step."""
         self.runner.gap_us = 7.0
         timing = self.core.step().timing
         assert timing is not None and timing.idle_us in (0.0, 7.0)

@@ -192,8 +192,7 @@ class Expected:
 
 def alone(submit: Submit, sample: int, max_model_len: int) -> Expected:
     """Return the tokens, finish reason and prompt logprobs that a sample must have. They do not depend on
-    other requests.
-    """
+    other requests."""
     sampling, prompt = submit.sampling, prompt_of(submit)
     known = prompt + submit.output_token_ids
     digest, scores = 0, None

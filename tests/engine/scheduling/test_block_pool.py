@@ -17,8 +17,7 @@ from tests.examples import examples
 
 def tokens_of(*blocks: int) -> list[int]:
     """Return the tokens of full blocks, one block for each argument. All tokens of a block equal its
-    argument.
-    """
+    argument."""
     return [token for token in blocks for _ in range(BLOCK_TOKENS)]
 
 

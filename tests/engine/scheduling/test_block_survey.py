@@ -110,8 +110,7 @@ def test_of_a_larger_pool_every_nth_block_is_described_and_the_size_is_bounded()
 
 def test_a_survey_reads_a_bounded_number_of_blocks_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks may change state between two slices of a survey. Nevertheless, no slice fails and every block is
-    described.
-    """
+    described."""
     monkeypatch.setattr(block_survey, "_SLICE", 4)
     read: list[int] = []
     states = BlockPool.states

@@ -48,9 +48,9 @@ class Ask:
     """The prompts of all submissions of one family have the same first `shared` tokens."""
     shared: int
     own: int
-    """Number of additional prompt tokens, which differ between submissions."""
+    """Number of further prompt tokens, which differ between submissions."""
     follows: bool
-    """Whether the prompt continues an earlier conversation, if there is one."""
+    """Whether the prompt continues an earlier conversation, provided that there is one."""
     resumed: int
     n: int
     max_tokens: int
@@ -89,8 +89,8 @@ CHOICES: dict[str, list[Any]] = {
     "urgency": [0, 0, 1, 2],
     "reserved": [0, 0, 1, 2],
 }
-"""Lengths around block and chunk boundaries, some of them long enough to fill tiny pools. Hypothesis shrinks
-a failing example towards the first values."""
+"""Lengths around the boundaries of blocks and chunks. Some of them are long enough to fill tiny pools.
+Hypothesis shrinks a failing example towards the first values."""
 
 ASKS = st.builds(Ask, **{name: st.sampled_from(choices) for name, choices in CHOICES.items()})
 

@@ -64,7 +64,8 @@ def test_plans_of_a_resumed_request_have_a_bounded_size(cached: bool) -> None:
 
 LONG_PROMPT = 150 * BLOCK_TOKENS + 10
 LIMIT = MAX_TABLE_ENTRIES + 2 * SAMPLES
-"""Maximum number of block table entries in a step: those of admitted sequences plus those of decodes."""
+"""Maximum number of block table entries in a step: the entries of admitted sequences plus the entries of
+decodes."""
 
 
 def steps_until_done(engine: SimulatedEngine) -> list[int]:
