@@ -49,8 +49,7 @@ def quantised(weight: torch.Tensor, values: torch.dtype) -> Fp8Weight:
 
 def routed(chosen: torch.Tensor, count: int) -> routes.Routed:
     """Return the choices of experts with their places and counts, in the form in which `route_many` returns
-    them.
-    """
+    them."""
     tokens = len(chosen)
     block = routes.block_tokens(tokens, count)
     blocks = -(-tokens // block)
@@ -128,8 +127,7 @@ class Case:
 
     def check_down(self, found: torch.Tensor, activations: torch.Tensor) -> None:
         """Check the experts' weighted sum with the residual added. `activations` are in the order of the
-        choices.
-        """
+        choices."""
         products = self.products(self.dequantised(activations), self.down)
         tokens, top_k = self.chosen.shape
         factors = self.weights.unsqueeze(-1)

@@ -22,8 +22,8 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GRANULE = 512
-"""Reads and writes are tracked in units of this many shared-memory elements. For 16-bit elements, this is the
-size of eight rows, after which a swizzle repeats."""
+"""Number of shared-memory elements in the unit in which reads and writes are tracked. For 16-bit elements,
+the unit has the size of eight rows, after which a swizzle repeats."""
 
 
 class Fault(Exception):
@@ -248,8 +248,7 @@ class Program:
 
     def specialize(self, parts: list[tuple[Callable[[], None], str, int]]) -> None:
         """Run functions concurrently, one per partition. Each item contains a function, its name and its
-        number of warps.
-        """
+        number of warps."""
         parent = self.current
         children = [
             Partition(f"partition {n} ({name})", warps, parent.known)
@@ -290,8 +289,7 @@ class Program:
 
     def retire(self, outstanding: int) -> None:
         """Wait for the oldest products until at most `outstanding` of them are unfinished. Each warp waits
-        only for its own part of a product.
-        """
+        only for its own part of a product."""
         me = self.current
         while len(me.products) > outstanding:
             product = me.products.pop(0)

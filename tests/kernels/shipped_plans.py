@@ -19,7 +19,7 @@ from tests.kernels.linear_cases import DEVICE, Case, Fp8Case
 
 FP8 = torch.float8_e4m3fn
 PARTS = 7
-"""Assumed number of partial sums of squares that the preceding GEMM writes."""
+"""Number of partial sums of squares that the preceding GEMM is assumed to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,7 @@ class Shipped:
     @property
     def short_k(self) -> int:
         """Return a K that takes `stages` + 2 steps of the pipeline, or the smallest shipped K if that is
-        smaller.
-        """
+        smaller."""
         plan = self.plan
         step = {"gemv": plan.block_k, "stream": plan.warps * plan.block_k}
         least = (plan.stages + 2) * step.get(plan.form, plan.split * plan.block_k)

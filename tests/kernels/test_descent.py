@@ -25,8 +25,7 @@ A, B, C = (GemmPlan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
 
 class Timer:
     """A timer for which choices take `us(choice)` microseconds, and which records the choices that it
-    measures.
-    """
+    measures."""
 
     def __init__(self, us: Callable[[Choice], float]) -> None:
         self.us, self.asked = us, list[list[Choice]]()

@@ -37,7 +37,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_HOPPER else 3
-"""Number of programs. It is small in the interpreter, so that each program has several tiles."""
+"""Number of programs. In the interpreter, it is small, so that each program has several tiles."""
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
@@ -48,7 +48,7 @@ CHUNKS = {
 }
 SMALL = [*cases.CHUNKS, "across blocks of keys", "two blocks of keys"]
 GROUPS = [(8, 8), (16, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
-"""Head and KV head counts to test in addition to (32, 8)."""
+"""Numbers of heads and of KV heads to test in addition to (32, 8)."""
 BF16, F16 = torch.bfloat16, torch.float16
 
 

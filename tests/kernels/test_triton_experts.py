@@ -33,7 +33,7 @@ GEMV = ExpertsPlan("gemv", 1, 16, 32, warps=4)
 DOT = ExpertsPlan("dot", 16, 32, 32, warps=4, stages=2)
 GROUPED = ExpertsPlan("grouped", 16, 32, 32, warps=4, stages=2)
 LARGE = ExpertsPlan("grouped", 64, 256, 32, warps=8, stages=2)
-"""Tiles so large that groups with few choices get smaller ones."""
+"""A plan with tiles so large that groups with few choices get smaller ones."""
 
 
 # ── on any machine ───────────────────────────────────────────────────────────────────────────────────
@@ -272,7 +272,8 @@ OTHERS = [(8, 2, 4096, 1024), (60, 6, 2048, 352), (16, 4, 1024, 96)]
 ranks."""
 LAYERS = [(shape, torch.bfloat16, values) for shape in (QWEN, *OTHERS) for values in (None, E4M3)]
 LAYERS += [(QWEN, torch.float16, None), (QWEN, torch.float16, E4M3)]
-"""Shape, dtype of the model and dtype of the quantised weights (None: not quantised), for each test layer."""
+"""For each test layer: the shape, the dtype of the model, and the dtype of the quantised weights (None if
+they are not quantised)."""
 
 
 @on_gpu
