@@ -17,7 +17,8 @@ class Behaviour:
     """How the fake server answers completion requests. Times are in seconds."""
 
     ttft_s: Callable[[int], float] = lambda number: 0.0
-    """Returns the time to the first token of completion n. Completion 0 is the probe before the run."""
+    """A function that returns the time to first token of completion n. Completion 0 is the probe before the
+    run."""
     gap_s: float = 0.0
     tokens_per_chunk: int = 1
     most_tokens: int = 1 << 30

@@ -17,7 +17,7 @@ from appliance.bench.results import RequestTimes, Run, Slo, summarize
 
 NO_LIMIT = Slo(itl_p99_ms=1e6)
 Server = Callable[[list[float], random.Random], list[float]]
-"""Maps the arrival times of requests to their completion times."""
+"""A function that maps the arrival times of requests to their completion times."""
 
 
 def queue(slots: int, service_s: float, spread_s: float = 0.0) -> Server:
