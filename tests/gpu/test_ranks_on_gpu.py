@@ -34,13 +34,13 @@ pytestmark = [
 SIZES = [size for size in (2, 4) if size <= max(2, torch.cuda.device_count())]
 """Rank counts to test."""
 NEAR_TIE = 0.125
-"""Maximum gap between the best score and the score of the token chosen with a different number of GPUs. The
-logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart. A different order of
-summation changes a logit by a few such steps."""
+"""Maximum gap between the best score and the score of a token that was chosen with another number of GPUs.
+The logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart. A different order
+of summation changes a logit by a few such steps."""
 DEMO_NEAR_TIE = 0.25
-"""The same tolerance for the demo model, from `tests.demo_model.parity.NEAR_TIE`."""
+"""The same tolerance as `NEAR_TIE`, but for the demo model. It is `tests.demo_model.parity.NEAR_TIE`."""
 ALLOWED = 0.03
-"""Allowed relative difference of logits, as in `test_prompt_graphs_on_gpu`."""
+"""Allowed relative difference between logits, as in `test_prompt_graphs_on_gpu`."""
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -67,8 +67,9 @@ MIXTURE = SHAPE | {
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }
-"""Every token chooses all experts. Otherwise, the order of summation could change the choice between two
-experts with almost equal logits, and the result would then change by more than the tolerances."""
+"""A mixture-of-experts model in which every token chooses all experts. Otherwise, the order of summation
+could change the choice between two experts with almost equal logits, and the result would then change by more
+than the tolerances."""
 PROMPTS = [[(7 * place + 13 * start) % 900 + 3 for place in range(5 + 30 * start)] for start in range(6)]
 REQUESTS = [
     *(SamplingParams(max_tokens=60, ignore_eos=True) for _ in range(6)),
@@ -78,7 +79,7 @@ FILTERED = [
     SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.7, top_p=0.9, top_k=50, seed=seed)
     for seed in range(6)
 ]
-"""Sampling parameters of the full variant. This variant requires the logits to be gathered."""
+"""Sampling parameters that need the full variant, which requires the logits to be gathered."""
 
 
 def spec_of(folder: Path, kv_heads: int | None, **changes: Any) -> ReplicaSpec:
@@ -287,14 +288,13 @@ def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_pa
 # ── long prompts ─────────────────────────────────────────────────────────────────────────────────────
 
 LONG = [[(7 * place + 13 * start) % 900 + 3 for place in range(1900 + start)] for start in range(2)]
-"""Prompts that are computed in one pass. The second prompt is split."""
+"""Prompts that are computed in one pass, in which the second prompt is split."""
 
 
 @torch.inference_mode()
 def long_passes(runner: ModelRunner) -> list[torch.Tensor]:
     """Return the hidden states of the last tokens of the prompts in LONG, from ten passes over the same
-    blocks.
-    """
+    blocks."""
     plan = plan_of(LONG)
     runner.steps.tables.apply(plan)
     found = []
