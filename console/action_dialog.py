@@ -16,7 +16,7 @@ from textual.widgets import Button, Checkbox, Input, Label, Static
 
 from appliance.actions import Action
 from appliance.quantities import span_text
-from console.dialogs import Dialog, ScrollArea, hidden, lines_of, show_text, text
+from console.dialogs import Dialog, KeyHint, ScrollArea, hidden, lines_of, show_text, text
 from console.impact import Impact
 from console.lines import span
 from console.parameters import (
@@ -130,6 +130,10 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
             variant="primary" if action.danger == "none" else "error",
             compact=True,
         )
+
+    def key_hints(self) -> list[KeyHint]:
+        hints = super().key_hints()
+        return [one._replace(more=" and explain") if one.key == "tab" else one for one in hints]
 
     def on_mount(self) -> None:
         """Focus the first field that must be filled in or, if there is none, the button that cancels."""

@@ -56,6 +56,8 @@ class KeyHint(NamedTuple):
 
     key: str
     does: str
+    more: str = ""
+    """Completes `does` if there is enough space for it."""
 
 
 class ScrollArea(VerticalScroll, can_focus=False):
@@ -153,11 +155,11 @@ class Dialog(ModalScreen[R]):
         focused = self.focused
         hints = [KeyHint("esc", "cancel"), KeyHint("tab", "move")]
         if isinstance(focused, Button):
-            hints.insert(0, KeyHint("enter", "press"))
+            hints.insert(0, KeyHint("enter", "press", " the button"))
         elif isinstance(focused, Checkbox):
-            hints.insert(0, KeyHint("space", "switch"))
+            hints.insert(0, KeyHint("space", "switch", " on or off"))
         elif isinstance(focused, Input):
-            hints.insert(0, KeyHint("enter", "next"))
+            hints.insert(0, KeyHint("enter", "next", " field"))
         return hints
 
     def on_mount(self) -> None:
@@ -239,12 +241,10 @@ class Dialog(ModalScreen[R]):
     def _show_keys(self, width: int, *, scrolls: bool) -> None:
         """Show the keys. The last keys are left out if they do not fit."""
         hints = [*self.key_hints(), *([KeyHint("pgdn", "scroll")] if scrolls else [])]
-        shown = ""
-        for key, does in hints:
-            longer = f"{shown}{_GAP if shown else ''}{key} {does}"
-            if cells(longer) > width:
-                break
-            shown = longer
+        full = [f"{one.key} {one.does}{one.more}" for one in hints]
+        brief = [f"{one.key} {one.does}" for one in hints]
+        lines = [_GAP.join(full), *(_GAP.join(brief[:count]) for count in range(len(brief), 0, -1))]
+        shown = next((line for line in lines if cells(line) <= width), "")
         if shown != self._shown_keys:
             self._shown_keys = shown
             self.query_one("#keys", Static).update(text(shown))

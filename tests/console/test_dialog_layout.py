@@ -56,7 +56,7 @@ def test_buttons_and_keys_of_every_action_are_visible(size: tuple[int, int]) -> 
         for action in offered():
             dialog = await begin(pilot, app, action.name, target_of(action, LONG))
             await until(pilot, lambda dialog=dialog: visible(dialog, "Button", "#keys", "#title"))
-            assert "esc cancel" in text_of(dialog, "#keys"), action.name
+            await until(pilot, lambda dialog=dialog: "esc cancel" in text_of(dialog, "#keys"))
             dialog.show_error("a message that is long enough to need more than one line in a small dialog")
             await until(pilot, lambda dialog=dialog: visible(dialog, "Button", "#keys", "#error"))
             await close(pilot, app)
@@ -139,6 +139,24 @@ def test_the_arrow_keys_move_between_fields_and_buttons() -> None:
         assert dialog.focused is dialog.query_one("#field-grace_s")
 
     run(steps, console(write=True))
+
+
+@pytest.mark.parametrize(
+    ("size", "keys"),
+    [
+        ((120, 40), "enter press the button  esc cancel  tab move and explain"),
+        ((80, 24), "enter press the button  esc cancel  tab move and explain  pgdn scroll"),
+        ((60, 18), "enter press  esc cancel  tab move  pgdn scroll"),
+        ((40, 12), "enter press  esc cancel  tab move"),
+    ],
+    ids=lambda value: f"{value[0]}x{value[1]}" if isinstance(value, tuple) else "",
+)
+def test_the_last_line_shows_the_keys_that_fit(size: tuple[int, int], keys: str) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        dialog = await begin(pilot, app, "tenants.set", {"name": "mobile"})
+        await until(pilot, lambda: text_of(dialog, "#keys") == keys)
+
+    run(steps, console(write=True), size)
 
 
 def test_a_page_key_scrolls_the_texts_of_a_small_dialog() -> None:

@@ -146,6 +146,6 @@ def test_a_dialog_says_that_the_service_is_already_draining() -> None:
         await until(pilot, lambda: app.session.newest().snapshot is not before)
         app.call_later(app.run_line, "drain")
         await until(pilot, lambda: opened(app))
-        assert "already draining, grace left" in text_of(app.screen, "#impact")
+        await until(pilot, lambda: "already draining, grace left" in text_of(app.screen, "#impact"))
 
     run(steps, console(write=True))

@@ -195,9 +195,11 @@ def test_with_a_wrong_file_the_console_starts_with_the_default_keys_and_says_so(
     path = written(tmp_path, 'theme = "w"\n"screen 4" = "ctrl+1"')
 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        def text() -> str:
+            return "\n".join(str(one.render()) for one in app.screen.query(Static))
+
         await until(pilot, lambda: isinstance(app.screen, TextDialog))
-        text = "\n".join(str(one.render()) for one in app.screen.query(Static))
-        assert "default keys" in text and f"{path}, line 2" in text
+        await until(pilot, lambda: "default keys" in text() and f"{path}, line 2" in text())
         await pilot.press("escape", "4")
         assert app.session.view.name == "requests"
 

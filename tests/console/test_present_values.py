@@ -49,7 +49,7 @@ def test_the_dialog_of_a_tenant_shows_the_present_value_of_every_field() -> None
             "tokens_per_minute": "now: 240,000 tokens/min",
             "burst_s": "now: 1m",
         }
-        assert {name: absent(dialog, name) for name in known} == known
+        await until(pilot, lambda: {name: absent(dialog, name) for name in known} == known)
         fields = [one.name for one in entered(action_named("tenants.set")) if one.name != "name"]
         assert all(absent(dialog, name).startswith("now: ") for name in fields)
         # The current value stays visible while the operator types a new value, and the explanation contains
@@ -59,7 +59,7 @@ def test_the_dialog_of_a_tenant_shows_the_present_value_of_every_field() -> None
         field.focus()
         await pilot.press(*"500")
         await until(pilot, lambda: beside(dialog, "tokens_per_minute") == "now: 240,000 tokens/min")
-        assert "Now: 240,000 tokens/min" in str(dialog.query_one("#hint").render())
+        await until(pilot, lambda: "Now: 240,000 tokens/min" in str(dialog.query_one("#hint").render()))
         # Another operator changes the value.
         app.source.simulation.tenants["mobile"].limits[0].capacity = 123_456.0  # type: ignore[attr-defined]
         await until(pilot, lambda: beside(dialog, "tokens_per_minute") == "now: 123,456 tokens/min")

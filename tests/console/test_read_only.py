@@ -397,7 +397,7 @@ def test_the_service_refuses_even_if_the_console_offers_the_action(target: Targe
         await until(pilot, lambda: opened(app))
         app.screen.query_one("#confirm", Button).press()
         await until(pilot, lambda: isinstance(app.screen, TextDialog))
-        assert "--write" in "\n".join(str(one.render()) for one in app.screen.query("Static"))
+        await until(pilot, lambda: any("--write" in str(one.render()) for one in app.screen.query("Static")))
 
     run(app, steps)
     assert target.state() == before

@@ -57,12 +57,13 @@ def test_each_target_is_reported_if_one_fails_and_the_next_is_cancelled() -> Non
         await until(pilot, lambda: isinstance(app.screen, TextDialog))
         summary = "Cancel request: 1 of 4 done, 1 failed, 1 cancelled, 1 not tried"
         await until(pilot, lambda: summary in texts(app))
-        assert [line for line in texts(app) if line.startswith("req-")] == [
+        expected = [
             f"{names[0]}: done",
             f"{names[1]}: failed: the service did not respond",
             f"{names[2]}: cancelled",
             f"{names[3]}: not tried",
         ]
+        await until(pilot, lambda: [line for line in texts(app) if line.startswith("req-")] == expected)
         await pilot.press("escape")
         await until(pilot, lambda: summary in shown(app))
         assert "nothing was changed" not in shown(app)

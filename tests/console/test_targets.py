@@ -64,7 +64,7 @@ def test_the_menu_of_a_key_offers_the_actions_on_keys_first() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await show_keys(pilot, app)
         await pilot.press("a")
-        await until(pilot, lambda: app.screen.query(OptionList))
+        await until(pilot, lambda: any(one.option_count for one in app.screen.query(OptionList)))
         names = [one.id or "" for one in app.screen.query_one(OptionList).options]
         assert {name.partition(".")[0] for name in names[:3]} == {"keys"}
         assert {"peers.unmap", "tenants.set", "keys.create"} < set(names)
@@ -124,7 +124,7 @@ def test_the_version_to_make_the_default_is_asked_for() -> None:
         assert "default version: 2 → --" in text_of(app, "#impact")
         await pilot.press("1")
         await until(pilot, lambda: "default version: 2 → 1" in text_of(app, "#impact"))
-        assert text_of(app, "#command") == "$ appliance models default qwen3-8b@1"
-        assert text_of(app, "#now-model") == "now: qwen3-8b@2"
+        await until(pilot, lambda: text_of(app, "#command") == "$ appliance models default qwen3-8b@1")
+        await until(pilot, lambda: text_of(app, "#now-model") == "now: qwen3-8b@2")
 
     run(steps, console(write=True))
