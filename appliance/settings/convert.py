@@ -1,4 +1,4 @@
-"""Converts the tables of the settings files to typed settings, and collects all faults."""
+"""Converts the tables in the settings files to typed settings, collecting all faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_SETTINGS = ("config_file",)
 
 
 class Converter:
-    """Converts settings and collects their faults. `places` contains the file and line of each setting."""
+    """Converts settings and collects faults. `places` holds the file and line of each setting."""
 
     def __init__(self, places: Mapping[Path, Place], source: str) -> None:
         self._places = places
@@ -29,7 +29,7 @@ class Converter:
         self.faults: list[Fault] = []
 
     def settings(self, table: Mapping[str, Any]) -> Settings:
-        """Convert all settings. A setting whose value cannot be used gets its default value."""
+        """Convert all settings. A setting with an invalid value gets its default."""
         table = dict(table)
         models, prices, groups = (table.pop(name, {}) for name in ("models", "prices", "groups"))
         settings = self._table(table, Settings, ()) or Settings()
@@ -39,7 +39,7 @@ class Converter:
         return settings
 
     def _named_tables(self, tables: Any, part: type[Part], name: str) -> dict[str, Part]:
-        """Convert the tables [name.KEY]. Tables that cannot be used are left out."""
+        """Convert the tables [name.KEY], omitting invalid ones."""
         if not isinstance(tables, dict):
             self.add((name,), f"{name} = {tables!r} is not valid", f"write [{name}.NAME]")
             return {}
@@ -61,7 +61,7 @@ class Converter:
 
     def _table(self, table: Any, part: type[Part], path: Path) -> Part | None:
         """Convert a table. Return None if the value is not a table, or if a required setting is missing or
-        cannot be used."""
+        invalid."""
         if not isinstance(table, dict):
             self.add(path, f"{dotted(path)} = {table!r} is not valid", "write a table")
             return None
@@ -87,7 +87,7 @@ class Converter:
         return part(**values) if complete else None
 
     def _value(self, value: Any, kind: Any, path: Path) -> Any:
-        """Convert a value. A value in TOML is never None, so None is returned if the value cannot be used."""
+        """Convert a value. Return None if the value is invalid; TOML values are never None."""
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return self._table(value, kind, path)
         if isinstance(value, list) and (item := _struct_of_items(kind)) is not None:
@@ -119,8 +119,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
-    """Yield the index, the value and the type of each item in a list. Yield nothing if `value` is not a list,
-    or if the type of the setting does not allow lists."""
+    """Yield the index, value and type of each item in a list. Yield nothing if `value` is not a list, or if
+    the setting's type does not allow lists."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     for each in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
@@ -134,7 +134,7 @@ def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _expected(kind: inspect.Type) -> str:
-    """Return a description of the values that a type allows."""
+    """Describe the values that a type allows."""
     match kind:
         case inspect.Metadata(type=inner, extra_json_schema=extra):
             described = (extra or {}).get("description")

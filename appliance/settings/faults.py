@@ -1,4 +1,4 @@
-"""Errors in settings, each with its location, the problem and a remedy."""
+"""Settings errors, each with a location, a description and a remedy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 import msgspec
 
 Path = tuple[str, ...]
-"""Position of a setting in the tables, such as ("models", "chat", "max_num_seqs")."""
+"""Path to a setting, such as ("models", "chat", "max_num_seqs")."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The place where a setting was given."""
+    """Where a setting was given."""
 
     source: str
-    """The path of a file, the name of a flag such as "--listen", or "default"."""
+    """A file path, the name of a flag such as "--listen", or "default"."""
     line: int | None = None
     """Line number in the file, starting at 1."""
 
@@ -38,8 +38,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsError(Exception):
-    """Raised if the settings cannot be used. The message gives the location, the problem and the remedy of
-    each fault."""
+    """Raised if the settings are invalid. The message lists each fault with its location and remedy."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__("\n".join(map(str, faults)))
@@ -47,8 +46,8 @@ class SettingsError(Exception):
 
 
 def dotted(path: Path) -> str:
-    """Return a path as a dotted TOML key. Names that contain anything but letters, digits, _ and - are
-    quoted."""
+    """Return a path as a dotted TOML key. Names that contain characters other than letters, digits, _ and -
+    are quoted."""
     return ".".join(
         name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
         for name in path

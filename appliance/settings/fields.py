@@ -1,6 +1,6 @@
-"""Every setting: its name, type, default and meaning. docs/configuration.md is generated from this file.
-
-A struct is a table of the settings files; the docstring of a field is its documentation.
+"""Defines every setting: its name, type, default and meaning. docs/configuration.md is generated from this
+file. Each struct corresponds to a table in the settings files, and each field's docstring becomes that
+setting's documentation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
 from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec
 
-# Every number has an upper bound, so that many mistyped numbers are detected when the file is read.
+# Every number has an upper bound, so that most typos are caught when the file is read.
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -40,32 +40,31 @@ DEMO_MODEL = "demo"
 
 
 class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A served model. NAME is the name that clients use. If there is no `[models.NAME]` table, the shipped
+    """A served model. NAME is the name that clients use. If there is no `[models.NAME]` table, the bundled
     model is served as "demo"."""
 
     folder: str
     """Folder of a Hugging Face checkpoint. A relative path is relative to the settings file that contains it
     or, on the command line, to the current directory."""
     replicas: Processes = 1
-    """Number of replicas. If `max_replicas` is set, this is only the number at the start."""
+    """Number of replicas. If `max_replicas` is set, this is only the initial number."""
     max_replicas: Processes | None = None
-    """Maximum number of replicas. If it is set, replicas are added and removed according to the load
+    """Maximum number of replicas. If set, replicas are added and removed according to the load
     ([models.md](models.md#replicas-by-load)). Default: the number of replicas is fixed."""
     min_replicas: Processes | None = None
     """Minimum number of replicas if `max_replicas` is set. Default: `replicas`."""
     ttft_target_s: PositiveSeconds = 2.0
-    """Target for the time to first token, in seconds. A model with `max_replicas` gets another replica when
+    """Target for the time to first token, in seconds. If `max_replicas` is set, a replica is added when
     requests come close to this target."""
     required: bool = True
-    """Whether the service reports that it is ready only while this model is ready. The startup of the
-    service, including `systemctl start`, waits for required models, which then stay loaded. A model that is
-    not required is loaded at startup if it fits, otherwise at its first request ([models.md](models.md))."""
+    """Whether the service reports ready only while this model is ready. Startup, including `systemctl start`,
+    waits for required models, which then stay loaded. A model that is not required is loaded at startup if it
+    fits into memory, otherwise on its first request ([models.md](models.md))."""
     pinned: bool = False
-    """Whether the model, once loaded, always stays loaded."""
+    """Whether the model stays loaded once it has been loaded."""
     idle_unload_s: Seconds = 0.0
-    """Time to live in seconds: a model that has had no requests for this long is unloaded until its next
-    request. With 0, models are never unloaded for being idle. `keep_alive` in a request takes precedence for
-    the tenant that sent it."""
+    """Time to live in seconds: a model without requests for this long is unloaded until its next request. 0
+    disables unloading. A request's `keep_alive` takes precedence for the tenant that sent it."""
     device: Device = "auto"
     """Device that runs the model. "auto" selects CUDA if a GPU is available, otherwise the CPU."""
     dtype: DType = "auto"
@@ -73,7 +72,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     the CPU."""
     quantization: Quantization = "auto"
     """Quantization of the layers' weights. "auto" keeps the checkpoint's format; "fp8" converts the weights
-    to FP8 while they are loaded."""
+    to FP8 during loading."""
     kv_cache_dtype: Quantization = "auto"
     """Data type of the KV cache. "auto" selects the model's data type; "fp8" needs half the memory of a
     16-bit type."""
@@ -83,19 +82,19 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Whether each rank of a mixture-of-experts model holds a subset of the experts in full. Otherwise, each
     rank holds a slice of every expert."""
     max_model_len: Positive | None = None
-    """Maximum length of a sequence in tokens, prompt and output together. Default: the checkpoint's limit."""
+    """Maximum sequence length in tokens, including prompt and output. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64
     """Maximum number of sequences that a replica runs at the same time."""
     max_num_batched_tokens: Positive = 2048
     """Maximum number of tokens that a step computes."""
     max_mixed_tokens: Positive | None = None
     """Maximum number of tokens in a step that computes prompts while other sequences decode. A lower value
-    shortens the time between tokens, but makes the processing of prompts slower. Default: half of
+    shortens the time between tokens but slows down prompt processing. Default: half of
     `max_num_batched_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
     """Number of KV cache blocks of 64 tokens each. Default: as many as fit into memory."""
     gpu_memory_utilization: Fraction = 0.95
-    """Fraction of the device's memory that a rank may use."""
+    """Fraction of device memory that a rank may use."""
     load_format: LoadFormat = "safetensors"
     """"safetensors" loads the checkpoint's weights. "dummy" creates random weights, which allows speed
     measurements without a complete checkpoint."""
@@ -105,25 +104,25 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Number of CPU threads per rank. Default: the number of usable cores, or `cpu_limit`, divided by the
     number of ranks."""
     cpu_limit: Cpus | None = None
-    """Maximum CPU time of a replica, in CPUs. This limit needs a cgroup that systemd delegates to the service
-    ([models.md](models.md#limits-of-replicas)). Default: no limit."""
+    """Maximum CPU time of a replica, in CPUs. This limit requires a cgroup that systemd delegates to the
+    service ([models.md](models.md#limits-of-replicas)). Default: no limit."""
     memory_limit_gb: Gigabytes | None = None
-    """Maximum host memory of a replica in GB (1,000,000,000 bytes). Like `cpu_limit`, it needs a delegated
-    cgroup. Default: no limit."""
+    """Maximum host memory of a replica in GB (1,000,000,000 bytes). Like `cpu_limit`, this requires a
+    delegated cgroup. Default: no limit."""
     cpu_fallback: bool = False
-    """Whether a replica runs on the CPU if there is no GPU or not enough GPU memory. On the CPU, the model is
-    slower, and `appliance status` shows the reason."""
+    """Whether to run on the CPU if there is no GPU or not enough GPU memory. The model is then slower, and
+    `appliance status` shows why."""
     chat_template: str | None = None
-    """File with a chat template (Jinja) that replaces the templates in the folder. A relative path is
-    resolved in the same way as `folder`. The file is read when the model is loaded or its settings change."""
+    """File with a Jinja chat template that replaces the templates in the folder. Relative paths are resolved
+    as for `folder`. The file is read when the model is loaded or its settings change."""
     fallback: str | None = None
-    """Name of another model that answers requests while this one is overloaded or has failed, for keys with
-    `--fallback allowed`. The answer's `model` field then contains the other model's name. Default: none."""
+    """Name of the model that answers requests while this one is overloaded or has failed, for keys with
+    `--fallback allowed`. The answer's `model` field then names the fallback model. Default: none."""
     sampling: SamplingDefaults = SamplingDefaults()
     """Default sampling parameters, in a separate table."""
 
     def replica_range(self) -> tuple[int, int]:
-        """Return the minimum and the maximum number of replicas."""
+        """Return the minimum and maximum number of replicas."""
         if self.max_replicas is None:
             return self.replicas, self.replicas
         least = self.replicas if self.min_replicas is None else self.min_replicas
@@ -131,8 +130,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def text(self) -> tuple[str, str | None, SamplingDefaults]:
-        """The settings that front processes use. When one of them changes, the front processes get the new
-        values. Replicas are replaced only if the folder has changed."""
+        """The settings that front processes use. When one of them changes, the front processes receive the
+        new values. Replicas are replaced only if the folder has changed."""
         return self.folder, self.chat_template, self.sampling
 
     def spec(self, replica: str) -> ReplicaSpec:
@@ -149,28 +148,27 @@ class GroupSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     is any name. See [models.md](models.md)."""
 
     models: list[str]
-    """Names of the models, as used by applications. A name stands for all versions of the model."""
+    """Model names, as used by applications. A name covers all versions of the model."""
     load: Literal["one", "all"]
     """"one": at most one model of the group is loaded at a time. "all": the models are loaded and unloaded
     together."""
 
 
 class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Loads models at their first request, and unloads other models to make room for them."""
+    """Loads models on their first request, and unloads other models to make room for them."""
 
     memory_gb: PositiveGigabytes | None = None
-    """Total host memory in GB (10^9 bytes) that models on the CPU may use, according to the prediction of
-    `appliance models fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
+    """Total host memory in GB (10^9 bytes) that models on the CPU may use, as predicted by `appliance models
+    fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
     sleeping_memory_gb: NonNegativeGigabytes = 0.0
-    """Host memory in GB (10^9 bytes) for the weights of sleeping models. If the weights of a model on GPUs
-    fit into this limit, the model is put to sleep instead of being unloaded automatically, and its next
-    request wakes it. If the limit is reached, the sleeping models that have been unused for the longest time
-    are unloaded. The memory is page-locked. With 0, models are always unloaded."""
+    """Host memory in GB (10^9 bytes) for the weights of sleeping models. A GPU model whose weights fit within
+    this limit is put to sleep instead of being unloaded automatically, and its next request wakes it. When
+    the limit is reached, the least recently used sleeping models are unloaded. The memory is page-locked. 0
+    disables sleeping: models are always unloaded."""
     min_residence_s: Seconds = 10.0
-    """Minimum time in seconds for which a model keeps its memory, counted from the start of its load. A model
-    with requests also keeps its memory until requests for another model have waited for this time. Once
-    requests for another model have waited 5 s longer, a model may be evicted even before the minimum time has
-    passed."""
+    """A model is not evicted within this many seconds of the start of its load. A busy model may be evicted
+    only after requests for another model have waited this long. Once they have waited 5 s longer, any model
+    may be evicted."""
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -178,22 +176,21 @@ class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
 
     uids: Literal["owner", "any"] | list[UserId] = "owner"
     """Users who may use `api.sock` without a key: "owner" (the service's user and root), "any" (all users
-    that the file mode permits), or a list of numeric user ids (in addition to the service's user and
-    root)."""
+    that the file mode permits), or a list of numeric user ids, in addition to the service's user and root."""
     api_mode: SocketMode = "0660"
     """Octal file mode of `api.sock`. If systemd creates the socket, its mode comes from `SocketMode=` in the
     unit instead."""
     admin_mode: SocketMode = "0660"
-    """Octal file mode of `admin.sock`. Even if the mode lets other users connect, only operators, and clients
-    with a key of scope `admin` or `read`, can use `admin.sock`."""
+    """Octal file mode of `admin.sock`. Even if the mode lets other users connect, only operators and clients
+    with an `admin` or `read` key can use `admin.sock`."""
 
 
 class AdminSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Users who are operators in addition to the service's user and root. Operators have full access to
+    """Additional operators, besides the service's user and root. Operators have full access to
     `admin.sock`."""
 
     uids: list[UserId] = []
-    """Numeric user ids of the operators."""
+    """Numeric user ids of operators."""
     groups: list[str | UserId] = msgspec.field(default_factory=lambda: ["appliance"])
     """Names or numbers of groups whose members are operators. `admin.sock` is owned by the first of these
     groups that exists."""
@@ -204,36 +201,35 @@ class QueueSettings(QueueRules, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 class IdempotencySettings(RetryRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Requests with an `Idempotency-Key`. A retry joins the running request, or gets the same answer again.
+    """Requests with an `Idempotency-Key`. A retry joins the running request or receives the same answer.
     Answers are kept only in memory."""
 
 
 class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The request log. Each tenant's log policy determines whether prompts and answers are stored (`appliance
+    """The request log. Each tenant's log policy controls whether prompts and answers are stored (`appliance
     tenants set --log-policy`)."""
 
     days: Days = 90.0
-    """Number of days after which finished requests are removed from the log. With 0, they are never
-    removed."""
+    """Number of days after which finished requests are removed from the log; 0 means never."""
     usage_days: Days = 800.0
-    """Number of days for which the usage per day, tenant, key and model is kept (`appliance usage`). With 0,
-    the usage is never removed."""
+    """Number of days for which daily usage per tenant, key and model is kept (`appliance usage`); 0 means
+    forever."""
     contents_days: Days = 30.0
     """Number of days after which prompts, answers and their hashes are removed. A tenant's `log_days` takes
-    precedence. With 0, they are never removed."""
+    precedence. 0 means never."""
 
 
 class ModelPrices(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Prices of model NAME, from which `appliance usage` computes costs. All prices are per million tokens,
-    in any currency. A changed price applies to the costs of all days, including past days. Models that are no
-    longer served can still have prices."""
+    in any currency. A price change applies to all days, including past ones. Models that are no longer served
+    can still have prices."""
 
     prompt: Price = 0.0
-    """Price of a million prompt tokens that were not found in the prefix cache."""
+    """Price per million prompt tokens not found in the prefix cache."""
     cached: Price | None = None
-    """Price of a million prompt tokens that were found in the prefix cache. Default: `prompt`."""
+    """Price per million prompt tokens found in the prefix cache. Default: `prompt`."""
     output: Price = 0.0
-    """Price of a million output tokens that were delivered."""
+    """Price per million output tokens delivered."""
 
 
 class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -243,11 +239,10 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     """Address (HOST:PORT) on which metrics are served without a key, such as "127.0.0.1:9464". Default:
     none."""
     public: bool = False
-    """Whether `listen` may be an address other than a loopback address. Metrics contain the names of tenants
-    and models."""
+    """Whether `listen` may be a non-loopback address. Metrics contain tenant and model names."""
     tenants: Positive = 200
-    """Maximum number of tenants that have metrics of their own. These are the first tenants that send
-    requests after the start of the service. The metrics of all other tenants are summed."""
+    """Maximum number of tenants with their own metrics: the first ones to send requests after startup. The
+    metrics of all other tenants are summed."""
 
     def address(self) -> tuple[str, int] | None:
         """Return `listen` as host and port, or None if it is not set."""
@@ -255,29 +250,27 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
 
 
 class TelemetrySettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The recorded history of the service's measurements, which the console displays and back-tests of alert
-    rules evaluate."""
+    """The recorded history of measurements, displayed in the console and used to back-test alert rules."""
 
     days: TelemetryDays = 30.0
-    """Number of days after which one-minute values are removed. One-second values are kept for an hour, and
-    ten-second values for a day, but never for longer than `days`."""
+    """Number of days after which one-minute values are removed. One-second values are kept for an hour and
+    ten-second values for a day, but never longer than `days`."""
 
 
 class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Restarts of replicas that have exited. The delay between restarts grows from 0.1 s to 5 s. After
-    repeated exits, a replica is not restarted for a while: see [models.md](models.md#replicas)."""
+    """Restarts of exited replicas. The delay between restarts grows from 0.1 s to 5 s. After repeated exits,
+    a replica is not restarted for a while: see [models.md](models.md#replicas)."""
 
     max_deaths: Positive = 5
-    """Number of exits within `window_s` after which a replica is not restarted for a while. It is started
-    again when `retry_s` seconds have passed, when the model's files have changed, or when an operator runs
-    `appliance models retry`."""
+    """Number of exits within `window_s` after which a replica is not restarted for a while. It is restarted
+    after `retry_s` seconds, when the model's files change, or when an operator runs `appliance models
+    retry`."""
     window_s: PositiveSeconds = 60.0
-    """Number of seconds for which an exit counts towards `max_deaths`. Only the time in which the replica
-    serves is counted, so the limit also applies to a replica that repeatedly exits while it loads, even if
-    loading takes long."""
+    """Number of seconds for which an exit counts towards `max_deaths`. Only time spent serving is counted, so
+    the limit also catches a replica that repeatedly exits during a slow load."""
     retry_s: PositiveSeconds = 300.0
-    """Delay in seconds before a replica that has exited `max_deaths` times is started once more. If it exits
-    again before it has served for `window_s` seconds, the delay begins again."""
+    """Delay in seconds before a replica that has exited `max_deaths` times is restarted. If it exits again
+    before it has served for `window_s` seconds, the delay starts over."""
 
 
 class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -287,7 +280,7 @@ class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=Tru
     """Time in seconds after a change during which no replica is removed, and none is added because of late
     requests."""
     idle_s: Seconds = 300.0
-    """Time in seconds for which the load must be low before a replica is removed."""
+    """Time in seconds for which the load must stay low before a replica is removed."""
 
 
 class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -295,11 +288,11 @@ class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     [alerts.md](alerts.md)."""
 
     disabled: list[str] = []
-    """Names of the built-in rules that are turned off."""
+    """Names of built-in rules to turn off."""
     rules: list[AlertRule] = []
-    """Rules in addition to the built-in rules. A rule with the name of a built-in rule replaces that rule."""
+    """Additional rules. A rule with the name of a built-in rule replaces it."""
     sinks: list[AlertSink] = []
-    """Receivers that are notified when an alert is raised or ends, in addition to the service's log."""
+    """Receivers to notify when an alert is raised or ends, in addition to the service's log."""
 
 
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -307,42 +300,42 @@ class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=Tru
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The settings outside of any table."""
+    """The top-level settings."""
 
     models: dict[str, ModelSettings] = {}
-    """The served models by name."""
+    """The served models, by name."""
     prices: dict[str, ModelPrices] = {}
-    """The prices by model name."""
+    """The prices, by model name."""
     listen: str | None = None
-    """Address (HOST:PORT) for TCP clients, which need a bearer key. HOST is an IP address or localhost.
+    """Address (HOST:PORT) for TCP clients, which must send a bearer key. HOST is an IP address or localhost.
     Default: only the Unix socket and the sockets that systemd passes to the service."""
     fronts: Processes = 1
-    """Number of front processes. More front processes can stream more tokens per second."""
+    """Number of front processes. More processes can stream more tokens per second."""
     run_dir: str = ""
-    """Directory of the sockets. Default: `$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR/appliance` or
+    """Directory for the sockets. Default: `$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR/appliance` or
     `/tmp/appliance-UID`."""
     state_dir: str = ""
-    """Directory of the databases. Default: `$STATE_DIRECTORY` or `$XDG_STATE_HOME/appliance`
+    """Directory for the databases. Default: `$STATE_DIRECTORY` or `$XDG_STATE_HOME/appliance`
     (`~/.local/state`)."""
     drain_grace_s: Seconds = 10.0
-    """Time in seconds for which running requests may continue after SIGTERM."""
+    """Time in seconds that running requests may continue after SIGTERM."""
     drain_notice_s: Seconds = 0.2
     """Delay in seconds between the start of a drain and the first refused request. During the delay,
-    `/health/ready` already reports "not ready". Set it higher than the interval of a load balancer's health
-    checks."""
+    `/health/ready` already reports "not ready". Set it higher than your load balancer's health check
+    interval."""
     hang_timeout_s: PositiveSeconds = 20.0
     """Time in seconds after which a ready replica or front process that does not report is killed. The
     process is then restarted, unless it was already stopping. If a replica has announced a long step, the
-    limit is ten times the predicted duration of the step, if that is longer."""
+    limit is raised to ten times the step's predicted duration."""
     load_timeout_s: PositiveSeconds = 600.0
     """Time in seconds after which a starting replica or front process that reports no progress is killed and
     restarted."""
     log_level: LogLevel = "info"
-    """Minimum level of log messages."""
+    """Minimum level of logged messages."""
     unix: UnixSettings = UnixSettings()
     admin: AdminSettings = AdminSettings()
     groups: dict[str, GroupSettings] = {}
-    """The groups of models by name."""
+    """The model groups, by name."""
     on_demand: OnDemandSettings = OnDemandSettings()
     queue: QueueSettings = QueueSettings()
     limits: LimitSettings = LimitSettings()
@@ -354,7 +347,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     restarts: RestartSettings = RestartSettings()
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     config_file: str = ""
-    """The path of the main settings file. This field is not a setting."""
+    """Path of the main settings file. Not a setting."""
 
     @property
     def api_socket(self) -> Path:
@@ -363,7 +356,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def admin_socket(self) -> Path:
-        """The operators' Unix socket."""
+        """The Unix socket for operators."""
         return Path(self.run_dir) / "admin.sock"
 
     def address(self) -> tuple[str, int] | None:
@@ -372,12 +365,11 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Flags(msgspec.Struct, kw_only=True):
-    """The command-line options. The value of an option that is not given is None or empty."""
+    """The command-line options. Options that were not given are None or empty."""
 
     config: str | None = None
     models: list[str] = []
-    """Models in the form FOLDER or NAME=FOLDER. If any are given, they replace the models in the settings
-    files."""
+    """Models, as FOLDER or NAME=FOLDER. If any are given, they replace the models in the settings files."""
     listen: str | None = None
     fronts: int | None = None
     run_dir: str | None = None
@@ -398,8 +390,8 @@ class Flags(msgspec.Struct, kw_only=True):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse HOST:PORT, where an IPv6 address is in brackets. Raises ValueError. Host names are refused,
-    because a DNS lookup would block the service."""
+    """Parse HOST:PORT, with IPv6 addresses in brackets. Host names are rejected, because a DNS lookup would
+    block the service. Raises ValueError."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:

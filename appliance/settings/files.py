@@ -1,5 +1,5 @@
-"""Reads the main settings file and the files in the `conf.d` directory next to it. The files in `conf.d`
-override the main file, and each other in the order of their names."""
+"""Reads the main settings file and the files in the `conf.d` directory next to it. Files in `conf.d` override
+the main file, and later ones (in alphabetical order) override earlier ones."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SYNTAX_LINE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$"
 
 
 class Tables(NamedTuple):
-    """The merged content of the files."""
+    """The merged contents of the files."""
 
     values: dict[str, Any]
     places: dict[faults.Path, Place]
-    """For each setting and table, the file and the line that set it last."""
+    """For each setting and table, the file and line that set it last."""
     files: list[Path]
 
 
 def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the path of the main settings file, or None if there is none. The file need not exist if its
-    `conf.d` directory exists. Raises SettingsError if a file that was named explicitly does not exist, or if
-    this user may not access it."""
+    `conf.d` directory does. Raises SettingsError if an explicitly named file does not exist or cannot be
+    accessed by this user."""
     for named, by in ((flag, "--config"), (environ.get("APPLIANCE_CONFIG"), "$APPLIANCE_CONFIG")):
         if named:
             path = Path(named).absolute()
@@ -54,13 +54,13 @@ def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
 
 
 def drop_ins(path: Path) -> list[Path]:
-    """Return the files that override the main file at `path`, in the order of their names."""
+    """Return the files that override the main file at `path`, in alphabetical order."""
     return sorted(found for found in (path.parent / DROP_INS).glob("*.toml") if _is_file(found))
 
 
 def read_tables(path: Path | None) -> Tables:
-    """Read the main file, if it exists, and the files that override it. Raises SettingsError with all syntax
-    errors."""
+    """Read the main file, if it exists, and the files that override it. Raises SettingsError listing all
+    syntax errors."""
     tables = Tables({}, {}, [])
     if path is None:
         return tables
@@ -81,9 +81,9 @@ def read_tables(path: Path | None) -> Tables:
 
 
 def field_lines(text: str) -> dict[faults.Path, int]:
-    """Return the line on which each setting and each table in a TOML text begins. The TOML parser does not
-    record line numbers, so the text is split into statements. A statement ends with the first line that makes
-    it valid TOML."""
+    """Return the line on which each setting and table in a TOML text begins. The TOML parser does not record
+    line numbers, so the text is split into statements. A statement ends at the first line that makes it valid
+    TOML."""
     import tomllib
 
     lines = text.split("\n")
@@ -101,7 +101,7 @@ def field_lines(text: str) -> dict[faults.Path, int]:
             header = max(_paths(table), key=len)
             found.setdefault(header, begin + 1)
             if statement.lstrip().startswith("[["):
-                # The tables of an array are numbered from 1.
+                # Tables in an array are numbered from 1.
                 arrays[header] += 1
                 header = (*header, str(arrays[header]))
                 found[header] = begin + 1
@@ -125,7 +125,7 @@ def _is_file(path: Path) -> bool:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
-    """Return the tables of a TOML file, and the line of each setting. Raises SettingsError."""
+    """Return the tables in a TOML file and the line of each setting. Raises SettingsError."""
     import tomllib
 
     def fault(description: str, remedy: str, line: int | None = None) -> SettingsError:
@@ -160,7 +160,7 @@ def _paths(table: Mapping[str, Any]) -> Iterator[faults.Path]:
 
 
 def _anchor_folders(table: dict[str, Any], path: Path) -> None:
-    """Make the paths in the settings of models absolute, relative to the folder of the file that contains
+    """Make the paths in model settings absolute, resolving them against the folder of the file that contains
     them."""
     models = table.get("models")
     if isinstance(models, dict):

@@ -1,4 +1,4 @@
-"""Loads the settings of a service. Command-line flags override settings files, which override defaults."""
+"""Loads the service's settings. Command-line flags override settings files, which override defaults."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}"
 
 
 class Loaded(NamedTuple):
-    """The settings, and the source of each setting."""
+    """The settings and their sources."""
 
     settings: Settings
     places: dict[faults.Path, Place]
-    """The file and line, or the flag, of each setting that was given. Settings with their default value are
-    left out."""
+    """For each setting that was given, the flag or the file and line that set it. Settings left at their
+    defaults are omitted."""
     files: list[Path]
-    """The files that were read, in order."""
+    """The files read, in order."""
     model_flags: Mapping[str, str | int] = {}
     """The command-line options that apply to every model."""
 
 
 def load_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read the settings like `read_settings`, but return them without their sources."""
+    """Read the settings as `read_settings` does, but return them without their sources."""
     return read_settings(flags, environ).settings
 
 
 def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Loaded:
-    """Read the settings files, apply the flags, and fill in defaults. Raises SettingsError with all faults if
-    a setting cannot be used."""
+    """Read the settings files, apply the flags, and fill in defaults. Raises SettingsError listing all faults
+    if any setting is invalid."""
     flags = flags or Flags()
     path = find_config(flags.config, environ)
     tables = read_tables(path)
@@ -71,7 +71,7 @@ def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.en
 
 
 def read_alert_settings(path: Path) -> AlertSettings:
-    """Read only the table `[alerts]` of a settings file. Raises SettingsError with all faults."""
+    """Read only the `[alerts]` table of a settings file. Raises SettingsError listing all faults."""
     values, lines = read_file(path)
     places = {field: Place(str(path), line) for field, line in lines.items()}
     converter = Converter(places, str(path))
@@ -83,7 +83,7 @@ def read_alert_settings(path: Path) -> AlertSettings:
 
 
 def default_run_dir(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the default directory of the sockets."""
+    """Return the default directory for the sockets."""
     if environ.get("RUNTIME_DIRECTORY"):
         return environ["RUNTIME_DIRECTORY"].split(":")[0]
     if environ.get("XDG_RUNTIME_DIR"):
@@ -92,7 +92,7 @@ def default_run_dir(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def default_state_dir(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the default directory of the databases."""
+    """Return the default directory for the databases."""
     if environ.get("STATE_DIRECTORY"):
         return environ["STATE_DIRECTORY"].split(":")[0]
     home = environ.get("HOME") or os.path.expanduser("~")
@@ -100,7 +100,7 @@ def default_state_dir(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def demo_model_folder() -> Path:
-    """Return the folder of the checkpoint that ships with the product."""
+    """Return the folder of the shipped checkpoint."""
     return Path(__file__).resolve().parents[1] / "demo_model"
 
 
@@ -108,7 +108,7 @@ def demo_model_folder() -> Path:
 
 
 def _lay_flags_over(tables: Tables, flags: Flags) -> None:
-    """Apply the flags like the settings of a file that is read last."""
+    """Apply the flags as if they were the last settings file."""
     values, places = tables.values, tables.places
     for name in _FLAGS_OF_SERVICE:
         if (value := getattr(flags, name)) is not None:
@@ -148,8 +148,8 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
 
 
 def named_folder(text: str) -> tuple[str, str]:
-    """Split the value of --model into the name of a model and its folder. If there is no name, the model gets
-    the name of its folder."""
+    """Split the value of --model into a model name and a folder. Without a name, the model is named after its
+    folder."""
     name, equals, folder = text.partition("=")
     if equals and not os.path.isdir(os.path.expanduser(text)):
         return name, folder
@@ -157,11 +157,9 @@ def named_folder(text: str) -> tuple[str, str]:
 
 
 def model_name_of(folder: Path) -> str:
-    """Return the name of a model that is named after its folder, or an empty string if the folder has no
-    usable name.
-
-    In a Hugging Face hub cache, the folder is a snapshot whose name is the id of a commit, so the name of the
-    repository is used instead.
+    """Return the model name derived from a folder, or an empty string if the folder's name is unusable. In a
+    Hugging Face hub cache, the folder is a snapshot named after a commit id, so the repository name is used
+    instead.
     """
     path = Path(os.path.abspath(folder))
     name = path.name

@@ -1,4 +1,4 @@
-"""Checks the settings for loading models on demand."""
+"""Checks the settings for on-demand loading."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from appliance.settings.fields import Settings
 
 
 def check_on_demand(settings: Settings, converter: Converter) -> None:
-    """Check `idle_unload_s` of each model, and the groups of models. Faults are added to `converter`."""
+    """Check each model's `idle_unload_s`, and the model groups. Faults are added to `converter`."""
     for name, model in settings.models.items():
         if model.required and model.idle_unload_s:
             converter.add(

@@ -14,7 +14,7 @@ from appliance.settings.load import Loaded
 
 
 class SettingChange(NamedTuple):
-    """A setting whose values before and after a change differ."""
+    """A setting whose value differs before and after a change."""
 
     path: Path
     before: Any
@@ -25,7 +25,7 @@ class SettingChange(NamedTuple):
 
 
 def as_table(loaded: Loaded) -> Configuration:
-    """Return all settings with their sources, for operators."""
+    """Return all settings and their sources, for operators."""
     table = _table(loaded.settings)
     return Configuration(
         files=[str(file) for file in loaded.files],
@@ -38,8 +38,8 @@ def as_table(loaded: Loaded) -> Configuration:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
-    """Yield the settings that differ. If a setting exists only before or only after the change, its other
-    value is None. If a model exists only before or only after the change, only its folder is listed."""
+    """Yield the settings that differ. If a setting exists on only one side of the change, its other value is
+    None. If a model exists on only one side, only its folder is listed."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):
