@@ -117,8 +117,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """End of the slice, in unix seconds."""
     span_s: float
-    """Length of the slice, in seconds. The mean values in this struct cover the slice, or only the replica's
-    last report within the slice."""
+    """Length of the slice, in seconds. The mean values in this struct cover the slice."""
     step: int
     """Number of the latest step whose tokens have been read."""
     steps: int | None = None

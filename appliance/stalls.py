@@ -14,6 +14,9 @@ MAX_STALLS = 32
 _WINDOW_S = 10.0
 """Time in seconds for which a replica's longest steps are remembered."""
 _MAX_STEPS = 64
+_MEAN_STEPS = 32
+"""Number of recent decode-only steps whose mean duration a step is compared with. A report can contain a
+single step, whose duration says little."""
 
 
 class LongestSteps:
@@ -45,7 +48,7 @@ class StallLog:
     def __init__(self) -> None:
         self._stalls: list[Stall] = []
         self._means: dict[str, float] = {}
-        """The mean duration of a decode-only step that each replica reported last, in milliseconds."""
+        """The mean duration of each replica's recent decode-only steps, in milliseconds."""
 
     def list(self) -> list[Stall]:
         """Return the newest stalls, oldest first."""
@@ -60,7 +63,8 @@ class StallLog:
         """
         mean_ms = self._means.get(replica) or report.step_ms
         if report.step_ms:
-            self._means[replica] = report.step_ms
+            share = min(1.0, report.decode_steps / _MEAN_STEPS)
+            self._means[replica] = mean_ms + share * (report.step_ms - mean_ms)
         step = report.longest_step
         if step is None or not mean_ms or step.ms <= STALL_FACTOR * mean_ms:
             return

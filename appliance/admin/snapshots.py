@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,10 +166,6 @@ class SnapshotReader:
                     at=unix,
                     span_s=span_s,
                     step=report.step,
-                    step_ms=report.step_ms or None,
-                    mixed_step_ms=report.mixed_step_ms or None,
-                    idle_us=report.idle_us if report.step_ms else None,
-                    mixed_idle_us=report.mixed_idle_us if report.mixed_step_ms else None,
                     running=report.running,
                     waiting=report.waiting,
                     max_num_seqs=replica.info.max_num_seqs,
@@ -270,23 +267,25 @@ class _Counters:
         assert report is not None
         self.at = at
         self.incarnation = replica.incarnation
-        self.decode_steps, self.mixed_steps = steps.decode.steps, steps.mixed.steps
-        self.seconds = steps.decode.seconds + steps.mixed.seconds
+        self.decode, self.mixed = copy(steps.decode), copy(steps.mixed)
         self.computed_tokens, self.generated_tokens = report.computed_tokens, report.generated_tokens
         self.preemptions = report.preemptions
 
     def since(self, before: _Counters) -> dict[str, Any]:
         """Return the fields of a `Batch` for the time since the earlier counters `before`."""
-        decode_steps = self.decode_steps - before.decode_steps
-        mixed_steps = self.mixed_steps - before.mixed_steps
+        decode, mixed = self.decode.since(before.decode), self.mixed.since(before.mixed)
         return {
-            "steps": decode_steps + mixed_steps,
-            "decode_steps": decode_steps,
-            "mixed_steps": mixed_steps,
+            "steps": decode.steps + mixed.steps,
+            "decode_steps": decode.steps,
+            "mixed_steps": mixed.steps,
+            "step_ms": decode.mean_ms,
+            "mixed_step_ms": mixed.mean_ms,
+            "idle_us": decode.mean_idle_us,
+            "mixed_idle_us": mixed.mean_idle_us,
             "computed_tokens": self.computed_tokens - before.computed_tokens,
             "generated_tokens": self.generated_tokens - before.generated_tokens,
             "preemptions": self.preemptions - before.preemptions,
-            "busy": min(1.0, (self.seconds - before.seconds) / max(1e-9, self.at - before.at)),
+            "busy": min(1.0, (decode.seconds + mixed.seconds) / max(1e-9, self.at - before.at)),
         }
 
 

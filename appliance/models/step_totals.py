@@ -23,6 +23,24 @@ class StepTotal:
         self.seconds += steps * mean_ms / 1e3
         self.idle_s += steps * mean_idle_us / 1e6
 
+    def since(self, before: StepTotal) -> StepTotal:
+        """Return the totals over the steps that were added after the earlier totals `before`."""
+        steps = StepTotal()
+        steps.steps = self.steps - before.steps
+        steps.seconds = self.seconds - before.seconds
+        steps.idle_s = self.idle_s - before.idle_s
+        return steps
+
+    @property
+    def mean_ms(self) -> float | None:
+        """Mean duration of a step in milliseconds, or None if there are no steps."""
+        return 1e3 * self.seconds / self.steps if self.steps else None
+
+    @property
+    def mean_idle_us(self) -> float | None:
+        """Mean waiting time before a step in microseconds, or None if there are no steps."""
+        return 1e6 * self.idle_s / self.steps if self.steps else None
+
 
 class StepTotals:
     """Totals for decode steps and for steps that computed prompts."""
