@@ -14,6 +14,8 @@ from appliance.history.pages import TelemetryColumns
 from appliance.snapshot import Batch, Snapshot
 
 MAX_POINTS = 1200
+_MAX_STEPS = 3
+"""Distance of two points, in intervals, from which the time between them counts as a gap in the history."""
 HISTORY_METRICS = (
     "at,rates.*,queue.running,queue.waiting,latency.*.p99_ms,kv[*].blocks_total,kv[*].blocks_used,"
     "gpus[*].utilization_percent,host.cpu_percent,batches[*].*"
@@ -32,8 +34,8 @@ class Point(NamedTuple):
     prompt_tokens_per_s: float | None
     cached_tokens_per_s: float | None
     generated_tokens_per_s: float | None
-    running: int
-    waiting: int
+    running: int | None
+    waiting: int | None
     kv: float | None
     """Share of the KV blocks in use, over all replicas."""
     cpu_percent: float | None
@@ -43,8 +45,26 @@ class Point(NamedTuple):
     """Utilisation of each GPU by its number, in percent. GPUs without a recorded utilisation are missing."""
 
 
+def _unknown_point(at: float) -> Point:
+    return Point(at, None, None, None, None, None, None, None, (None,) * len(LATENCIES), {})
+
+
+def _unknown_slice(before: Batch, at: float) -> Batch:
+    """Return a slice in which the replica of the slice `before` has reported no steps."""
+    return Batch(
+        model=before.model,
+        replica=before.replica,
+        at=at,
+        span_s=0.0,
+        step=before.step,
+        max_num_seqs=before.max_num_seqs,
+        max_num_batched_tokens=before.max_num_batched_tokens,
+    )
+
+
 class History:
-    """The points of the last few minutes."""
+    """The points of the last few minutes. Gaps, in which the service delivered no snapshots or a replica
+    reported no steps, are filled with unknown values, so that all points stand for the same time."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
@@ -52,6 +72,13 @@ class History:
         """The newest slices of each replica, oldest first. A slice is at least a second long."""
         self.resolution_s = 0
         """Resolution of recorded history, in seconds; 0 if the points come from live snapshots."""
+        self.interval_s = 1.0
+        """Interval of live snapshots, in seconds."""
+
+    @property
+    def step_s(self) -> float:
+        """The time for which a point stands, in seconds."""
+        return self.resolution_s or max(1.0, self.interval_s)
 
     def add(self, snapshot: Snapshot) -> None:
         """Add the values of a snapshot. If several snapshots fall within one second, only the newest is kept.
@@ -60,6 +87,7 @@ class History:
             return
         if self.points and int(self.points[-1].at) == int(snapshot.at):
             self.points.pop()
+        self._fill_gap(snapshot.at)
         rates, latency = snapshot.rates, snapshot.latency
         total = sum(one.blocks_total for one in snapshot.kv)
         self.points.append(
@@ -78,13 +106,29 @@ class History:
                 gpus={gpu.number: gpu.utilization_percent for gpu in snapshot.gpus},
             )
         )
-        self._add_batches(snapshot.batches)
+        self._add_batches(snapshot.batches, snapshot.at)
+
+    def _fill_gap(self, until: float) -> None:
+        """Add unknown points for the time since the newest point, if this time is long."""
+        if not self.points or until - self.points[-1].at < _MAX_STEPS * self.step_s:
+            return
+        last, step_s = self.points[-1].at, self.step_s
+        missing = math.ceil((until - last) / step_s) - 1
+        for number in range(max(1, missing - MAX_POINTS), missing + 1):
+            at = last + number * step_s
+            self.points.append(_unknown_point(at))
+            self._add_batches([], at)
 
     def prepend(self, earlier: History) -> None:
         """Add those points of another history that are older than all points of this one."""
         first = self.points[0].at if self.points else math.inf
         older = [point for point in earlier.points if int(point.at) < int(first)] if self.points else []
         self.points.extendleft(reversed(older[-(MAX_POINTS - len(self.points)) :]))
+        for replica in earlier.batches.keys() - self.batches.keys():
+            # The replica had already stopped to report when this history began.
+            self.batches[replica] = deque(earlier.batches[replica], maxlen=MAX_POINTS)
+            for point in self.points:
+                self._add_unknown(replica, point.at)
         for replica, slices in self.batches.items():
             found = [one for one in earlier.batches.get(replica, ()) if int(one.at) < int(slices[0].at)]
             slices.extendleft(reversed(found[-(MAX_POINTS - len(slices)) :]))
@@ -122,6 +166,7 @@ class History:
             def value(name: str, row: int = row) -> float | None:
                 return plain.get(name, unknown)[row]
 
+            self._fill_gap(value("at") or at)
             total = sum(column[row] or 0.0 for column in totals)
             self.points.append(
                 Point(
@@ -142,7 +187,8 @@ class History:
                     _batch(replica, {name: column[row] for name, column in metrics.items()})
                     for replica, metrics in lists["batches"].items()
                     if metrics.get("at", unknown)[row] is not None
-                ]
+                ],
+                value("at") or at,
             )
 
     def complete(self, batches: list[Batch]) -> None:
@@ -153,15 +199,23 @@ class History:
             if slices and abs(slices[-1].at - batch.at) < 0.001:
                 slices[-1] = batch
 
-    def _add_batches(self, batches: list[Batch]) -> None:
+    def _add_batches(self, batches: list[Batch], at: float) -> None:
         for batch in batches:
             slices = self.batches.setdefault(batch.replica, deque(maxlen=MAX_POINTS))
             if not slices or int(batch.at) > int(slices[-1].at):
                 slices.append(batch)
             elif batch.at > slices[-1].at:
                 slices[-1] = joined(slices[-1], batch)
-        for removed in set(self.batches) - {batch.replica for batch in batches}:
-            del self.batches[removed]
+        for absent in self.batches.keys() - {batch.replica for batch in batches}:
+            self._add_unknown(absent, at)
+            if all(one.steps is None for one in self.batches[absent]):
+                del self.batches[absent]
+
+    def _add_unknown(self, replica: str, at: float) -> None:
+        """Add a slice in which the replica has reported no steps, unless it has one for this second."""
+        slices = self.batches[replica]
+        if int(at) > int(slices[-1].at):
+            slices.append(_unknown_slice(slices[-1], at))
 
     def last(self, value: Callable[[Point], float | None], points: int) -> list[float | None]:
         """Return the value of `value` for each of the newest `points` points, oldest first."""

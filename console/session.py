@@ -95,6 +95,7 @@ class ConsoleSession:
             self.state.restarted_at = snapshot.at
         self._newest, self._received = snapshot, time.monotonic()
         self.state.error = ""
+        self._live.history.interval_s = self.source.interval_s
         self._live.history.add(snapshot)
         if not self.state.paused:
             self._live.snapshot = snapshot

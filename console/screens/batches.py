@@ -49,13 +49,14 @@ class BatchesView(View):
     can_jump = True
     can_zoom = True
     help_text = (
-        "One column per second, newest on the right. Each column shows the share of time spent in steps with "
-        "prefill (bottom), in decode-only steps, and idle (empty). Time in steps with prefill takes at least "
-        "one row, even if its share is smaller. Below the chart is the number of running "
-        "sequences. ! marks a stall: a step that took more than three times the mean decode step. Left and "
-        "right move the cursor, which then stays on its column while newer columns arrive. For a stall, the "
-        "bottom line names the request with the largest prefill chunk; {open} shows it. {zoom} shows only "
-        "the selected replica."
+        "One column per second, newest on the right; in older history, one column per 10 s or 60 s. Each "
+        "column shows the share of time spent in steps with prefill (bottom), in decode-only steps, and idle "
+        "(empty). Time in steps with prefill takes at least one row, even if its share is smaller. While a "
+        "replica reports no steps, for example during a restart, its columns are unknown. Below the chart is "
+        "the number of running sequences. ! marks a stall: a step that took more than three times the mean "
+        "decode step. Left and right move the cursor, which then stays on its column while newer columns "
+        "arrive. For a stall, the bottom line names the request with the largest prefill chunk; {open} shows "
+        "it. {zoom} shows only the selected replica."
     )
     explanations = (
         "mixed_steps",
@@ -102,7 +103,7 @@ class BatchesView(View):
         )
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
-        names = list(context.history.batches)
+        names = _existing(context)
         self._replicas = max(1, len(names))
         self._request = ""
         if not names:
@@ -178,10 +179,13 @@ class BatchesView(View):
             at = visible[-1 - self.cursor]
             self._request = stall.request if (stall := _stall(context, at)) is not None else ""
         busy = shares(newest)
-        note = f"{newest.running}/{newest.max_num_seqs} seqs"
-        if newest.waiting:
-            note += f" · {newest.waiting} waiting"
-        note += f" · busy {units.percent(None if busy is None else busy[0] + busy[1])}"
+        if stopped := _stopped(context, newest.replica):
+            note = stopped
+        else:
+            note = f"{newest.running}/{newest.max_num_seqs} seqs"
+            if newest.waiting:
+                note += f" · {newest.waiting} waiting"
+            note += f" · busy {units.percent(None if busy is None else busy[0] + busy[1])}"
         head = heading(newest.replica, width, note)
         if selected:
             head[0] = Span("▸ ", "accent")
@@ -191,7 +195,7 @@ class BatchesView(View):
         labels = ["100%", *[""] * (rows - 2), "0%"] if rows > 1 else ["busy"]
         most = max(batch.running for batch in visible)
         running = bars(
-            [batch.running for batch in visible],
+            [None if shares(batch) is None else batch.running for batch in visible],
             size,
             1,
             "ascii" if context.glyphs == "ascii" else "block",
@@ -208,6 +212,25 @@ class BatchesView(View):
         return [*lines, BLANK] if spaced else lines
 
 
+def _existing(context: Context) -> list[str]:
+    """Return the replicas whose steps are known, without those whose models have been unloaded."""
+    snapshot = context.snapshot
+    if snapshot is None:
+        return []
+    existing = {one.name for model in snapshot.models for one in model.replicas}
+    existing |= {one.replica for one in snapshot.batches}
+    return [name for name in context.history.batches if name in existing]
+
+
+def _stopped(context: Context, name: str) -> str:
+    """Return the state of a replica that reports no steps, or an empty string if it reports steps."""
+    snapshot = context.snapshot
+    if snapshot is None or any(one.replica == name for one in snapshot.batches):
+        return ""
+    states = [one.state for model in snapshot.models for one in model.replicas if one.name == name]
+    return f"{states[0] if states else 'absent'}: no steps reported"
+
+
 def _legend(context: Context, width: int) -> Line:
     letters = _letters(context)
     row = line(
@@ -218,7 +241,9 @@ def _legend(context: Context, width: int) -> Line:
         span("! ", "bad"),
         span("step over 3 × mean", "dim"),
     )
-    return spread(row, [span("one column per second", "dim")] if width >= 100 else [], width)
+    step_s = context.history.step_s
+    column = "one column per " + ("second" if step_s == 1 else f"{step_s:g} s")
+    return spread(row, [span(column, "dim")] if width >= 100 or step_s > 1 else [], width)
 
 
 def _letters(context: Context) -> dict[str, str]:
