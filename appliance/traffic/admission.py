@@ -1,5 +1,5 @@
-"""Decides whether a new request may wait in the queue. An admitted request is refused later only if it has
-waited too long or can no longer meet its deadline."""
+"""Decides whether a new request may wait in the queue. Once admitted, a request is refused only if it waits
+too long or can no longer meet its deadline."""
 
 from __future__ import annotations
 
@@ -17,49 +17,47 @@ from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.levels import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
-"""Maximum ratio of one tenant's waiting requests to the free places in the queue. The limit prevents a single
-tenant from filling the queue (the dynamic threshold of Choudhury and Hahne, 1998)."""
+"""Maximum ratio of one tenant's waiting requests to the free places in the queue, so that no single tenant
+can fill the queue (the dynamic threshold of Choudhury and Hahne, 1998)."""
 _MAX_RETRY_S = 120.0
-"""Maximum time that OpenAI's clients wait before they retry."""
+"""Longest retry delay that OpenAI's clients honour."""
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
-"""A refused client is told to retry after the time in which this fraction of the queue is expected to be
-served."""
+"""A refused client is told to retry once this fraction of the queue is expected to have been served."""
 _RUN_MARGIN = 1.2
-"""The predicted run time of an answer is multiplied by this safety factor, because the replica may become
-slower while the answer is generated."""
+"""Safety factor for the predicted run time of an answer, because the replica may slow down in the
+meantime."""
 _PREDICTION_MARGIN = 1.5
-"""Waiting and run times that are predicted before any rates have been measured are multiplied by this
-additional safety factor, because such predictions are lower bounds."""
+"""Additional safety factor for waiting and run times predicted before any rates have been measured. Such
+predictions are lower bounds."""
 _HOPELESS = 0.85
 """A request is refused if the time left before its deadline is less than this fraction of its predicted run
 time."""
 _MIN_MARGIN_S = 0.02
 _SEARCH_EVERY_S = 0.25
-"""Maximum time between two searches for requests that can be dispatched."""
+"""Maximum interval between searches for dispatchable requests."""
 
 
 FALLBACK_CODES: frozenset[RefusalCode] = frozenset(
     {"queue_full", "overloaded", "queue_timeout", "deadline_unreachable", "model_failed", "draining"}
 )
-"""Codes of refusals that concern the model and not the caller. Another model may accept such a request."""
+"""Refusal codes that concern the model rather than the caller. A different model may accept the request."""
 
 
 class Refusal(NamedTuple):
-    """The reason why a request is refused, as sent to the client."""
+    """Why a request is refused, as sent to the client."""
 
     status: int
     code: RefusalCode
     message: str
     retry_after_s: float | None = None
     useless: bool = False
-    """Whether a retry of the request would fail as well."""
+    """Whether a retry would fail too."""
     kind: ExceededLimit = ""
 
     def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
-        """Return the refusal as a message for the front. The message includes the remaining amounts of the
-        caller's limits."""
+        """Return the refusal as a message to the front, including what is left of the caller's limits."""
         return Refused(
             request.request_id,
             request.admit.attempt,
@@ -74,7 +72,7 @@ class Refusal(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """All requests that are waiting in the queue or held by an admission pause."""
+    """Totals of the requests waiting in the queue or held by an admission pause."""
 
     requests: int
     tokens: int
@@ -83,10 +81,9 @@ class Waiting(NamedTuple):
 def refusal(
     request: Request, model: ModelTraffic, tenants: Tenants, waiting: Waiting, now: float, *, held: bool
 ) -> Refusal | None:
-    """Return a refusal if the request may not wait; None otherwise.
-
-    If `held` is set, an admission pause will hold the request for an unknown time. If the request has a
-    deadline that can be met, its `begin_by` and `promised_s` are set.
+    """Return a refusal if the request may not wait; None otherwise. If `held` is set, an admission pause will
+    hold the request for an indefinite time. If the request has a deadline that can be met, its `begin_by` and
+    `promised_s` are set.
     """
     tenant = tenants.of(request.tenant)
     if tenant.suspended:
@@ -109,14 +106,13 @@ def refusal(
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
     """Return a refusal if a waiting request cannot meet its deadline even if it starts immediately; None
-    otherwise. The estimate assumes that the replica's steps stay as short as they are now. The service may
-    have promised to meet the deadline, and must not break this promise because of a slowdown that is only
-    expected."""
+    otherwise. The estimate assumes that the replica's steps stay as short as they are now. A promised
+    deadline must not be given up because of a merely predicted slowdown."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
-    # If a replica is lost during an answer, the remaining length is unknown, and the client has already
-    # received the first part.
+    # If a replica is lost mid-answer, the remaining length is unknown, and the client has already received
+    # part of the answer.
     if model.predictable and not request.admit.attempt:
         tokens_each = request.expected_tokens / max(1, request.admit.num_seqs)
         run_s = _HOPELESS * model.forecast.running_s(request.admit.prompt_tokens, tokens_each, more_slots=0.0)
@@ -139,8 +135,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the maximum that the request can use in its tenant's and key's quotas. Return a refusal if too
-    little of a quota is left."""
+    """Reserve the most that the request can use from its tenant's and key's quotas. Return a refusal if a
+    quota has too little left."""
     first = request.first
     held = quotas.reserve(
         request.tenant,
@@ -165,14 +161,14 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
 
 
 def failed_model(name: str, reason: str) -> Refusal:
-    """Return a refusal for a request whose model cannot be served because none of its replicas can start."""
+    """Return a refusal for a request whose model cannot start any replica."""
     message = f"model {name!r} cannot be served: {reason}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 
 def no_replica(name: str) -> Refusal:
-    """Return a refusal for a request whose model has no ready replica. The caller may send such a request to
-    another model instead."""
+    """Return a refusal for a request whose model has no ready replica. The caller may fall back to a
+    different model."""
     message = f"no replica of model {name!r} is ready: try again later"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
@@ -256,10 +252,9 @@ def _deadline(
     *,
     waits: bool,
 ) -> Refusal | None:
-    """Return a refusal if the request would miss its own deadline, or would make an earlier request miss a
-    deadline that the service has promised to meet; None otherwise. If `waits` is set, the service promises a
-    start time even if the predicted waiting time is zero, because fair sharing between tenants may delay the
-    request."""
+    """Return a refusal if the request would miss its own deadline, or would cause an earlier request to miss
+    a promised deadline; None otherwise. If `waits` is set, a start time is promised even if the predicted
+    waiting time is zero, because fair sharing between tenants may delay the request."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
@@ -273,8 +268,8 @@ def _deadline(
         return _missed(request, now, wait_s, run_s)
     if waits:
         if not wait_s:
-            # A replica already has credit, so no report of new credit will trigger a search for requests to
-            # dispatch. The next periodic search may come up to `_SEARCH_EVERY_S` later.
+            # A replica already has credit, so no credit report will trigger a search for dispatchable
+            # requests. The next periodic search may be up to `_SEARCH_EVERY_S` away.
             begin_by -= _SEARCH_EVERY_S
         promised_s = model.promise_s(request, most * request.admit.num_seqs)
         begin_from = model.promises_from(now) + model.first_credit_s(LEVELS - 1, now)
@@ -296,9 +291,9 @@ def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusa
 
 
 def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """Return the time in seconds after which a refused client should retry. In this time, the replicas are
-    expected to serve `_DRAINED_PART` of the queue. If no waiting time can be predicted, the estimate is based
-    on how long the oldest request has waited."""
+    """Return the retry delay, in seconds, for a refused client: the time in which the replicas are expected
+    to serve `_DRAINED_PART` of the queue. If waiting times cannot be predicted, the estimate is based on how
+    long the oldest request has waited."""
     return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 
 

@@ -1,4 +1,4 @@
-"""Admission pauses for the whole service or for single models. During a pause, new requests are refused or
+"""Admission pauses for the whole service or individual models. During a pause, new requests are refused or
 held."""
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from appliance.traffic.request import Request
 
 
 class AdmissionPause(NamedTuple):
-    """The reason for a pause of admission, and whether new requests are held or refused during the pause."""
+    """Why admission is paused, and whether new requests are held or refused."""
 
     reason: str
-    """The message for clients whose requests are refused."""
+    """The message to clients whose requests are refused."""
     hold: bool = False
-    """Whether new requests are held until the pause ends, instead of being refused."""
+    """Whether to hold new requests until the pause ends instead of refusing them."""
 
 
 class AdmissionPauses:
-    """The current pauses by model, and the held requests. A pause with the key None applies to every
+    """The current pauses, by model, and the held requests. A pause under the key None applies to every
     model."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class AdmissionPauses:
         self._by_model[model] = pause
 
     def end(self, model: str | None) -> None:
-        """End the pause of `model`, if there is one."""
+        """End the pause of `model`, if any."""
         self._by_model.pop(model, None)
 
     def of(self, model: str) -> AdmissionPause | None:
@@ -47,7 +47,7 @@ class AdmissionPauses:
         return request.request_id in self._held
 
     def hold(self, request: Request) -> None:
-        """Hold a request until it may be queued."""
+        """Hold a request until it can be queued."""
         self._held[request.request_id] = request
 
     def let_go(self, request: Request) -> bool:
@@ -59,13 +59,13 @@ class AdmissionPauses:
         return [request for request in self._held.values() if model in (None, request.unit)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:
-        """Return the held requests that no longer need to be held. Each request comes with the pause that now
-        refuses the request, or with None if the request is now admitted."""
+        """Return the requests that no longer need to be held, each with the pause that now refuses it, or
+        None if it is admitted."""
         found = [(request, self.of(request.unit)) for request in self._held.values()]
         return [(request, pause) for request, pause in found if pause is None or not pause.hold]
 
     @property
     def held_since(self) -> float | None:
-        """Time when the oldest held request began to wait, or None if no request is held."""
+        """When the oldest held request began to wait, or None if no request is held."""
         first = next(iter(self._held.values()), None)
         return None if first is None else first.queued_at

@@ -1,4 +1,4 @@
-"""Token buckets, which track how much of a rate limit is left. They have no clock: the caller passes the time
+"""Token buckets, which track how much of a rate limit is left. Buckets have no clock: callers pass the time
 in seconds."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from bisect import bisect_left, bisect_right
 from store.policies import RATE_LIMITS, Quota
 
 _PERIODS_S = {"min": 60.0, "day": 86400.0}
-"""Length of the period of a limit, by the second part of the limit's unit."""
+"""Length of a limit's period in seconds, by the second part of the limit's unit."""
 
 
 class Rate:
-    """The refill of a bucket: `per_s` per second, until the bucket contains `capacity`."""
+    """A bucket's refill rate: `per_s` per second, up to `capacity`."""
 
     __slots__ = ("capacity", "per_s")
 
@@ -23,11 +23,9 @@ class Rate:
 
 
 def rate_of(quota: Quota, limit: str) -> Rate | None:
-    """Return the refill of the bucket for one of `RATE_LIMITS`, or None if the quota does not set it.
-
-    For a limit per minute, the capacity is the amount that is refilled in `burst_s` seconds. For a daily
-    limit, it is the amount of a whole day. The capacity is at least one request; otherwise no request could
-    ever run.
+    """Return the refill rate for one of `RATE_LIMITS`, or None if the quota does not set that limit. The
+    capacity of a per-minute limit is the amount refilled in `burst_s` seconds; that of a daily limit is a
+    full day's amount. The capacity is at least one request, since otherwise no request could ever run.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:
@@ -41,10 +39,10 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
 class Bucket:
     """One limit of one tenant or key. The bucket refills continuously up to its capacity.
 
-    A request takes the most that it can use, and later returns the unused amount. If the bucket has been full
-    in between, less is returned: the level never exceeds what it would be if the unused amount had never been
-    taken. In any period, requests therefore use at most the capacity plus the refill of that period, however
-    much they reserve.
+    A request takes the most it can use, and later returns the unused amount. If the bucket has been full in
+    between, less is returned, so that the level is never higher than if the unused amount had not been taken.
+    In any period, requests therefore use at most the capacity plus that period's refill, however much they
+    reserve.
 
     `level` is negative only after a crash, if requests had used more than was recorded.
     """
@@ -53,7 +51,7 @@ class Bucket:
 
     def __init__(self, owner: str, limit: str, rate: Rate, now: float) -> None:
         self.owner = owner
-        """The owner of the limit, as shown in messages: for example, "tenant 'acme'"."""
+        """The limit's owner as shown in messages, such as "tenant 'acme'"."""
         self.limit = limit
         """The name of the limit, from RATE_LIMITS."""
         self.counts_tokens = RATE_LIMITS[limit].field.unit.startswith("tokens")
@@ -61,40 +59,38 @@ class Bucket:
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
-        """Amount that has been taken for requests whose log rows are still open."""
+        """Amount taken by requests whose log rows are still open."""
         self.updated_at = now
         self._peaks = Peaks()
 
     @property
     def settled(self) -> float:
-        """The level that the bucket would have without the amounts held by requests in flight."""
+        """The level that the bucket would have if requests in flight held nothing."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
-        """Add the amount that has been refilled up to the time `now`. If the clock has gone backwards, the
-        level does not change."""
+        """Refill the bucket up to time `now`. If the clock has gone backwards, the level does not change."""
         elapsed_s = now - self.updated_at
         self.updated_at = now
         if elapsed_s > 0.0:
             self.level = min(self.rate.capacity, self.level + elapsed_s * self.rate.per_s)
 
     def set_rate(self, rate: Rate, now: float) -> None:
-        """Change the refill of the bucket. The level stays the same unless it exceeds the new capacity.
-        Raising a limit therefore does not raise the level immediately."""
+        """Change the refill rate. The level stays the same unless it exceeds the new capacity, so raising a
+        limit does not raise the level immediately."""
         self.refill(now)
         self.rate = rate
         self.level = min(self.level, rate.capacity)
 
     def take(self, amount: float) -> int:
-        """Take this amount for a request, and return a serial number for the taken amount. Call `refill`
-        before this."""
+        """Take this amount for a request, and return the take's serial number. Call `refill` first."""
         number = self._peaks.take(self.level)
         self.level -= amount
         self.held += amount
         return number
 
     def settle(self, number: int, unused: float, now: float) -> None:
-        """Return the unused part of a taken amount to the bucket. Call this once for each `take`."""
+        """Return the unused part of a taken amount to the bucket. Call this once per `take`."""
         self.refill(now)
         capacity = self.rate.capacity
         peak = max(self.level, self._peaks.settle(number, unused, capacity))
@@ -106,35 +102,32 @@ class Bucket:
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Return the time in seconds until the bucket contains this amount, or inf if the bucket can never
-        contain so much."""
+        """Return the time in seconds until the bucket contains this amount, or inf if it never can."""
         if amount > self.rate.capacity:
             return math.inf
         return max(0.0, (amount - self.level) / self.rate.per_s)
 
 
 class Peaks:
-    """The highest level that a bucket has had since each unsettled take. A *take* is an amount that was taken
-    for a request.
-
-    The level falls only when a request takes from the bucket, so peaks occur just before takes. A peak is
-    kept until the level reaches it again. After each unsettled take, at most one peak is kept.
+    """The highest level that a bucket has had since each unsettled take. A *take* is an amount taken for a
+    request. The level falls only on takes, so peaks occur just before them. A peak is kept until the level
+    reaches it again, and at most one peak is kept per unsettled take.
     """
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
 
     MAX = 1024
-    """Maximum number of peaks, which bounds the cost of settling. If there are more unsettled takes than
-    this, the peaks become less precise."""
+    """Maximum number of peaks, which bounds the cost of settling. With more unsettled takes than this, the
+    peaks become less precise."""
 
     def __init__(self) -> None:
         self._takes = 0
         self._open: list[int] = []
         """Serial numbers of the unsettled takes, oldest first."""
         self._numbers: list[int] = []
-        """The serial number of the take that follows each peak."""
+        """Serial number of the take that follows each peak."""
         self._levels: list[float] = []
-        """The level at each peak, in descending order."""
+        """Level at each peak, in descending order."""
 
     def take(self, level: float) -> int:
         """Begin a take and return its serial number. `level` is the bucket's level before the take."""
@@ -152,8 +145,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Settle a take. `unused` is the amount that was taken but not used. Return the highest level since
-        the take, or -inf if there was no later take."""
+        """Settle a take of which `unused` was not used. Return the highest level since the take, or -inf if
+        there was no later take."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf
@@ -164,8 +157,8 @@ class Peaks:
         return peak
 
     def _close(self, number: int, first: int) -> None:
-        """Remove the settled take number `number`, and the peaks that no unsettled take needs. `first` is the
-        index of the first peak after the settled take."""
+        """Remove the settled take `number`, and the peaks that no unsettled take needs any more. `first` is
+        the index of the first peak after the settled take."""
         numbers, levels = self._numbers, self._levels
         at = bisect_left(self._open, number)
         before = self._open[at - 1] if at else -1

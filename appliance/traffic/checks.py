@@ -9,24 +9,23 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Void entries of the heap are not removed while there are fewer than this many. An entry is void if its
-request no longer waits."""
+"""Stale heap entries are not removed while there are fewer than this many. An entry is stale if its request
+is no longer waiting."""
 
 
 class Checks:
-    """Waiting requests, ordered by the time of their next check."""
+    """Waiting requests, ordered by their next check time."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Request] = {}
         self._heap: list[tuple[float, int, str]] = []
-        """A heap of checks: the time, a serial number and the request's id of each. The heap stores ids
-        instead of requests because void entries stay in the heap for a while, and a request takes several
-        KB."""
+        """A heap of checks, each with a time, a serial number and a request id. The heap stores ids instead
+        of requests because stale entries stay in the heap for a while, and a request takes several KB."""
         self._serial = 0
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:
-        """Schedule the check of a waiting request. The check is due when the request times out, or earlier if
-        the request may miss its deadline before then."""
+        """Schedule a waiting request's next check: when it times out, or earlier if it may miss its deadline
+        before then."""
         due = (request.queued_at or now) + timeout_s
         if request.deadline_at is not None:
             due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))
@@ -38,11 +37,11 @@ class Checks:
             heapq.heapify(self._heap)
 
     def remove(self, request: Request) -> None:
-        """Cancel the checks of a request that no longer waits."""
+        """Cancel the checks of a request that is no longer waiting."""
         self._waiting.pop(request.request_id, None)
 
     def due(self, now: float) -> Iterator[Request]:
-        """Remove and yield the waiting requests whose check is due."""
+        """Remove and yield the waiting requests whose checks are due."""
         while self._heap and self._heap[0][0] <= now:
             request = self._waiting.get(heapq.heappop(self._heap)[2])
             if request is not None:

@@ -1,5 +1,5 @@
-"""Tracks a replica's credits at each service level. The credits at a level are those that the replica has
-granted, minus those spent on dispatched requests."""
+"""Tracks a replica's credits at each service level: the credits that the replica has granted, minus those
+spent on dispatched requests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from engine.rank_messages import Report
 REAL_TIME = 0
 
 _FEW_SLOTS = 8
-"""A replica with fewer slots than this reserves no slot for urgent requests."""
+"""Replicas with fewer slots than this reserve none for urgent requests."""
 _MANY_SLOTS = 64
-"""A replica with at least this many slots always reserves one or more of them for urgent requests, so that a
-tenant that has sent no requests for a while can start immediately."""
+"""Replicas with at least this many slots always reserve at least one for urgent requests, so that a tenant
+returning after an idle period can start immediately."""
 _SLICE_ENDS = {*FIRST_VICTIMS, LEVELS}
 
 
 class _Availability(NamedTuple):
-    """Cached results of the methods `free_slots` (one result per level), `free_levels`, `slot_levels` and
-    `open_levels`."""
+    """Cached results of `free_slots` (one per level), `free_levels`, `slot_levels` and `open_levels`."""
 
     free: list[int]
     free_levels: int
@@ -35,10 +34,9 @@ class _Availability(NamedTuple):
 class CreditAccount:
     """The credits of one incarnation of a replica. A restarted replica gets a new account.
 
-    The core and the replica both keep running totals of the granted and dispatched amounts, so no message is
-    counted twice. A request of any size is dispatched while some credit is left. Such a request uses the
-    credit of its own level and of all lower-priority levels, because the engine serves lower-priority levels
-    later.
+    The core and the replica both keep running totals of granted and dispatched amounts, so no message is
+    counted twice. As long as any credit is left, a request of any size can be dispatched. A request uses
+    credit from its own level and all lower-priority levels, because the engine serves those later.
     """
 
     def __init__(self, replica: str, model: str, devices: str = "") -> None:
@@ -46,35 +44,32 @@ class CreditAccount:
         self.model = model
         self.devices = devices
         self.version = ""
-        """Version of the model files that the replica has loaded. Empty while the version is unknown."""
+        """Version of the model files loaded by the replica; empty while unknown."""
         self.prefixes = ComputedPrefixes()
         self.slots = 0
-        """Number of slots: the maximum number of sequences that the replica can run at the same time."""
+        """Number of slots: the maximum number of sequences that the replica can run concurrently."""
         self.tokens = 0
-        """Maximum number of prompt tokens that may be in flight: the prompt tokens of two mixed steps or of
-        one full step, whichever is more."""
+        """Maximum number of prompt tokens in flight: those of two mixed steps or of one full step, whichever
+        is more."""
         self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
         self._returned_seqs = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
         self._waiting_seqs = [0] * LEVELS
-        """Number of sequences that were waiting for a slot when the replica sent its last report, by
-        level."""
+        """Number of sequences waiting for a slot at the replica's last report, by level."""
         self._available: dict[float, _Availability] = {}
-        """Cached availability, keyed by the fraction of slots that is reserved. The cache is cleared when the
-        account changes."""
+        """Cached availability, keyed by the reserved fraction of slots. Cleared when the account changes."""
         self.kv_tokens = 0
-        """Capacity of the KV cache in tokens."""
+        """KV cache capacity in tokens."""
         self.generated_each = 0.0
-        """Average number of output tokens per slot since the replica started. This average is used to
-        estimate the output of running sequences, because exact counts arrive only after sequences have
-        finished."""
+        """Average number of output tokens per slot since the replica started. Used to estimate the output of
+        running sequences, because exact counts arrive only when sequences finish."""
         self._generated = 0
         self.rates = ReplicaRates()
 
     @property
     def available_slots(self) -> int:
-        """Number of slots that are not occupied by dispatched, unfinished sequences."""
+        """Number of slots not occupied by dispatched, unfinished sequences."""
         return self.slots - sum(self._spent_seqs) + sum(self._returned_seqs)
 
     @property
@@ -83,22 +78,19 @@ class CreditAccount:
         return self.tokens_left(LEVELS - 1)
 
     def tokens_left(self, level: int) -> int:
-        """Return the token credit of a level. Tokens that the replica accepted at lower-priority levels do
-        not reduce this credit."""
+        """Return a level's token credit. Tokens accepted at lower-priority levels do not reduce it."""
         end = level + 1
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return the number of slots that are reserved for urgent requests if `share` is the reserved
-        fraction."""
+        """Return the number of slots reserved for urgent requests if `share` is the reserved fraction."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, share: float) -> int:
-        """Return the number of slots that are free for requests of a level if the fraction `share` of all
-        slots is reserved. The number is zero or negative if a request of this level can start only by
-        preempting sequences."""
+        """Return the number of slots free for a level's requests if the fraction `share` of all slots is
+        reserved. The result is zero or negative if such a request can start only by preempting sequences."""
         return self._availability(share).free[level]
 
     def free_levels(self, share: float) -> int:
@@ -131,11 +123,9 @@ class CreditAccount:
         return known
 
     def _slots(self, reserved: int) -> tuple[list[int], int]:
-        """Compute `free_slots` for each level, and `slot_levels`.
-
-        Lower-priority sequences that are waiting in the engine occupy no slot. The replica's last report
-        contains their number. Of the sequences that were dispatched after that report, the engine lets only
-        as many occupy slots as their tier of levels allows.
+        """Compute `free_slots` for each level, and `slot_levels`. Lower-priority sequences waiting in the
+        engine occupy no slots; the replica's last report gives their number. Sequences dispatched since that
+        report occupy at most as many slots as the engine allows for their tier of levels.
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
@@ -146,8 +136,8 @@ class CreditAccount:
         occupied_at_most = {end: self._occupied_at_most(running[:end], spare) for end in _SLICE_ENDS}
 
         def free(level: int, end: int) -> int:
-            """Return the number of slots that are free for a level if the sequences of the level `end` and
-            all lower-priority levels are preempted."""
+            """Return the number of slots free for a level if the sequences of level `end` and all
+            lower-priority levels are preempted."""
             occupied = before[end] - (waiting_before[end] - waiting_before[min(level + 1, end)])
             tier = TIERS[level]
             return self.slots - spare[tier] - min(occupied, occupied_at_most[end][tier])
@@ -168,8 +158,8 @@ class CreditAccount:
         return middle + in_tiers[0], lower + in_tiers[0] + in_tiers[1], sum(in_tiers)
 
     def learn(self, report: Report) -> None:
-        """Update the account from the replica's report, which contains the total credit granted since the
-        replica started, and the replica's rates."""
+        """Update the account from the replica's report, which contains the replica's rates and the total
+        credit granted since it started."""
         busy = self.slots - self.available_slots
         self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
         self._generated = report.generated_tokens
@@ -183,12 +173,12 @@ class CreditAccount:
         self.rates.learn(report)
 
     def spend(self, level: int, seqs: int, tokens: int) -> None:
-        """Subtract the credit for a submission that is sent to the replica."""
+        """Subtract the credit for a submission sent to the replica."""
         self._spent_seqs[level] += seqs
         self._spent_tokens[level] += tokens
         self._available.clear()
 
     def refund(self, level: int, seqs: int, tokens: int) -> None:
-        """Give back the credit of a submission that never reached the replica. The replica cannot return this
-        credit."""
+        """Refund the credit for a submission that never reached the replica, which therefore cannot return
+        it."""
         self.spend(level, -seqs, -tokens)

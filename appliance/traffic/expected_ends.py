@@ -1,4 +1,4 @@
-"""The expected end times of the running requests of one model."""
+"""Expected end times of one model's running requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import heapq
 from appliance.traffic.request import Request
 
 MIN_RUN_S = 0.1
-"""Minimum expected run time of a request."""
+"""Minimum expected run time."""
 
 
 class ExpectedEnds:
@@ -15,7 +15,7 @@ class ExpectedEnds:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        """May also contain requests that have ended, and outdated end times of running requests."""
+        """May also contain finished requests and outdated end times."""
         self._pushed = 0
 
     def expect(self, request: Request, end: float) -> None:
@@ -25,8 +25,7 @@ class ExpectedEnds:
         heapq.heappush(self._heap, (end, self._pushed, request))
 
     def postpone(self, now: float) -> None:
-        """Postpone expected end times that have passed. The expected run time of each such request is
-        doubled."""
+        """Postpone expected end times that have passed by doubling the request's expected run time."""
         while (end := self.first()) is not None and end <= now:
             request = heapq.heappop(self._heap)[2]
             self.expect(request, now + max(MIN_RUN_S, now - (request.began_at or now)))

@@ -1,14 +1,12 @@
 """The order of requests within a class: weighted fair sharing between tenants, and earliest due time first
-within a tenant. If no replica has credit for the level of a tenant's first request, the tenant's more urgent
+for each tenant. If no replica has credit for the level of a tenant's first request, the tenant's more urgent
 requests are served first.
 
 The algorithm is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
-2024). Each tenant has a counter of the service that it has received, divided by its weight. The tenant with
-the lowest counter is next. A prompt is charged when its request starts, and output is charged while it is
-generated.
-
-A tenant that returns after an idle period starts at the lowest counter of the tenants that were waiting when
-a request was last served, so a tenant earns no credit while it is idle.
+2024). Each tenant has a counter: the service it has received, divided by its weight. The tenant with the
+lowest counter is next. Prompts are charged when their request starts, and output as it is generated. A tenant
+returning after an idle period starts at the lowest counter among the tenants that were waiting when a request
+was last served, so idle tenants earn no credit.
 """
 
 from __future__ import annotations
@@ -40,46 +38,45 @@ class Ticket(Generic[Item]):
     """Order of arrival."""
     queued_at: float
     due: float
-    """Sort key within the tenant's requests: the request's deadline or, if it has none, the time from which
-    the request counts as late in its class."""
+    """Sort key among the tenant's requests: the request's deadline or, if it has none, the time from which it
+    counts as late in its class."""
     service: float
     """Expected service in weighted tokens."""
     prompt_tokens: int
     output_tokens: float
-    """Expected number of output tokens of all samples together."""
+    """Expected total number of output tokens over all samples."""
     num_seqs: int = 1
-    """Number of samples of all prompts together."""
+    """Total number of samples over all prompts."""
     begin_by: float | None = None
-    """Time by which the request must start to meet its deadline. The service promised this start when it
-    admitted the request."""
+    """Time by which the request must start to meet its deadline, as promised on admission."""
     waiting: bool = False
     parked: bool = False
-    """Whether the request's key has reached its limit of running requests."""
+    """Whether the request's key has reached its running-request limit."""
 
 
 @dataclass(slots=True)
 class QueuedTokens:
-    """The number of waiting requests, and their total numbers of tokens."""
+    """The number of waiting requests and their token totals."""
 
     tickets: int = 0
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
     def add(self, other: QueuedTokens, sign: int = 1) -> None:
-        """Add the numbers of another set of waiting requests; a `sign` of -1 subtracts them."""
+        """Add the totals of another set of waiting requests, or subtract them if `sign` is -1."""
         self.tickets += sign * other.tickets
         self.prompt_tokens += sign * other.prompt_tokens
         self.output_tokens += sign * other.output_tokens
 
     def count(self, ticket: Ticket[Item], sign: int) -> None:
-        """Count a waiting request; a `sign` of -1 stops counting the request."""
+        """Count a waiting request, or stop counting it if `sign` is -1."""
         self.tickets += sign
         self.prompt_tokens += sign * ticket.prompt_tokens
         self.output_tokens += sign * ticket.output_tokens
 
 
 class _Reach(NamedTuple):
-    """The urgencies at which a tenant can provide the next request to be served."""
+    """The urgencies at which a tenant's request can be served next."""
 
     first: int
     """Urgency of the tenant's first request."""
@@ -104,11 +101,11 @@ class _Line(Generic[Item]):
     parked: dict[str, Timeline[Ticket[Item]]] = field(default_factory=dict)
     held: bool = False
     entry: int = 0
-    """Serial number of the tenant's valid entry in the heaps; 0 if there is no valid entry."""
+    """Serial number of the tenant's valid heap entry; 0 if there is none."""
     reach: _Reach = _NO_REACH
     """The tenant's `_Reach` when the valid heap entry was added."""
     urgent: dict[int, Timeline[Ticket[Item]]] = field(default_factory=dict)
-    """The waiting requests that are urgent while the tenant is light, by urgency."""
+    """By urgency, the waiting requests that are urgent while the tenant is light."""
 
     def first(self, urgency: int) -> Ticket[Item] | None:
         """Return the first request with at least this urgency."""
@@ -124,8 +121,8 @@ class _Line(Generic[Item]):
         return sum(len(tickets) for number, tickets in self.urgent.items() if number >= urgency)
 
     def before(self, due: float, urgency: int) -> tuple[float, float]:
-        """Return the total prompt tokens and output tokens of the requests that have at least this urgency
-        and are due no later than `due`."""
+        """Return the total prompt and output tokens of requests with at least this urgency that are due no
+        later than `due`."""
         if not urgency:
             return self.tickets.before(due)
         both = [tickets.before(due) for number, tickets in self.urgent.items() if number >= urgency]
@@ -138,33 +135,32 @@ _Entry = tuple[float, int, _Line[Item]]
 class FairQueue(Generic[Item]):
     """The waiting requests of one class, in the order in which they will be served.
 
-    A tenant is *light* while it has few sequences running. The requests of a light tenant are *urgent* unless
-    they have many samples. A tenant is *held* while it has reached its limit of running requests. A request
-    is *parked* while its key has reached that limit. Held tenants and parked requests are not in the order.
+    A tenant is *light* while it has few running sequences. A light tenant's requests are *urgent* unless they
+    have many samples. A tenant is *held* while it is at its running-request limit. A request is *parked*
+    while its key is at its limit. Held tenants and parked requests are not in the order.
     """
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
-        """Totals of the requests that are neither held nor parked."""
+        """Totals of requests that are neither held nor parked."""
         self.weight = 0.0
-        """Total weight of the tenants that have requests in the order."""
+        """Total weight of the tenants in the order."""
         self.tenants = 0
-        """Number of tenants that have requests in the order."""
+        """Number of tenants in the order."""
         self.floor = 0.0
         """Lowest virtual token counter of the waiting tenants when a request was last served."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by the
-        tenants' virtual token counters. Tenants with equal counters are served in the order in which they
-        were added."""
+        tenants' virtual token counters. Tenants with equal counters are served in insertion order."""
         self._overtaking: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """For each urgency, a heap of the tenants whose `_Reach.overtaking` is at least that urgency, ordered
-        in the same way as the heaps in `_orders`."""
+        like the heaps in `_orders`."""
         self._entries = 0
         self._max_samples = 1
-        """Maximum number of samples of an urgent request."""
+        """Maximum number of samples for an urgent request."""
         self._max_prompt_tokens = 0
-        """Number of prompt tokens that fit into one step."""
+        """Number of prompt tokens that fit in one step."""
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool) -> None:
         """Queue a request from a tenant with this weight."""
@@ -190,10 +186,10 @@ class FairQueue(Generic[Item]):
         """Return the next request with at least this urgency.
 
         An urgent request may overtake earlier, less urgent requests of its own tenant, and tenants with a
-        lower counter. It may overtake only while few requests of its tenant are at least as urgent. To
-        overtake another tenant, its own tenant must also have received at most its fair share plus the tokens
-        of one step. If `only_reserved` is set, the fair share is ignored: only reserved slots are free then,
-        and requests that are not urgent cannot use reserved slots.
+        lower counter. It may overtake only while few of its tenant's requests are at least as urgent. To
+        overtake a different tenant, its own tenant must also have received no more than its fair share plus
+        one step's tokens. If `only_reserved` is set, the fair share is ignored: only reserved slots are free
+        then, and non-urgent requests cannot use them.
         """
         least, line = _first(self._orders[0]), _first(self._orders[urgency])
         if least is None or (line is not None and line.counter <= least.counter):
@@ -221,8 +217,8 @@ class FairQueue(Generic[Item]):
         return urgency_of(ticket.prompt_tokens, self._max_prompt_tokens)
 
     def set_urgent(self, max_samples: int, max_prompt_tokens: int) -> None:
-        """Set the maximum number of samples of an urgent request, and the number of prompt tokens that fit
-        into one step. The urgency of a light tenant's request depends on both."""
+        """Set the maximum number of samples for an urgent request, and the number of prompt tokens that fit
+        in one step. Both determine the urgency of a light tenant's requests."""
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():
@@ -232,7 +228,7 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Remove a request from the queue because it is starting, and charge its tenant for the prompt."""
+        """Remove a starting request from the queue, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         # If the request is urgent, it may have overtaken the tenant with the lowest counter.
         least = _first(self._orders[0])
@@ -243,7 +239,7 @@ class FairQueue(Generic[Item]):
             self._enter(line)
 
     def charge(self, tenant: str, service: float) -> None:
-        """Charge a tenant for generated output; a negative amount corrects an earlier charge."""
+        """Charge a tenant for generated output. A negative amount corrects an earlier charge."""
         line = self._lines.get(tenant)
         if line is None or not service:
             return
@@ -264,7 +260,7 @@ class FairQueue(Generic[Item]):
         self._reorder(line)
 
     def hold(self, tenant: str) -> None:
-        """Take a tenant's requests out of the order."""
+        """Remove a tenant's requests from the order."""
         line = self._lines[tenant]
         if not line.held:
             line.held = True
@@ -276,15 +272,15 @@ class FairQueue(Generic[Item]):
         return line is not None and line.held
 
     def release(self, tenant: str) -> None:
-        """Put a held tenant's requests back into the order. The tenant is not compensated for the time during
-        which it was held."""
+        """Put a held tenant's requests back into the order. The tenant is not compensated for the time it was
+        held."""
         line = self._lines.get(tenant)
         if line is not None and line.held:
             line.held = False
             self._join(line)
 
     def park(self, ticket: Ticket[Item]) -> None:
-        """Take a request out of the order until the requests of its key are unparked."""
+        """Remove a request from the order until its key's requests are unparked."""
         line = self._lines[ticket.tenant]
         self._extract(line, ticket)
         ticket.parked = True
@@ -292,8 +288,8 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Put the first parked requests of a key back into the order: at most `most` requests, or all of them
-        if `most` is None."""
+        """Put a key's first parked requests back into the order: at most `most`, or all of them if `most` is
+        None."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):
             parked = line.parked[key_id]
@@ -309,12 +305,10 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float, *, urgency: int = 0) -> tuple[float, float]:
-        """Return how many prompt tokens and output tokens will be served before a request of this tenant that
-        is due at the time `due`.
-
-        The tokens belong to the tenant's own earlier requests and, in proportion to the tenants' weights, to
-        requests of other tenants. The result is at most the total of all waiting requests. An urgent request
-        overtakes the requests of other tenants, and the less urgent requests of its own tenant.
+        """Return how many prompt and output tokens will be served before a request of this tenant that is due
+        at `due`: those of the tenant's own earlier requests and, in proportion to the tenants' weights, of
+        other tenants' requests. The result never exceeds the total of all waiting requests. An urgent request
+        overtakes other tenants' requests and its own tenant's less urgent ones.
         """
         total = self.backlog
         line = self._lines.get(tenant)
@@ -328,7 +322,7 @@ class FairQueue(Generic[Item]):
             return own
         joins = line is None or not line.entry
         shares = (self.weight + (weight if joins else 0.0)) / weight
-        # The counters of waiting tenants differ by at most about one request.
+        # Waiting tenants' counters differ by about one request at most.
         others = (self.tenants if joins else self.tenants - 1) / total.tickets
         return (
             min(total.prompt_tokens, own[0] * shares + others * total.prompt_tokens),
@@ -343,7 +337,7 @@ class FairQueue(Generic[Item]):
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Forget tenants without waiting requests, except those whose counter is above `floor`. Call this
+        """Forget tenants without waiting requests, unless their counter is above `floor`. Call this
         periodically."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:
@@ -398,7 +392,7 @@ class FairQueue(Generic[Item]):
             self.backlog.add(line.backlog, -1)
 
     def _enter(self, line: _Line[Item]) -> None:
-        """Push a new heap entry for the tenant. Earlier entries of the tenant become void."""
+        """Push a new heap entry for the tenant, which invalidates earlier entries."""
         self._entries += 1
         line.entry = self._entries
         line.reach = self._reach(line)

@@ -1,8 +1,8 @@
 """Predicts when a request will start and finish on a model's replicas, based on their measured rates.
 
 A replica is modelled as a set of slots and a queue of prompts. Each slot runs one sequence and takes one step
-per output token. Prompts are computed one after another. The scarcer of the two resources limits how fast
-waiting requests are served. Without known rates, nothing is predicted.
+per output token. Prompts are computed one at a time. The scarcer of the two resources limits how fast waiting
+requests are served. Without known rates, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -12,35 +12,32 @@ from collections.abc import Sequence
 from appliance.traffic.credits import CreditAccount
 
 _BUSY_SHARE = 0.95
-"""Fraction of slots that are busy while requests wait. It is below 1 because a free slot is filled only one
-or two steps later."""
+"""Fraction of slots that are busy while requests wait. Below 1 because a free slot is filled only one or two
+steps later."""
 
 
 class Forecast:
-    """The combined speed of all replicas of a model, computed by `refresh` from the replicas' credit
-    accounts."""
+    """The combined speed of a model's replicas, computed by `refresh` from their credit accounts."""
 
     def __init__(self) -> None:
         self.known = False
-        """Whether the rates of any replica are known. While no rates are known, the other attributes are
-        meaningless."""
+        """Whether any replica's rates are known. If not, the other attributes are meaningless."""
         self.measured = False
-        """Whether the rates of all replicas have been measured. If some rates are only predicted, predicted
-        times are lower bounds."""
+        """Whether all replicas' rates have been measured. If some are only predicted, predicted times are
+        lower bounds."""
         self.step_s = 0.0
-        """Recent time of a step. Like all values of this class, this time is a mean over the replicas."""
+        """Recent step time. Like all values in this class, this is a mean over the replicas."""
         self.prompt_token_s = 0.0
         self._full_step_s = 0.0
-        """Time of a step while all slots are busy."""
+        """Step time with all slots busy."""
         self._computed_share = 1.0
         self._slots = 0.0
         self._replicas = 0
         self._slot_slope_s = 0.0
         self._longest_step_s = 0.0
-        """Time of a step while all slots are busy and the step computes the maximum number of prompt
-        tokens."""
+        """Step time with all slots busy and the maximum number of prompt tokens."""
         self._prompt_s = 0.0
-        """Time to compute a prompt of average length."""
+        """Time to compute an average prompt."""
         self._running = 0.0
 
     def refresh(
@@ -52,8 +49,8 @@ class Forecast:
     ) -> None:
         """Update the forecast from the replicas' accounts.
 
-        - `prompt_tokens` is the mean prompt length of a request.
-        - `tokens_per_seq` is the mean number of cache tokens of a sequence.
+        - `prompt_tokens` is the mean prompt length per request.
+        - `tokens_per_seq` is the mean number of cache tokens per sequence.
         - `prompts_per_output` is the number of prompt tokens per output token.
         """
         measured = [account for account in accounts if account.rates.known]
@@ -82,8 +79,8 @@ class Forecast:
         self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the time in seconds that all replicas together need to serve this many tokens when all slots
-        are busy."""
+        """Return the time in seconds that the replicas together need to serve this many tokens with all slots
+        busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
@@ -91,12 +88,12 @@ class Forecast:
         return max(slots_s, prompts_s / self._replicas)
 
     def running_s(self, prompt_tokens: float, output_tokens: float, more_slots: float) -> float:
-        """Return the run time of a request in seconds. `output_tokens` is the length of the request's answer,
-        and `more_slots` is the expected increase in busy slots per replica."""
+        """Return a request's run time in seconds. `output_tokens` is the length of its answer, and
+        `more_slots` is the expected increase in busy slots per replica."""
         more_slots = max(0.0, min(more_slots, self.slots_each - self._running))
         step_s = min(self.step_s + more_slots * self._slot_slope_s, max(self._full_step_s, self.step_s))
         steps = 2.0 + output_tokens  # Two steps have already been launched.
-        # Each additional sequence begins with a prompt, which delays the running sequences' steps.
+        # Each additional sequence starts with a prompt, which delays the running sequences' steps.
         filling_s = min(more_slots * self._prompt_s, steps * max(0.0, self._longest_step_s - step_s))
         return prompt_tokens * self.prompt_token_s + steps * step_s + filling_s
 
@@ -117,8 +114,8 @@ class Forecast:
 
 
 def _full_step_s(account: CreditAccount, busy: float, prompt_tokens: float) -> float:
-    """Return the time of a step with this many busy slots and prompt tokens. This is the measured time or the
-    sum of the predicted parts of a step, whichever is longer."""
+    """Return the step time with this many busy slots and prompt tokens: the measured time or the sum of a
+    step's predicted parts, whichever is longer."""
     rates = account.rates
     computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)
     return max(rates.step_at(busy), rates.decode_s(busy) + computed * rates.prompt_token_s)

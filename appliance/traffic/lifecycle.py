@@ -4,9 +4,9 @@
                 │  ▲               │
        refuse ◄─┘  └───────────────┘ the replica failed and the front sent the next attempt
 
-A request ends when it has been settled and no replica still holds any of its submissions. Normally, the
-request's front settles the request. If the request is refused or the front has died, the core settles the
-request instead. A dispatched request leaves its replica in exactly one of four ways:
+A request ends when it has been settled and no replica holds any of its submissions. Normally, its front
+settles it. If it is refused or its front has died, the core settles it instead. A dispatched request leaves
+its replica in exactly one of four ways:
 
 - Its `Finished` message arrives. The engine returns the credit.
 - The front settles it without submitting it. The credit is refunded.
@@ -37,7 +37,7 @@ from store.requests import RequestRow
 log = logging.getLogger(__name__)
 
 Send = Callable[[str, Admitted | Refused | Abort | Preempted], None]
-"""Delivers a message to the named front. Does nothing if that front has disconnected."""
+"""Delivers a message to the named front, or does nothing if that front has disconnected."""
 
 
 class RowSink(Protocol):
@@ -48,8 +48,8 @@ class RowSink(Protocol):
 
 
 class RequestLifecycle:
-    """Moves requests between their states. The function `salt(tenant)` returns the tenant's salt for the
-    prefix cache. The clock `unix` returns the time of day, which is used for the log."""
+    """Moves requests between states. `salt(tenant)` returns the tenant's prefix-cache salt. `unix` returns
+    the wall-clock time, which is used for the log."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def resume(self, request: Request, model: ModelTraffic) -> None:
-        """Queue a request that has lost its replica. It is served before requests that wait for their first
+        """Queue a request that has lost its replica. It is served before requests waiting for their first
         dispatch."""
         self._begin_waiting(request)
         model.outstanding.wait(request)
@@ -111,7 +111,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def stop_waiting(self, request: Request) -> None:
-        """Remove a request from its queue. Do nothing if the request is not waiting."""
+        """Remove a request from its queue, or do nothing if it is not waiting."""
         if request.queued_at is None:
             return
         request.queued_at = None
@@ -148,12 +148,12 @@ class RequestLifecycle:
     # ── running ──
 
     def dispatch_all(self) -> None:
-        """Dispatch the waiting requests of every model while the model's replicas have credit."""
+        """Dispatch every model's waiting requests while its replicas have credit."""
         for model in self._state.models.values():
             self.dispatch(model)
 
     def dispatch(self, model: ModelTraffic) -> None:
-        """Dispatch the model's waiting requests while the model's replicas have credit."""
+        """Dispatch the model's waiting requests while its replicas have credit."""
         state, now = self._state, self._state.clock()
         while (turn := model.next_turn(now)) is not None:
             request, account, _ = turn
@@ -182,7 +182,7 @@ class RequestLifecycle:
             )
 
     def finish(self, account: CreditAccount, finished: Finished) -> None:
-        """Process the report that a replica has finished a submission."""
+        """Handle a replica's report that it has finished a submission."""
         request = self._state.in_flight.get(finished.request_id)
         left = request.dispatched.get(account) if request else None
         if request is None or left is None:
@@ -205,7 +205,7 @@ class RequestLifecycle:
 
     def take_back(self, request: Request, account: CreditAccount) -> None:
         """Refund the credit for the request's submissions that were dispatched to the replica but never
-        reached the replica."""
+        reached it."""
         left = request.dispatched.get(account)
         if left is not None:
             account.refund(left.level, left.seqs, left.tokens)
@@ -213,7 +213,7 @@ class RequestLifecycle:
             self.dispatch(self._state.models[account.model])
 
     def leave_replica(self, request: Request, account: CreditAccount, *, exited: bool = False) -> None:
-        """Record that the request no longer runs on the replica. If `exited` is set, the replica has
+        """Record that the request is no longer running on the replica. If `exited` is set, the replica has
         exited."""
         del request.dispatched[account]
         if request.dispatched:
@@ -224,15 +224,15 @@ class RequestLifecycle:
         model.uses.end(request.tenant, self._state.clock())
         self._charge(request)
         if exited and request.settled is None:
-            # The request will continue on another replica, so it still counts against the limits of its
-            # tenant and key. Otherwise another request could start in its place, and the limit would be
-            # exceeded when this request continues.
+            # The request will continue on another replica, so it still counts against its tenant's and key's
+            # limits. Otherwise another request could start in its place, and the limit would be exceeded when
+            # this one continues.
             request.keeps_place = True
         else:
             self._leave_place(request)
 
     def _leave_place(self, request: Request) -> None:
-        """Stop counting the request against the limits of its tenant and key."""
+        """Stop counting the request against its tenant's and key's limits."""
         request.keeps_place = False
         models, own = self._state.models, request.unit
         tenant = self._state.tenants.of(request.tenant)
@@ -243,8 +243,8 @@ class RequestLifecycle:
                 self.dispatch(models[name])
 
     def _charge(self, request: Request) -> None:
-        """Charge the tenant for the request's tokens. If a replica was lost, the number of tokens is unknown
-        until the request is settled."""
+        """Charge the tenant for the request's tokens. If a replica was lost, their number is unknown until
+        the request is settled."""
         model = self._state.models.get(request.unit)
         if model is not None and (request.settled is not None or not request.counts_unknown):
             model.charge(request, request.service(self.rules.output_weight))
@@ -267,11 +267,11 @@ class RequestLifecycle:
             request.settled = own_settle(request, reason.status, "error", reason.message, self._unix())
             self.end_if_complete(request)
         # After the first attempt, the client may already have received part of the answer. The front will
-        # report how many tokens were delivered to the client.
+        # report how many tokens were delivered.
 
     def _fall_back(self, request: Request, reason: Refusal) -> None:
-        """Withdraw a request from a model that cannot run the request. The request's front then either admits
-        the request for the fallback model or settles the request."""
+        """Withdraw a request from a model that cannot run it. Its front then either admits it for the
+        fallback model or settles it."""
         request.falls_back = True
         request.begin_by, request.promised_s, request.most_tokens = None, 0.0, None
         if (model := self._state.models.get(request.unit)) is not None:
@@ -292,7 +292,7 @@ class RequestLifecycle:
         self.end_if_complete(request)
 
     def end_if_complete(self, request: Request) -> None:
-        """End the request if it is settled and no replica still holds any of its submissions."""
+        """End the request if it is settled and no replica holds any of its submissions."""
         state = self._state
         if request.settled is None or request.dispatched:
             return

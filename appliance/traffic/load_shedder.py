@@ -9,8 +9,8 @@ from appliance.channel.classes import CLASS_NAMES
 from appliance.traffic.rules import QueueRules
 
 CALM, REFUSE_BACKGROUND, DROP_BACKGROUND, REFUSE_BATCH, REFUSE_INTERACTIVE = range(5)
-"""The steps of load shedding. P2 and P1 requests are refused only if they would wait longer than their
-class's limit."""
+"""The load-shedding steps. P2 and P1 requests are refused only if they would wait longer than their class's
+limit."""
 
 _DONE = (
     "",
@@ -20,31 +20,30 @@ _DONE = (
     "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""The highest step that load shedding can reach for each overloaded class, starting with P0."""
+"""The highest load-shedding step for each overloaded class, starting with P0."""
 _RELIEVED = 0.5
 """An overload ends when all waiting times are below this fraction of their overload limits."""
 
 
 class LoadShedder:
-    """Decides which requests to refuse. Load shedding advances one step after every `overload_s` seconds of
-    overload, and goes back one step after every `overload_s` seconds without overload."""
+    """Decides which requests to refuse. Load shedding advances one step for every `overload_s` seconds of
+    overload, and goes back one step for every `overload_s` seconds without."""
 
     def __init__(self) -> None:
         self.step = CALM
         self._reason = ""
         self._direction = 0
         self._since = 0.0
-        """Time of the last change: when an overload began or ended, or when the step changed."""
+        """When an overload last began or ended, or the step last changed."""
 
     @property
     def reason(self) -> str:
-        """The cause of the overload, and a description of the requests that are being refused. Empty if there
-        is no overload."""
+        """The cause of the overload and which requests are being refused; empty if there is no overload."""
         return f"{self._reason}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
-        """Update the step of load shedding. `waits_s` contains, for each class, the predicted waiting time of
-        a request that arrives now, or None if the time is unknown."""
+        """Update the load-shedding step. `waits_s` contains, for each class, the predicted waiting time of a
+        request arriving now, or None if unknown."""
         goal, relieved = CALM, True
         for number, given_up in enumerate(_MAX_STEP):
             wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)

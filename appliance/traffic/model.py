@@ -27,27 +27,25 @@ from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART, _MIN_LIGHT_SLOTS = 32, 2
 """A tenant is light while it occupies fewer slots than the larger of `_MIN_LIGHT_SLOTS` and the number of
-slots divided by `_LIGHT_PART`. The maximum number of samples of an urgent request is computed in the same
+slots divided by `_LIGHT_PART`. The maximum number of samples for an urgent request is computed in the same
 way."""
 _NEARLY_EQUAL_PART = 8
-"""Two replicas have nearly the same number of free slots if the difference is at most a replica's number of
-slots divided by this."""
+"""Two replicas have nearly the same number of free slots if the difference is at most a replica's slot count
+divided by this."""
 _MAX_PROMISED = 0.8
-"""Maximum share of the service that is promised to requests with deadlines. The rest is left for requests
-that arrive later."""
+"""Maximum share of the service promised to requests with deadlines. The rest is left for later arrivals."""
 _UNKNOWN_RUN_S = 1.0
 
 
 def most_kv_tokens(admit: Admit) -> int:
     """Return the maximum number of cache tokens that a request may occupy. Each sample's last block may be
-    partly filled. If several samples share a prompt, each of them also has its own copy of the prompt's last
-    block."""
+    partly filled. Samples that share a prompt each have their own copy of its last block."""
     partial_blocks = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + partial_blocks * BLOCK_TOKENS
 
 
 class Turn(NamedTuple):
-    """The next request, the replica that will run it, and its level on that replica."""
+    """The next request, the replica that will run it, and its level there."""
 
     request: Request
     account: CreditAccount
@@ -65,7 +63,7 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Only the request manager calls this class. All times are on that manager's clock."""
+    """One served model. Used only by the request manager; all times are on its clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name
@@ -74,13 +72,11 @@ class ModelTraffic:
         self.failure: str | None = None
         self.queue: RequestQueue[Request] = RequestQueue(rules)
         self.resumed: dict[str, Request] = {}
-        """Requests whose replica was lost while it generated their answers. These requests are served
-        first."""
+        """Requests that lost their replica mid-answer. They are served first."""
         self.stranded: dict[str, Request] = {}
-        """Waiting requests of fronts that are in `TrafficState.broken_fronts`. These requests are not
-        dispatched."""
+        """Waiting requests of fronts in `TrafficState.broken_fronts`. They are not dispatched."""
         self.asked_at: float | None = None
-        """Time when the latest request was accepted; None before the first one."""
+        """When the latest request was accepted; None before the first."""
         self.uses = ModelUses()
         """Each tenant's use of the model, which determines how long the model stays loaded."""
         self.accounts: list[CreditAccount] = []
@@ -102,12 +98,12 @@ class ModelTraffic:
 
     @property
     def kv_tokens(self) -> int:
-        """Capacity of all replicas' KV caches together, in tokens; 0 while the capacity is unknown."""
+        """Combined KV cache capacity of all replicas, in tokens; 0 while unknown."""
         return sum(account.kv_tokens for account in self.accounts)
 
     @property
     def running(self) -> int:
-        """The number of requests that are running on the model's replicas."""
+        """The number of requests running on the model's replicas."""
         return len(self._running)
 
     def waiting(self) -> list[Request]:
@@ -122,7 +118,7 @@ class ModelTraffic:
     # ── waiting requests ──
 
     def push(self, request: Request, serial: int) -> None:
-        """Add a request to the queue before its first dispatch."""
+        """Queue a request for its first dispatch."""
         tenant = self._tenants.of(request.tenant)
         request.ticket = self._ticket(request, serial)
         light = self._may_be_urgent(request.request_class, tenant)
@@ -159,8 +155,8 @@ class ModelTraffic:
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Update the order of the queue after a change to a tenant's weight, limits or usage. Put the
-        tenant's requests and at most `most` of the key's parked requests back into the order."""
+        """Update the queue order after a change to a tenant's weight, limits or usage. Put the tenant's
+        requests and at most `most` of the key's parked requests back into the order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
@@ -175,12 +171,11 @@ class ModelTraffic:
         return self._levels(CreditAccount.open_levels)
 
     def _free_levels(self) -> int:
-        """Return the levels for which at least one replica has a free slot."""
+        """Return the levels for which any replica has a free slot."""
         return self._levels(CreditAccount.free_levels)
 
     def _slot_levels(self) -> int:
-        """Return the levels for which at least one replica has a slot, or would have one after preempting
-        sequences."""
+        """Return the levels for which any replica has a slot, or would after preempting sequences."""
         return self._levels(CreditAccount.slot_levels)
 
     def _levels(self, of_account: Callable[[CreditAccount, float], int]) -> int:
@@ -217,8 +212,7 @@ class ModelTraffic:
         return None
 
     def _next_resumed(self, levels: int) -> Turn | None:
-        """Return the next resumed request that a replica can accept at its level, or None if there is
-        none."""
+        """Return the next resumed request that a replica can accept at its level, or None."""
         for request in self.resumed.values():
             level = self._level_of(request, self._tenants.of(request.tenant))
             if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
@@ -228,8 +222,8 @@ class ModelTraffic:
     def _level_of(self, request: Request, tenant: TenantTraffic) -> int:
         """Return the service level of a request, which depends on the request's class and urgency.
 
-        P0 requests and the P1 requests of light tenants are urgent unless they have many samples. A request
-        with a shorter prompt has a higher urgency.
+        P0 requests and the P1 requests of light tenants are urgent unless they have many samples. Shorter
+        prompts have higher urgency.
         """
         number, admit = request.request_class, request.admit
         own = request.running_seqs if request.keeps_place else 0
@@ -239,21 +233,22 @@ class ModelTraffic:
 
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
         """Return whether requests of the tenant and class may be urgent. P0 requests always may. P1 requests
-        may if the tenant has few sequences running, not counting the `resumed_seqs` of a resumed request."""
+        may be urgent if the tenant has few running sequences, not counting a resumed request's
+        `resumed_seqs`."""
         if request_class != INTERACTIVE:
             return request_class == REAL_TIME
         return tenant.use.seqs.get(self.name, 0) - resumed_seqs < self._light_slots
 
     def _set_limits(self) -> None:
-        """Set the limits for urgent requests, which depend on the slots and step sizes of the replicas."""
+        """Set the limits for urgent requests, which depend on the replicas' slots and step sizes."""
         accounts = self.accounts
         self._light_slots = max(_MIN_LIGHT_SLOTS, sum(one.slots for one in accounts) // _LIGHT_PART)
-        """A tenant is light while it occupies fewer than this number of slots."""
+        """A tenant is light while it occupies fewer slots than this."""
         slots = min((one.slots for one in accounts), default=0)
         self._max_samples = max(_MIN_LIGHT_SLOTS, slots // _LIGHT_PART)
         """Maximum number of samples of an urgent request."""
         self._max_step_prompt_tokens = min((one.tokens for one in accounts), default=0)
-        """Number of prompt tokens that fit into one step on every replica."""
+        """Number of prompt tokens that fit in one step on every replica."""
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
         """Return whether a new request would be dispatched immediately."""
@@ -285,8 +280,8 @@ class ModelTraffic:
         """Return the replica that should run this request, among those with credit for this level, or None if
         there is none. Among the replicas that have nearly as many free slots as the one with the most, prefer
         the one that has probably cached the longest prefix of the prompt. A replica on which the request has
-        already run is excluded: the request's front has lost the channel to that replica, even if the core
-        has not noticed this yet."""
+        already run is excluded: the request's front has lost its channel to that replica, even if the core
+        has not noticed yet."""
         share = self._reserved_share()
         fit = {
             account: account.free_slots(level, share)
@@ -309,8 +304,8 @@ class ModelTraffic:
     # ── running requests ──
 
     def start(self, turn: Turn, now: float) -> int:
-        """Count a request as running on its replica. Returns the number of the replica's slots that are
-        reserved for urgent requests."""
+        """Count a request as running on its replica. Return the number of the replica's slots reserved for
+        urgent requests."""
         request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
         if request.ticket is not None and request.ticket.waiting:
@@ -346,12 +341,12 @@ class ModelTraffic:
         self._tenants.count_answer(request.tenant, -1)
 
     def charge(self, request: Request, service: float) -> None:
-        """Correct the tenant's charge so that it equals the request's total service."""
+        """Correct the tenant's charge to match the request's total service."""
         self.queue.classes[request.request_class].charge(request.tenant, service - request.charged)
         request.charged = service
 
     def learned(self) -> None:
-        """Update the forecast and the limits after a replica has reported, started or stopped."""
+        """Update the forecast and limits after a replica has reported, started or stopped."""
         self._set_limits()
         queue, started = self.queue, self._started
         self.forecast.refresh(
@@ -375,8 +370,8 @@ class ModelTraffic:
         self.shedder.observe(self.rules, now, self.waits_s(now))
 
     def _charge_output(self) -> None:
-        """Charge tenants for the output that their running requests are estimated to have generated since the
-        last call. Exact counts arrive when the requests finish."""
+        """Charge tenants for the estimated output of their running requests since the last call. Exact counts
+        arrive when requests finish."""
         services: list[dict[str, float]] = [{} for _ in range(CLASSES)]
         for request in self._running.values():
             made = 0.0
@@ -392,8 +387,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def demand(self) -> float:
-        """Return how many replicas the running and waiting requests would fill, or 0 without a replica. If
-        the result is above 1, they need more than one replica."""
+        """Return how many replicas the running and waiting requests would fill, or 0 if there are no
+        replicas."""
         slots = sum(account.slots for account in self.accounts)
         if not slots:
             return 0.0
@@ -403,7 +398,7 @@ class ModelTraffic:
 
     def replica_wait_s(self, now: float) -> float:
         """Return how long the oldest request has waited for a replica, in seconds; 0 if requests are waiting
-        only because of their tenants' or keys' limits."""
+        only because of tenant or key limits."""
         return 0.0 if not self.queued or self._has_credit() else self.oldest_wait_s(now)
 
     def _has_credit(self) -> bool:
@@ -418,21 +413,21 @@ class ModelTraffic:
         return self.forecast.known and bool(self.accounts)
 
     def expect_load(self, request: Request) -> None:
-        """Count a new request in the offered load, even if it is then refused."""
+        """Count a new request in the offered load, even if it is subsequently refused."""
         if self.forecast.known:
             self._load.offer(self._serving_s(request))
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
-        """Return the predicted waiting time of a new request in seconds. Like all predictions, the time is
-        valid only while `predictable` is true."""
+        """Return the predicted waiting time of a new request in seconds. Like all predictions, it is valid
+        only while `predictable` is true."""
         number, level = request.request_class, self._level_of(request, tenant)
         urgency = split_level(level)[1]
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due, urgency=urgency)
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return, for each class, the predicted waiting time in seconds of a request at the end of the queue,
-        or None if the time is unknown."""
+        """Return, for each class, the predicted waiting time in seconds at the end of the queue, or None if
+        unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -453,16 +448,16 @@ class ModelTraffic:
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
-        """Return the earliest time at which requests with a promised start can be served. Only requests whose
-        replica was lost are served before them."""
+        """Return the earliest time at which requests with a promised start can be served. Only requests that
+        lost their replica are served before them."""
         resumed = self.resumed.values()
         prompt_tokens = sum([request.tokens_to_prefill for request in resumed])
         output_tokens = sum([request.expected_tokens for request in resumed])
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return by how many seconds this request delays other requests with a promised start.
-        Higher-priority classes and requests without deadlines keep their share of the service."""
+        """Return how many seconds this request delays other requests with a promised start. Higher-priority
+        classes and requests without deadlines keep their share of the service."""
         share = self._load.share_left(request.request_class, _MAX_PROMISED)
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
@@ -476,7 +471,7 @@ class ModelTraffic:
         return self.forecast.step_s if end is None else max(0.0, end - now)
 
     def oldest_wait_s(self, now: float) -> float:
-        """Return the waiting time of the oldest request in seconds."""
+        """Return the oldest request's waiting time in seconds."""
         since = [oldest for number in range(CLASSES) if (oldest := self.queue.oldest(number)) is not None]
         for others in (self.resumed, self.stranded):
             since += [r.queued_at for r in list(others.values())[:1] if r.queued_at is not None]

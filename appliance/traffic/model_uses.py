@@ -1,7 +1,5 @@
-"""Computes how long a model that was loaded on demand stays loaded, based on each tenant's use.
-
-The `keep_alive` of a request applies only to the request's own tenant. Otherwise, one tenant could unload a
-model that other tenants use.
+"""Computes how long an on-demand model stays loaded, based on each tenant's use. A request's `keep_alive`
+applies only to its own tenant, so that no tenant can unload a model that others use.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ class _Use:
     """One tenant's use of a model."""
 
     used_at: float
-    """Time when the tenant's latest request was accepted or ended."""
+    """When the tenant's latest request was accepted or ended."""
     keep_alive_s: float | None
     """`Admit.keep_alive_s` of the tenant's latest accepted request."""
 
@@ -36,13 +34,12 @@ class ModelUses:
             use.used_at = now
 
     def leaves_at(self, idle_s: float, loaded_at: float, not_before: float) -> float:
-        """Return the time until which the model stays loaded if no further request arrives: the latest time
-        of any tenant's use. The result is infinite if the model stays loaded without a limit.
+        """Return the time until which the model stays loaded if no more requests arrive: the latest over all
+        tenants' uses, or infinity if there is no limit.
 
-        - `idle_s` is the time to live of a use without `keep_alive`; infinite if there is no limit.
-        - `loaded_at` is the time at which loading the model began. Uses that ended before this time do not
-          count.
-        - `not_before` is the earliest time from which the time to live is counted.
+        - `idle_s` is the time to live of a use without `keep_alive`, or infinity if there is no limit.
+        - `loaded_at` is when the model began to load. Earlier uses do not count.
+        - `not_before` is the earliest start of the time to live.
         """
         found = [
             _leaves_at(use, idle_s, not_before) for use in self._uses.values() if use.used_at >= loaded_at

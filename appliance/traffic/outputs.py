@@ -1,5 +1,5 @@
-"""Estimates how long answers will be, based on the lengths of finished answers. One estimate covers the
-answers to one tenant or to all tenants."""
+"""Estimates answer lengths from the lengths of finished answers, for one tenant or for all tenants
+together."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import math
 _OF_THE_NEW = 0.05
 """Minimum weight of the newest answer in the running means."""
 _ENOUGH = 8
-"""Number of finished answers needed before lengths are predicted."""
+"""Number of finished answers required before lengths are predicted."""
 _FOR_EACH_RUNNING = 2
-"""For each running answer, this many additional answers must finish before lengths are predicted. Short
+"""Number of additional finished answers required per running answer before lengths are predicted. Short
 answers finish first, so early lengths are biased."""
 _BUCKET = math.log(1.15)
-"""Width of the histogram's buckets on a logarithmic scale."""
+"""Histogram bucket width on a logarithmic scale."""
 _BEYOND = 0.01
 """Fraction of answers that may be longer than the result of `likely_most`."""
 _KEPT = 2000.0
-"""If the histogram's total weight exceeds this, all counts are halved."""
+"""All counts are halved when the histogram's total weight exceeds this."""
 _FEW = 20.0
 """Determines the safety factor of `likely_most`: with this many answers in the histogram, the result is twice
 the longest answer. With more answers, the factor approaches 1."""
 _ALL_BUT = 0.98
-"""An answer that reaches this fraction of its token limit counts as having reached the limit."""
+"""Answers that reach this fraction of their token limit count as having reached it."""
 UNKNOWN_TOKENS = 256.0
-"""Assumed length of an answer until enough answers have finished."""
+"""Assumed answer length until enough answers have finished."""
 _UNKNOWN_MAX_TOKENS = 2048.0
-"""Assumed maximum length of an answer until enough answers have finished."""
+"""Assumed maximum answer length until enough answers have finished."""
 
 
 class OutputLengths:
-    """Statistics of answer lengths: the fraction of answers that reach their token limit, and the mean and
-    the distribution of the lengths of all other answers."""
+    """Answer length statistics: the fraction of answers that reach their token limit, and the mean and
+    distribution of the other answers' lengths."""
 
     __slots__ = ("_buckets", "_likely_most", "count", "known", "mean", "others", "running", "used_up")
 
@@ -40,7 +40,7 @@ class OutputLengths:
         self.running = 0
         """Number of answers in progress."""
         self.known = False
-        """Whether enough answers have ended to predict lengths."""
+        """Whether enough answers have finished to predict lengths."""
         self.used_up = 0.0
         """Fraction of answers that reached their token limit."""
         self.others = 0
@@ -49,7 +49,7 @@ class OutputLengths:
         self._likely_most = 0.0
 
     def learn(self, tokens: int, max_tokens: float) -> None:
-        """Update the statistics with a finished answer. `max_tokens` was the token limit of the answer."""
+        """Update the statistics with a finished answer whose token limit was `max_tokens`."""
         self.count += 1
         self.known = self.known or self.count >= _ENOUGH + _FOR_EACH_RUNNING * self.running
         share = max(_OF_THE_NEW, 1.0 / self.count)
@@ -89,14 +89,14 @@ class OutputLengths:
 
 
 def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
-    """Return the expected length of an answer with this token limit. The estimate is based on the tenant's
-    answers (`lengths`) if enough of them have ended, otherwise on the answers to all tenants (`of_all`)."""
+    """Return the expected length of an answer with this token limit, based on the tenant's answers
+    (`lengths`) if enough of them have finished, otherwise on all tenants' answers (`of_all`)."""
     known = lengths if lengths.known else of_all
     return known.expected(max_tokens) if known.known else min(max_tokens, UNKNOWN_TOKENS)
 
 
 def most_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
-    """Return a length that few answers with this token limit exceed. The estimate is based on the tenant's
-    answers if enough of them have ended, otherwise on the answers to all tenants."""
+    """Return a length that few answers with this token limit exceed, based on the tenant's answers if enough
+    of them have finished, otherwise on all tenants' answers."""
     known = lengths if lengths.known else of_all
     return known.likely_most(max_tokens) if known.known else min(max_tokens, _UNKNOWN_MAX_TOKENS)

@@ -1,22 +1,22 @@
-"""Remembers the beginnings of prompts that a replica has computed and has therefore probably cached."""
+"""Remembers the prompt prefixes that a replica has computed and therefore probably cached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 MAX_PREFIXES = 4096
-"""Maximum number of prompt beginnings remembered per replica. The least recently used are dropped."""
+"""Maximum number of prefixes remembered per replica. The least recently used are dropped."""
 
 
 class ComputedPrefixes:
-    """The beginnings of the prompts that one incarnation of a replica has computed most recently. Tenants do
-    not share cached prefixes, so the beginnings are remembered separately for each tenant."""
+    """The prompt prefixes that one incarnation of a replica has computed most recently. They are remembered
+    per tenant, because tenants do not share cached prefixes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bytes], None] = {}
 
     def add(self, tenant: str, hashes: Sequence[bytes]) -> None:
-        """Remember the beginnings of a prompt that the replica computes, each given by its hash."""
+        """Remember the prefixes, given as hashes, of a prompt that the replica computes."""
         for one in hashes:
             self._known.pop((tenant, one), None)
             self._known[tenant, one] = None
@@ -24,8 +24,8 @@ class ComputedPrefixes:
             del self._known[next(iter(self._known))]
 
     def matching(self, tenant: str, hashes: Sequence[bytes]) -> int:
-        """Return how many beginnings of a prompt are remembered, counting from the shortest until one is
-        not."""
+        """Return how many of a prompt's prefixes are remembered, counting from the shortest up to the first
+        that is not."""
         for number, one in enumerate(hashes):
             if (tenant, one) not in self._known:
                 return number

@@ -1,8 +1,8 @@
 """Determines the order in which one model's waiting requests are dispatched:
 
 1. Requests that must start now to meet a deadline promised on admission.
-2. Requests of a class that has waited too long. They get up to the class's reserved share of the service, so
-   that no class starves.
+2. Requests of a class that has waited too long. They receive up to the class's reserved share of the service,
+   so that no class starves.
 3. Requests of the highest-priority class that has waiting requests.
 
 `FairQueue` determines the order within a class.
@@ -24,8 +24,8 @@ from store.policies import BACKGROUND, CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Number of requests with a promised start that are considered. One would not be enough, because requests of
-tenants that have reached their limits are skipped."""
+"""Number of requests with a promised start to consider. One is not enough, because requests of tenants at
+their limits are skipped."""
 
 
 class Next(NamedTuple, Generic[Item]):
@@ -49,10 +49,10 @@ class RequestQueue(Generic[Item]):
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """The requests of each class in order of arrival. A request that has left the queue is removed once
-        all earlier requests have been removed."""
+        """Each class's requests in order of arrival. A request that has left the queue is removed once all
+        earlier ones have been."""
         self._owed = [0.0] * CLASSES
-        """Amount of service that each late class may still use ahead of higher-priority classes."""
+        """Amount of service that each late class may still receive ahead of higher-priority classes."""
 
     def __len__(self) -> int:
         return self._length
@@ -69,8 +69,8 @@ class RequestQueue(Generic[Item]):
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
         """Queue a request from a tenant with this weight. If the request has a promised start
-        (`Ticket.begin_by`), `promised_s` is the number of seconds by which the request delays other requests
-        with a promised start."""
+        (`Ticket.begin_by`), `promised_s` is how many seconds the request delays other requests with a
+        promised start."""
         number = ticket.request_class
         self.classes[number].push(ticket, weight, light)
         self._length += 1
@@ -97,11 +97,10 @@ class RequestQueue(Generic[Item]):
         slot_levels: int = -1,
         free_levels: int = 0,
     ) -> Next[Item] | None:
-        """Return the next request that a replica can accept at its level, or None if there is none. The
-        levels are given as bit masks, in which bit `l` stands for level `l`: `open_levels` are the levels for
-        which a replica has credit, `slot_levels` those with a slot, and `free_levels` those with a slot
-        without a preemption. `promises_from` is the earliest time at which promised requests can be
-        served."""
+        """Return the next request that a replica can accept at its level, or None. The levels are given as
+        bit masks, in which bit `l` stands for level `l`: `open_levels` are the levels for which a replica has
+        credit, `slot_levels` those with a slot, and `free_levels` those with a slot without preemption.
+        `promises_from` is the earliest time at which promised requests can be served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -109,7 +108,7 @@ class RequestQueue(Generic[Item]):
                 return Next(ticket, level)
         for number, fair in enumerate(self.classes):
             for urgency in range(URGENCIES):
-                # If a request may use a slot, more urgent requests of the same class may use the slot, too.
+                # Any slot that a request may use is also open to more urgent requests of its class.
                 if open_levels >> (level := level_of(number, urgency)) & 1:
                     free = bool(free_levels >> level & 1)
                     only_reserved = free and not slot_levels >> level_of(number, 0) & 1
@@ -129,7 +128,7 @@ class RequestQueue(Generic[Item]):
         slot_levels: int = -1,
         free_levels: int = 0,
     ) -> bool:
-        """Return whether a new request would be the next one to be dispatched if it were queued now."""
+        """Return whether a new request would be dispatched next if it were queued now."""
         fair = self.classes[ticket.request_class]
         fair.push(ticket, weight, light)
         found = self.next(open_levels, now, promises_from, slot_levels, free_levels)
@@ -137,7 +136,7 @@ class RequestQueue(Generic[Item]):
         return found is not None and found.ticket is ticket
 
     def take(self, ticket: Ticket[Item], now: float) -> None:
-        """Remove a request that is starting, and update the reserved shares of late classes."""
+        """Remove a starting request, and update the reserved shares of late classes."""
         number = ticket.request_class
         self.classes[number].take(ticket)
         self._forget(ticket)
@@ -150,8 +149,7 @@ class RequestQueue(Generic[Item]):
                 self._owed[lower] = 0.0
 
     def oldest(self, request_class: int) -> float | None:
-        """Return the time at which the oldest waiting request of a class was queued, or None if none is
-        waiting."""
+        """Return when a class's oldest waiting request was queued, or None if none is waiting."""
         arrivals = self._arrivals[request_class]
         while arrivals and not arrivals[0].waiting:
             arrivals.popleft()
@@ -160,8 +158,8 @@ class RequestQueue(Generic[Item]):
     # ── dispatch order ──
 
     def _best_level(self) -> int:
-        """Return the highest-priority level at which any waiting request could run, or LEVELS if no request
-        is waiting."""
+        """Return the highest-priority level at which any waiting request could run, or LEVELS if there are
+        none."""
         for number, fair in enumerate(self.classes):
             if fair.tenants:
                 return level_of(number, URGENCIES - 1)

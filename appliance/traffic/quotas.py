@@ -3,10 +3,10 @@
     reserve ──► Reservation ──► settle (actual use) ──► close (log row closed)
        └──► Shortage: nothing was taken
 
-For each request, one request and the maximum number of tokens (prompt and answer) are reserved in every
-bucket of the request's tenant and key. If any bucket has too little left, nothing is reserved. Concurrent
-requests together therefore never exceed a limit. The unused amount is returned when the request is settled.
-If the request is retried on another replica, its reservation is kept.
+Each request reserves one request and its maximum number of tokens (prompt and answer) in every bucket of its
+tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests therefore never
+exceed a limit together. The unused amount is returned when the request is settled. A request that is retried
+on another replica keeps its reservation.
 
 This module does no I/O. It is not thread-safe: all calls are made on the core's event loop.
 """
@@ -24,14 +24,14 @@ from store.policies import RATE_LIMITS, Policies, Quota, QuotaScope
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
-"""Minimum answer length. The answer to a request without `max_tokens` is limited to the tokens that are left
-in the quota. If fewer tokens than this minimum are left, the request is refused."""
+"""Minimum answer length. Without `max_tokens`, an answer is limited to the tokens left in the quota. If fewer
+than this are left, the request is refused."""
 MAX_USEFUL_WAIT_S = 120.0
-"""Maximum time that OpenAI's clients wait before they retry. If the quota needs longer to refill, a retry
-would fail."""
+"""Longest retry delay that OpenAI's clients honour. If the quota takes longer to refill, a retry would
+fail."""
 
 Name = tuple[QuotaScope, str]
-"""Scope of a quota, and the name of the tenant or the id of the key."""
+"""Scope of a quota, and the tenant's name or the key's id."""
 
 
 class Account:
@@ -46,7 +46,7 @@ class Account:
         self.set_quota(quota, now)
 
     def set_quota(self, quota: Quota, now: float) -> None:
-        """Apply a new quota. The bucket of a new limit starts full, and a changed limit keeps its level
+        """Apply a new quota. A new limit's bucket starts full, and a changed limit keeps its level
         (`Bucket.set_rate`)."""
         if quota == self.quota:
             return
@@ -63,8 +63,8 @@ class Account:
 
 
 class Reservation:
-    """The amount that one request has reserved in the quotas of its tenant and key. The amount is held until
-    the request's log row has been closed."""
+    """The amount that one request has reserved in its tenant's and key's quotas. It is held until the
+    request's log row has been closed."""
 
     __slots__ = ("accounts", "max_tokens", "taken", "tokens")
 
@@ -76,25 +76,24 @@ class Reservation:
         max_tokens: int,
     ) -> None:
         self.accounts = accounts
-        """The accounts whose buckets contain the reserved amount."""
+        """The accounts from whose buckets the amount was taken."""
         self.tokens = prompt_tokens + max_tokens
-        """Number of reserved tokens; after `Quotas.settle`, the number of charged tokens."""
+        """Number of tokens reserved or, after `Quotas.settle`, charged."""
         self.max_tokens = max_tokens
-        """Limit on the generated tokens of all samples together."""
+        """Limit on the total number of generated tokens over all samples."""
         self.taken = taken
-        """The buckets, each with the serial number of the amount that was taken from it."""
+        """The buckets, each with the serial number of the take."""
 
 
 class Shortage:
-    """The limit that prevents a request from running. If several limits do, it is the limit that delays the
-    request the longest."""
+    """The limit that prevents a request from running. If there are several, the one that delays the request
+    the longest."""
 
     def __init__(self, bucket: Bucket, needed: int) -> None:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """Time in seconds until the bucket contains the requested amount, or inf if the bucket can never
-        contain so much."""
+        """Time in seconds until the bucket contains the requested amount, or inf if it never can."""
 
     @property
     def kind(self) -> ExceededLimit:
@@ -108,8 +107,8 @@ class Shortage:
 
     @property
     def message(self) -> str:
-        """The error message: the limit, its current usage, the requested amount, and the time until the
-        requested amount is available."""
+        """The error message: the limit, its usage, the requested amount, and the time until that amount is
+        available."""
         bucket, words = self._bucket, RATE_LIMITS[self._bucket.limit].label
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
         head = f"{words} of {bucket.owner}: limit {limit}"
@@ -118,8 +117,8 @@ class Shortage:
                 f"request too large for {head}, requested {self._needed}: shorten the prompt or lower "
                 "max_tokens"
             )
-        # A reservation may be held for so long that its tokens have been refilled. Refilled tokens no longer
-        # count as used.
+        # A reservation may be held for so long that its tokens have since been refilled. Refilled tokens no
+        # longer count as used.
         reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} of these by unfinished requests)" if reserved else ""
         return (
@@ -129,7 +128,7 @@ class Shortage:
 
 
 class Quotas:
-    """The quota accounts of all tenants and keys. `clock` returns seconds and never jumps
+    """The quota accounts of all tenants and keys. `clock` is a monotonic clock in seconds
     (`time.monotonic`)."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -140,14 +139,14 @@ class Quotas:
         self._keys: dict[str, Account] = {}
         """Accounts by key id. A rotated key shares its account with its predecessors."""
         self._changed: dict[Account, None] = {}
-        """Accounts whose levels have changed since the last call to `news`, in order of change."""
+        """Accounts whose levels have changed since the last call to `news`, in the order they changed."""
         self._deleted: set[Name] = set()
         self._asked = False
 
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply the quotas of these tenants and keys. Quotas that have not changed keep their levels."""
+        """Apply these tenants' and keys' quotas. Unchanged quotas keep their levels."""
         if policies is self._policies:
             return
         self._policies = policies
@@ -192,11 +191,9 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Reserve the maximum that a request can use. If too little is left in a bucket, reserve nothing and
-        return the shortage.
-
-        `max_tokens` is the limit on the output tokens of all samples together. `may_lower` is set if the
-        client set no limit. In that case, `max_tokens` is lowered to the tokens that are left, by the same
+        """Reserve the most that a request can use. If a bucket has too little left, reserve nothing and
+        return the shortage. `max_tokens` limits the output tokens of all samples together. `may_lower` means
+        that the client set no limit, so `max_tokens` may be lowered to the tokens that are left, by the same
         amount for each sample.
         """
         self._asked = True
@@ -216,9 +213,9 @@ class Quotas:
         return reservation
 
     def settle(self, reservation: Reservation, tokens: int) -> None:
-        """Charge a request for `tokens` (prompt and output together), and return the rest of its reservation.
-        If `tokens` is 0, the request never ran, so the request limit is not charged either. Call this once
-        per reservation."""
+        """Charge a request for `tokens` (prompt and output), and release the rest of its reservation. If
+        `tokens` is 0, the request never ran, so the request limit is not charged either. Call this once per
+        reservation."""
         now = self._clock()
         unused = max(0, reservation.tokens - tokens)
         for bucket, number in reservation.taken:
@@ -229,8 +226,8 @@ class Quotas:
         reservation.tokens -= unused
 
     def close(self, reservation: Reservation) -> None:
-        """Release the amount held for a settled request. Call exactly once, after the request's log row has
-        been closed."""
+        """Release the amount held for a settled request. Call this exactly once, after the request's log row
+        has been closed."""
         for bucket, _ in reservation.taken:
             bucket.let_go(reservation.tokens if bucket.counts_tokens else 1)
         if reservation.taken:
@@ -238,7 +235,7 @@ class Quotas:
         reservation.taken = ()
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
-        """Charge tokens and requests that were not reserved. At most the remaining amount is charged."""
+        """Charge tokens and requests that were not reserved, up to the remaining amount."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
             amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
@@ -257,7 +254,7 @@ class Quotas:
         return RateLimits(*_remaining(requests), *_remaining(tokens))
 
     def usage(self, scope: QuotaScope, name: str) -> list[LimitUsage]:
-        """Return how much of each rate limit a tenant or key has used, for operators."""
+        """Return a tenant's or key's usage of each rate limit, for operators."""
         account = (self._tenants if scope == "tenant" else self._keys).get(name)
         if account is None:
             return []
@@ -287,7 +284,7 @@ class Quotas:
         return tuple([account for account in (of_tenant, of_key) if account is not None])
 
     def _note(self, reservation: Reservation) -> None:
-        """Record that the levels of a reservation's accounts have changed."""
+        """Mark the accounts of a reservation as changed."""
         for account in reservation.accounts:
             self._changed[account] = None
 
@@ -298,20 +295,19 @@ class Quotas:
         names of accounts that no longer exist."""
         monotonic = self._clock()
         deleted, self._deleted = list(self._deleted), set()
-        # Leave out deleted accounts. They may be in `_changed` because requests were still running when they
-        # were deleted.
+        # Omit deleted accounts. They may be in `_changed` if requests were still running when they were
+        # deleted.
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # Requests may have been logged although no level changed. Store one account's levels anyway:
-            # after a restart, the log is read only from the row that was the newest when a level was last
-            # stored.
+            # Requests may have been logged without changing any level. Store one account's levels anyway:
+            # after a restart, the log is read only from the row that was newest when a level was last stored.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], deleted
 
     def used_levels(self, now: float) -> list[QuotaLevels]:
-        """Return the levels, at unix time `now`, of all accounts that have used part of a limit."""
+        """Return the levels, at unix time `now`, of all accounts that have used any of a limit."""
         monotonic = self._clock()
         return [
             _levels(account, monotonic, now)
@@ -320,14 +316,14 @@ class Quotas:
         ]
 
     def remember(self, deleted: Iterable[Name] = ()) -> None:
-        """Include all levels in the next result of `news`. Call this if the last result of `news` could not
-        be stored."""
+        """Include all levels in the next result of `news`. Call this if the last result could not be
+        stored."""
         self._deleted |= set(deleted) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
     def restore(self, state: QuotaState, now: float) -> None:
-        """Restore the levels that were stored before a restart. `now` is the current unix time. Call this
-        after the first `set_policies`."""
+        """Restore the levels stored before a restart. `now` is the current unix time. Call this after the
+        first `set_policies`."""
         known: dict[Account, QuotaLevels] = {}
         for levels in state.levels:
             account = (self._tenants if levels.scope == "tenant" else self._keys).get(levels.name)
@@ -361,8 +357,7 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """Return `max_tokens`, or the remaining amount of the token limit that has the least left if this amount
-    is smaller."""
+    """Return `max_tokens`, capped at what is left of the scarcest token limit."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens
@@ -391,12 +386,12 @@ def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
 
 def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used], now: float) -> None:
     """Compute a bucket's level at unix time `now` from its level at the earlier time `at` and the usage
-    recorded since then. A level of None means a full bucket."""
+    recorded since then. None means a full bucket."""
     moment = min(at, now)
     left = bucket.rate.capacity if level is None else level
     for one in used:
-        # These reservations were made before `at`, but the stored level does not account for them. Subtract
-        # the reservations before the refill is capped.
+        # These reservations were made before `at`, but are not reflected in the stored level. Subtract them
+        # before the refill is capped.
         if one.at > moment:
             later = min(one.at, now)
             left = min(bucket.rate.capacity, left + (later - moment) * bucket.rate.per_s)

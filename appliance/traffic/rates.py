@@ -1,11 +1,10 @@
 """A replica's speed: predicted at first, then measured from the replica's reports.
 
 All measurements are decaying sums over recent steps, so they do not depend on how often the replica reports.
-A replica's initial (warm-up) steps are ignored, because they can take many times as long as later steps.
-
-Until enough steps have been measured, the times that the engine predicts are used. The predicted times are
-lower bounds, so a request that is refused because of them would also be refused with measured times. Without
-a prediction, no rate is known, and no request is refused because of its waiting time.
+A replica's initial (warm-up) steps are ignored, because they can take many times longer than later ones.
+Until enough steps have been measured, the engine's predictions are used. These are lower bounds, so a request
+refused because of them would also be refused with measured times. Without a prediction, no rate is known, and
+no request is refused because of its waiting time.
 """
 
 from __future__ import annotations
@@ -13,20 +12,19 @@ from __future__ import annotations
 from engine.rank_messages import Report
 
 _HALF_LIFE_S = 2.0
-"""Busy time, in seconds, after which the weight of a measurement has halved."""
+"""Busy time, in seconds, after which a measurement's weight has halved."""
 _ENOUGH_S = 0.1
-"""Total duration of the measured steps, in seconds, after which measurements replace the prediction."""
+"""Total measured step time, in seconds, after which measurements replace the prediction."""
 FIRST_STEPS = 16
-"""Number of initial (warm-up) steps of each kind that are ignored after a replica has started. These steps
-are slow: kernels are loaded, memory is allocated, and caches are empty."""
+"""Number of warm-up steps of each kind that are ignored after a replica has started. They are slow because
+kernels are being loaded, memory is being allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
-"""Minimum variance of the batch size. If the variance is smaller, the time that each additional sequence adds
-to a step cannot be measured."""
+"""Minimum variance of the batch size. Below this, the time that each additional sequence adds to a step
+cannot be measured."""
 
 
 class DecayingMean:
-    """A mean in which older values count less: a decaying sum of `value` divided by a decaying sum of
-    `weight`."""
+    """A mean that discounts older values: a decaying sum of `value` divided by a decaying sum of `weight`."""
 
     __slots__ = ("value", "weight")
 
@@ -35,7 +33,7 @@ class DecayingMean:
         self.weight = 0.0
 
     def add(self, value: float, weight: float, keep: float) -> None:
-        """Add a value. The weights of all earlier values are multiplied by `keep` (0 to 1)."""
+        """Add a value, multiplying the weights of all earlier ones by `keep` (0 to 1)."""
         self.value = self.value * keep + value
         self.weight = self.weight * keep + weight
 
@@ -46,30 +44,29 @@ class DecayingMean:
 
 
 class _FirstSteps:
-    """Identifies reports that include any of a replica's initial (warm-up) steps of one kind."""
+    """Identifies reports that include any of a replica's warm-up steps of one kind."""
 
     def __init__(self) -> None:
         self._seen = 0
 
     def contains(self, steps: int) -> bool:
-        """Return whether the next report, which covers `steps` steps, includes any of the initial steps."""
+        """Return whether the next report, which covers `steps` steps, includes any warm-up steps."""
         first = self._seen < FIRST_STEPS
         self._seen += steps
         return first
 
 
 class ReplicaRates:
-    """The time that one replica takes for steps and prompt tokens.
-
-    `step_s` is the mean time of a step, including the prompts computed in it. A running sequence therefore
-    waits this long for each token. `prompt_token_s` is the time that a prompt token adds to a step.
+    """One replica's step and prompt token times. `step_s` is the mean step time, including the prompts
+    computed in the step. A running sequence therefore waits this long for each token. `prompt_token_s` is the
+    time that a prompt token adds to a step.
     """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        """Total time of the measured steps since the replica started, in seconds."""
+        """Total measured step time since the replica started, in seconds."""
         self.running = 0
-        """Number of running sequences at the last report."""
+        """Number of running sequences as of the last report."""
         self._predicted_step_s = 0.0
         self._predicted_prompt_token_s = 0.0
         self._first_decodes, self._first_mixed = _FirstSteps(), _FirstSteps()
@@ -85,8 +82,8 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds for the time of a step and for the time that a prompt token adds to a step; 0 if
-        unknown. The bounds are used until enough steps have been measured."""
+        """Set lower bounds for the step time and for the time that a prompt token adds to it; 0 if unknown.
+        They are used until enough steps have been measured."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
     @property
@@ -101,12 +98,12 @@ class ReplicaRates:
 
     @property
     def step_s(self) -> float:
-        """Mean time of recent steps."""
+        """Mean recent step time."""
         return self._steps.ratio if self.measured else self._predicted_step_s
 
     @property
     def prompt_token_s(self) -> float:
-        """Time that a computed prompt token adds to a step; 0 while this time is unknown."""
+        """Time that a computed prompt token adds to a step; 0 while unknown."""
         return self._prompts.ratio or self._predicted_prompt_token_s
 
     @property
@@ -115,8 +112,8 @@ class ReplicaRates:
         return 1.0 - min(1.0, self._cached.ratio)
 
     def step_at(self, size: float) -> float:
-        """Return the time of a step with `size` sequences: the recent mean time, scaled by the ratio of
-        measured times for this batch size and the recent one."""
+        """Return the step time with `size` sequences: the recent mean, scaled by the ratio of the times
+        measured for this batch size and the recent one."""
         now = self.decode_s(self.running)
         return self.step_s * max(1.0, self.decode_s(size) / now) if now > 0 else self.step_s
 
@@ -142,9 +139,9 @@ class ReplicaRates:
         if decode_steps:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
-            # The time that mixed steps took longer than decode-only steps. A report counts the tokens of
-            # planned steps but the time of completed steps, so the tokens and the time of one step may appear
-            # in two different reports.
+            # How much longer mixed steps took than decode-only steps. A report counts the tokens of planned
+            # steps but the time of completed steps, so a step's tokens and time may appear in different
+            # reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
@@ -156,8 +153,8 @@ class ReplicaRates:
         self._batch_size_by_s.add(size * seconds, steps, keep)
 
     def decode_s(self, size: float) -> float:
-        """Return the time of a decode-only step with `size` sequences, by linear regression over the measured
-        steps. Without measured steps, return the predicted time."""
+        """Return the decode-only step time with `size` sequences, by linear regression over the measured
+        steps, or the predicted time if none have been measured."""
         if not self._decode.weight:
             return self._predicted_step_s
         mean_s, mean_size = self._decode.ratio, self._batch_size.ratio

@@ -1,6 +1,6 @@
-"""Remembers the requests of the last few minutes, so that they can be replayed with different limits
-(`appliance.traffic.what_if`). The request log does not contain everything that a replay needs, such as the
-output limit that the client requested."""
+"""Remembers the last few minutes' requests, so that they can be replayed with different limits
+(`appliance.traffic.what_if`). The request log lacks some of what a replay needs, such as the output limit
+requested by the client."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from appliance.traffic.request import Request
 from store.quotas import QuotaLevels
 
 KEPT_S = 900.0
-"""Requests that ended more than this many seconds ago are forgotten."""
+"""Requests that finished more than this many seconds ago are forgotten."""
 NOTED_EVERY_S = 60.0
-"""Interval at which the quota levels are recorded. A replay can begin only at a time at which they were
-recorded."""
+"""Interval at which quota levels are recorded. A replay can begin only at a recorded time."""
 MAX_RECENT = 20_000
 """Maximum number of remembered requests. Each takes about 200 bytes."""
 
 
 class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A request as sent by its client, and the outcome of the request."""
+    """A request as sent by its client, and its outcome."""
 
     arrived_at: float
-    """Unix time at which the request arrived."""
+    """Unix time of arrival."""
     tenant: str
     key_id: str
     """Id of the key whose limits apply; empty for a request without a key."""
     unit: str
-    """The model that answers the request, under the name that the request manager uses."""
+    """The model that answers the request, by the request manager's name for it."""
     request_class: int
     submissions: int
     num_seqs: int
     prompt_tokens: int
     cached_tokens: int = 0
     max_tokens: int
-    """Limit on the output tokens of all samples together, before a quota lowered the limit."""
+    """Limit on the total number of output tokens over all samples, before any quota lowered it."""
     may_lower: bool
     deadline_ms: float | None = None
     output_tokens: int | None = None
-    """Number of tokens generated for all samples together, or None if the request never ran."""
+    """Total number of tokens generated over all samples, or None if the request never ran."""
     status: int
     """HTTP status, or 0 while the request is unfinished."""
     ttft_ms: float | None = None
@@ -50,8 +49,8 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
 
 
 class RecentRequests:
-    """The requests that ended in the last `KEPT_S` seconds, at most `MAX_RECENT`. They are stored
-    in encoded form, which takes less memory than objects."""
+    """The requests that finished in the last `KEPT_S` seconds, at most `MAX_RECENT`. They are stored encoded,
+    which takes less memory than objects."""
 
     def __init__(self) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -60,22 +59,22 @@ class RecentRequests:
         self._levels: deque[tuple[float, list[QuotaLevels]]] = deque(maxlen=int(KEPT_S / NOTED_EVERY_S))
 
     def add(self, request: Request, now: float) -> None:
-        """Remember a request that has ended at unix time `now`."""
+        """Remember a request that finished at unix time `now`."""
         ended = self._ended
         while ended and ended[0][0] < now - KEPT_S:
             ended.popleft()
         ended.append((now, self._encode(past(request))))
 
     def note(self, quotas: Quotas, now: float) -> None:
-        """Record the quota levels at unix time `now` of all quotas of which a part is used. Do nothing if
-        levels were recorded less than `NOTED_EVERY_S` seconds ago."""
+        """Record the levels, at unix time `now`, of all partly used quotas. Do nothing if levels were
+        recorded less than `NOTED_EVERY_S` seconds ago."""
         if not self._levels or now - self._levels[-1][0] >= NOTED_EVERY_S:
             self._levels.append((now, quotas.used_levels(now)))
 
     def start(self, since: float) -> tuple[float, list[QuotaLevels]]:
-        """Return the first time after unix time `since` from which the requests can be replayed, and the
-        quota levels at that time. If there is no such time, return the latest earlier time and its levels.
-        Raise LookupError if the service has just started."""
+        """Return the first time after unix time `since` from which requests can be replayed, and the quota
+        levels at that time. If there is none, return the latest earlier time and its levels. Raises
+        LookupError if the service has just started."""
         if len(self._ended) == MAX_RECENT:
             since = max(since, self._ended[0][0])
         if not self._levels:
@@ -83,13 +82,13 @@ class RecentRequests:
         return next((one for one in self._levels if one[0] >= since), self._levels[-1])
 
     def requests(self, unfinished: Iterable[Request]) -> list[PastRequest]:
-        """Return the remembered requests and the `unfinished` requests in the order of their arrival."""
+        """Return the remembered requests and the `unfinished` ones in order of arrival."""
         found = [self._decode(one) for _, one in self._ended] + [past(request) for request in unfinished]
         return sorted(found, key=lambda one: one.arrived_at)
 
 
 def past(request: Request) -> PastRequest:
-    """Return a request in the form that a replay needs."""
+    """Return a request in the form required for a replay."""
     first, end = request.first, request.settled
     return PastRequest(
         arrived_at=first.arrived_at,

@@ -9,16 +9,16 @@ _MAX_KEPT = 512
 
 
 class RecentTtft:
-    """The times to first token of the requests that ended within the last minute: at most the newest 512."""
+    """The times to first token of requests that finished within the last minute: at most the newest 512."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_MAX_KEPT)
 
     def add(self, now: float, ttft_s: float) -> None:
-        """Add the time to first token of a request that has ended."""
+        """Add a finished request's time to first token."""
         self._recent.append((now, ttft_s))
 
     def p99_s(self, now: float) -> float | None:
-        """Return the 99th percentile of the times, or None if no request has ended recently."""
+        """Return the 99th percentile, or None if no request has finished recently."""
         recent = sorted(ttft_s for at, ttft_s in self._recent if at >= now - _WINDOW_S)
         return recent[min(len(recent) - 1, int(0.99 * len(recent)))] if recent else None

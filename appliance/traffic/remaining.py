@@ -1,5 +1,5 @@
-"""Estimates how much work remains for the requests in flight and how long this work will take. A drain waits
-until the work is done."""
+"""Estimates how much work remains for the requests in flight, and how long it will take. A drain waits for
+this work."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Void entries of the heap are not removed while there are fewer than this many. An entry is void if its
-request no longer waits."""
+"""Stale heap entries are not removed while there are fewer than this many. An entry is stale if its request
+is no longer waiting."""
 
 
 class Remaining(NamedTuple):
-    """The remaining work of a set of requests."""
+    """A set of requests' remaining work."""
 
     running: int = 0
     queued: int = 0
     tokens: int = 0
-    """Expected number of output tokens that have not been generated yet."""
+    """Expected number of output tokens still to be generated."""
     seconds: float | None = 0.0
-    """Predicted time until the requests have ended; None until the replicas' rates have been measured."""
+    """Predicted time until the requests finish; None until the replicas' rates have been measured."""
 
     def beside(self, other: Remaining) -> Remaining:
-        """Return the combined remaining work of two sets of requests, which run at the same time on different
+        """Return the combined remaining work of two sets of requests that run concurrently on different
         replicas."""
         unknown = self.seconds is None or other.seconds is None
         return Remaining(
@@ -37,18 +37,18 @@ class Remaining(NamedTuple):
 
 
 class Outstanding:
-    """The unfinished requests of one model. For waiting requests, only totals are kept, so that the cost of
+    """One model's unfinished requests. Only totals are kept for waiting requests, so that the cost of
     `remaining` does not depend on their number."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Request] = {}
-        """Requests that have started but not ended."""
+        """Requests that have started but not finished."""
         self._waiting: dict[str, _Work] = {}
         self._prompts = 0
         self._outputs = 0.0
         self._longest: list[tuple[float, str]] = []
-        """A heap of the waiting requests. Each entry is a pair: the negated number of output tokens of a
-        sample, and the request's id. Entries of requests that no longer wait are void."""
+        """A heap of waiting requests. Each entry is a pair of the negated number of output tokens per sample
+        and the request's id. Entries of requests that are no longer waiting are stale."""
 
     def wait(self, request: Request) -> None:
         """Count a request that begins to wait for its first dispatch or for its next attempt."""
@@ -72,12 +72,12 @@ class Outstanding:
         self._outputs = self._outputs - work.outputs if self._waiting else 0.0
 
     def end(self, request: Request) -> None:
-        """Remove a request that has ended. Do nothing if the request was never counted."""
+        """Remove a finished request, or do nothing if it was never counted."""
         self._begun.pop(request.request_id, None)
 
     def remaining(self, forecast: Forecast, now: float) -> Remaining:
-        """Return the remaining work of all requests at `now`. The estimate assumes that the running requests
-        finish first, and that then all replicas together serve the waiting requests."""
+        """Return the remaining work of all requests at `now`, assuming that the running requests finish first
+        and that all replicas then serve the waiting ones."""
         tokens = seconds = 0.0
         for request in self._begun.values():
             seqs = max(1, request.admit.num_seqs)
@@ -101,8 +101,8 @@ class Outstanding:
 
 
 def _left_each(request: Request, step_s: float, now: float) -> float:
-    """Return the number of output tokens that each sample of a running request is expected to generate from
-    now on. A request that exceeds its expected length is expected to double its current length, up to its
+    """Return the number of output tokens that each sample of a running request is still expected to generate.
+    A request that has exceeded its expected length is expected to double its current length, up to its
     limit."""
     made = request.generated_each
     if not made and request.began_at is not None and step_s > 0:
@@ -113,9 +113,9 @@ def _left_each(request: Request, step_s: float, now: float) -> float:
 
 
 class _Work(NamedTuple):
-    """The expected work of a waiting request."""
+    """A waiting request's expected work."""
 
     prompt_tokens: int
     outputs: float
     each: float
-    """Output tokens of each sample."""
+    """Output tokens per sample."""

@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 
 class OnReplica:
-    """The part of a request that is running on one replica."""
+    """The part of a request running on one replica."""
 
     __slots__ = ("began_each", "charged_each", "level", "seqs", "submissions", "tokens")
 
     def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
-        """The value of `CreditAccount.generated_each` when the tenant was last charged for this request.
-        Before the first charge, the value at the start of the request."""
+        """The value of `CreditAccount.generated_each` when the tenant was last charged for this request or,
+        before the first charge, when the request started."""
         self.level = level
-        """Service level whose credit pays for the request."""
+        """Service level whose credit the request uses."""
         self.submissions = admit.submissions
         self.seqs = admit.num_seqs
         self.tokens = admit.prompt_tokens
@@ -42,7 +42,7 @@ class OnReplica:
 
 
 class Request:
-    """One request in flight. Only the request manager and `ModelTraffic` change it. All times except
+    """One request in flight. Modified only by the request manager and `ModelTraffic`. All times except
     `Admit.arrived_at` are on the request manager's clock."""
 
     def __init__(
@@ -51,12 +51,12 @@ class Request:
         self.front = front
         self.first = admit
         self.admit = admit
-        """The `Admit` message of the latest attempt."""
+        """The latest attempt's `Admit` message."""
         self.asked_max_tokens = admit.max_tokens
         """Limit on the output tokens of all samples together, before a quota lowered the limit."""
         self.unit = admit.unit or admit.model
         """The model that answers the request, under the name that the request manager uses. The requested
-        name is `first.model`, which may be an alias or the name of a model with several versions."""
+        name, `first.model`, may be an alias or the name of a model with several versions."""
         self.version = version
         self.tenant = admit.identity.tenant
         self.key_id = key_id
@@ -65,48 +65,45 @@ class Request:
         self.request_class = service_class(admit.asked_class, admit.identity)
         self.deadline_at = deadline_at
         self.reservation: Reservation | None = None
-        """The amount reserved in the quotas of the request's tenant and key, from acceptance to the end of
-        the request."""
+        """The amount reserved in the tenant's and key's quotas, from the request's acceptance to its end."""
         self.most_tokens: int | None = None
-        """The limit on generated tokens that is sent to the front as `Admitted.most_tokens`."""
+        """The limit on generated tokens, sent to the front as `Admitted.most_tokens`."""
         self.is_logged = False
-        """Whether the request log has an open row for the request."""
+        """Whether the request has an open row in the request log."""
         self.falls_back = False
-        """Whether the request is being moved to the fallback model and its front has not sent the new attempt
-        yet."""
+        """Whether the request is being moved to the fallback model and is waiting for its front to send the
+        new attempt."""
         self.front_died = False
-        """Whether the request's front has died. If so, the number of delivered tokens is unknown."""
+        """Whether the request's front has died, in which case the number of delivered tokens is unknown."""
 
         self.queued_at: float | None = None
-        """Time when the request was queued, or None if it is not waiting."""
+        """When the request was queued, or None if it is not waiting."""
         self.queue_ms: float | None = None
         self.ticket: Ticket[Request] | None = None
-        """The request's entry in the queue of its model."""
+        """The request's entry in its model's queue."""
         self.due = 0.0
-        """Sort key within the tenant's requests, the same as `Ticket.due`."""
+        """Sort key among the tenant's requests; same as `Ticket.due`."""
         self.begin_by: float | None = None
-        """Latest time at which the request can start and still meet its deadline, as promised at
-        admission."""
+        """Latest start time that still meets the request's deadline, as promised on admission."""
         self.promised_s = 0.0
-        """Number of seconds by which this request delays other requests with a promised start."""
+        """How many seconds this request delays other requests with a promised start."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
         self.latest: CreditAccount | None = None
         self.began_at: float | None = None
         self.ends_at = 0.0
-        """Expected time at which the request ends."""
+        """Expected end time."""
         self.keeps_place = False
-        """Whether the request has lost its replica but still counts against the limits of its tenant and
-        key."""
+        """Whether the request has lost its replica but still counts against its tenant's and key's limits."""
         self.running_seqs = 0
         self.kv_tokens = 0
         """Maximum number of cache tokens that the request may occupy. While the request runs, this number and
         `running_seqs` count toward the tenant's usage."""
         self.expected_tokens = 0.0
-        """Expected number of output tokens of all samples together."""
+        """Expected total number of output tokens over all samples."""
         self.charged = 0.0
-        """Amount of service that the tenant has been charged for this request so far."""
+        """Service charged to the tenant for this request so far."""
 
         self.settled: Settle | None = None
         self.counts_unknown = False
@@ -126,14 +123,14 @@ class Request:
         self.request_class = service_class(admit.asked_class, admit.identity)
 
     def hold(self, reservation: Reservation) -> None:
-        """Store the request's reservation, and lower the request's token limit to the reserved amount."""
+        """Store the request's reservation, and lower its token limit to the reserved amount."""
         self.reservation = reservation
         if reservation.max_tokens < self.first.max_tokens:
             self.most_tokens = reservation.max_tokens // max(1, self.first.num_seqs)
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
     def count_against(self, key_id: str) -> None:
-        """Count the request against the limits of this key, which has replaced the request's own key."""
+        """Count the request against this key's limits, because this key has replaced the request's own."""
         self.key_id = key_id
         if self.ticket is not None:
             self.ticket.key_id = key_id
@@ -149,11 +146,9 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """Number of tokens that the quotas are charged when the request ends: the prompt and the delivered
-        tokens; 0 if the request never ran.
-
-        If the front died, the generated tokens are charged instead of the delivered tokens. If their number
-        is also unknown, the whole reservation is charged.
+        """Number of tokens charged to the quotas when the request ends: the prompt and the delivered tokens,
+        or 0 if the request never ran. If the front died, generated tokens are charged instead of delivered
+        ones or, if their number is unknown too, the whole reservation.
         """
         if self.reservation is None or self.settled is None:
             return 0
@@ -170,7 +165,7 @@ class Request:
 
     @property
     def generated_each(self) -> float:
-        """Estimated number of tokens generated for each sample since the request started; 0 if unknown."""
+        """Estimated number of tokens generated per sample since the request started; 0 if unknown."""
         return max(
             (account.generated_each - left.began_each for account, left in self.dispatched.items()),
             default=0.0,
@@ -178,23 +173,22 @@ class Request:
 
     @property
     def most_each(self) -> float:
-        """The limit on the output tokens of one sample."""
+        """Output token limit per sample."""
         return self.first.max_tokens / max(1, self.first.num_seqs)
 
     @property
     def tokens_to_prefill(self) -> int:
         """Number of tokens that a replica must compute before it can generate the request's next output
-        tokens. These are the prompts and, if the request was resumed, the earlier output tokens of its
-        unfinished samples. A resumed request has a separate submission for each sample, but the samples share
-        their prompt in the prefix cache."""
+        tokens: the prompts and, if the request was resumed, the earlier output of its unfinished samples. A
+        resumed request has a separate submission for each sample, but its samples share their prompt in the
+        prefix cache."""
         if not self.admit.attempt:
             return self.admit.prompt_tokens
         emitted = max(0.0, self.most_each * self.admit.num_seqs - self.admit.max_tokens)
         return min(self.admit.prompt_tokens, self.first.prompt_tokens + round(emitted))
 
     def service(self, output_weight: float) -> float:
-        """Return the amount of service, in weighted tokens, that replicas are known to have provided to this
-        request."""
+        """Return the service, in weighted tokens, that this request is known to have received."""
         if not (self.counted or self.counts_unknown):
             return 0.0
         prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)
@@ -202,25 +196,25 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Number of output tokens known to have been generated. If a replica was lost, the number that it
-        generated is unknown, but the delivered tokens must have been generated."""
+        """Number of output tokens known to have been generated. If a replica was lost, the exact number is
+        unknown, but includes at least the delivered tokens."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.counts_unknown else self.generated_tokens
 
     @property
     def request_id(self) -> str:
-        """The id that the front assigned to the request."""
+        """The request's id, assigned by the front."""
         return self.first.request_id
 
     @property
     def is_shadow(self) -> bool:
-        """Whether the request is a copy sent to a shadow model. A copy is not logged, and its answer is
+        """Whether the request is a copy sent to a shadow model. Copies are not logged, and their answers are
         discarded."""
         return bool(self.first.shadow_of)
 
     @property
     def state(self) -> RequestState:
-        """The request's state, with a value of `appliance.protocol.InFlight.state`."""
+        """The request's state, as in `appliance.protocol.InFlight.state`."""
         if self.settled is not None:
             return "ending"
         if self.queued_at is not None:
@@ -229,7 +223,7 @@ class Request:
 
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
-    """Return the settlement that the core makes on behalf of the front at unix time `now`. Nothing is billed,
+    """Return the settlement made by the core on the front's behalf at unix time `now`. Nothing is billed,
     because the number of delivered tokens is unknown."""
     return Settle(
         request_id=request.request_id,
@@ -243,7 +237,7 @@ def own_settle(request: Request, status: int, finish_reason: str, error: str, no
 
 
 def row_of(request: Request, now: float) -> RequestRow:
-    """Return the request's row for the request log as of unix time `now`."""
+    """Return the request's row in the request log as of unix time `now`."""
     first, end = request.first, request.settled
     delivered = end.delivered_tokens if end else 0
     generated = request.known_tokens
@@ -292,7 +286,7 @@ def row_of(request: Request, now: float) -> RequestRow:
 
 
 def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow:
-    """Return the request-log row of a retry that was answered with the result of an earlier request."""
+    """Return the request-log row for a retry that was answered with an earlier request's result."""
     return RequestRow(
         **_head(retried),
         finished_at=now,
@@ -308,7 +302,7 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
 
 
 def rejected_row(rejected: Rejected, version: str | None, now: float) -> RequestRow:
-    """Return the request-log row of a request that its front refused. `version` is the version of the model's
+    """Return the request-log row for a request refused by its front. `version` is the version of the model's
     files."""
     return RequestRow(
         **_head(rejected),

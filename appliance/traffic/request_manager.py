@@ -1,15 +1,14 @@
-"""Admits requests, dispatches them to replicas, and closes each of them exactly once in the request log.
-
-The request manager handles messages from fronts, reports from replicas and changes by operators.
-`TrafficState` contains the request manager's data, and `RequestLifecycle` implements the states of a request.
+"""Admits requests, dispatches them to replicas, and closes each one exactly once in the request log. The
+request manager handles messages from fronts, reports from replicas and changes by operators. `TrafficState`
+contains the request manager's data, and `RequestLifecycle` implements the states of a request.
 `appliance.traffic.admission` decides whether a new request may wait, `queue` decides the order, and `model`
 predicts how long requests will wait.
 
-When a request is accepted, the maximum that it can use is reserved in its quotas before it waits. A waiting
-request is therefore never refused because of a quota, and any number of concurrent requests stays within the
-quota. The unused part is returned once, when the request is closed.
+When a request is accepted, the most it can use is reserved in its quotas before it waits. A waiting request
+is therefore never refused because of a quota, and concurrent requests never exceed one. The unused part is
+returned once, when the request is closed.
 
-The request manager does no I/O and uses no event loop; clocks are passed to it. Its methods may be called in
+The request manager does no I/O and needs no event loop; clocks are passed to it. Its methods may be called in
 any order.
 """
 
@@ -54,15 +53,13 @@ log = logging.getLogger(__name__)
 _DROPPED_RETRY_S = 30.0
 MAX_DROPPED = 500
 """Maximum number of background requests that one call of `expire` refuses during overload. Refusing thousands
-in one call would delay all other requests."""
+at once would delay all other requests."""
 _TIDY_EVERY_S = 10.0
 
 
 class RequestManager:
-    """Manages every request from its `Admit` message to its end.
-
-    `salt(tenant)` returns the tenant's salt for the prefix cache. `clock` never jumps and measures waiting
-    times; `unix` is the time of day, for the log.
+    """Manages every request from its `Admit` message to its end. `salt(tenant)` returns the tenant's
+    prefix-cache salt. `clock` is monotonic and measures waiting times; `unix` is the wall clock, for the log.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class RequestManager:
         self._unix = unix
         self._tidied_at = 0.0
         self.shadows = ShadowResults()
-        """The results of requests copied to shadow models."""
+        """Results of requests copied to shadow models."""
 
     # ── changes by operators ──
 
@@ -121,7 +118,7 @@ class RequestManager:
         self._release_held()
 
     def resume_admission(self, model: str | None) -> None:
-        """End a pause of admission, and queue the requests that the pause held."""
+        """End an admission pause, and queue the requests that it held."""
         self.state.pauses.end(model)
         self._release_held()
 
@@ -147,8 +144,8 @@ class RequestManager:
         return True
 
     def abort_all(self, message: str, model: str | None = None) -> int:
-        """Abort every in-flight request that is not held. If `model` is given, only requests for this model
-        are aborted. Return the number of aborted requests."""
+        """Abort every in-flight request that is not held or, if `model` is given, every such request for this
+        model. Return the number of aborted requests."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )
@@ -173,7 +170,7 @@ class RequestManager:
             self._lifecycle.refuse(request, unknown_model(request.first.model, state.models))
 
     def set_version(self, name: str, version: str) -> None:
-        """Set the version of the model's files that is logged for requests that arrive after this call."""
+        """Set the file version to log for the model's requests from now on."""
         self.state.models[name].version = version
 
     def recover_model(self, name: str) -> None:
@@ -181,32 +178,32 @@ class RequestManager:
         self.state.models[name].failure = None
 
     def fail_model(self, name: str, reason: str) -> None:
-        """Refuse the model's waiting requests and all new requests. None of its replicas can start until the
-        operator has fixed the cause `reason`."""
+        """Refuse the model's waiting and new requests. None of its replicas can start until an operator has
+        fixed the cause, `reason`."""
         model = self.state.models[name]
         model.failure = reason
         for request in model.waiting():
             self._lifecycle.refuse(request, failed_model(request.first.model, reason))
 
     def add_replica(self, account: CreditAccount) -> None:
-        """Start dispatching requests to this replica, which is ready and connected to every front."""
+        """Start dispatching requests to this replica, which must be ready and connected to every front."""
         model = self.state.models[account.model]
         model.accounts.append(account)
         model.learned()
         self._lifecycle.dispatch(model)
 
     def retire_replica(self, account: CreditAccount) -> None:
-        """Dispatch no more requests to the replica. Requests that are running on the replica continue;
-        `TrafficState.occupied` returns whether any are left."""
+        """Stop dispatching requests to the replica. Its running requests continue; `TrafficState.occupied`
+        returns whether any are left."""
         model = self.state.models[account.model]
         if account in model.accounts:
             model.accounts.remove(account)
             model.learned()
 
     def preempt(self, account: CreditAccount) -> None:
-        """Tell the fronts that the replica is about to be stopped although requests are running on it. As
-        after the loss of a replica, the requests continue on another replica, but the stop does not count as
-        a loss."""
+        """Tell the fronts that the replica is about to be stopped while requests are running on it. The
+        requests continue on another replica, as after the loss of a replica, but the stop does not count as a
+        loss."""
         running = [one for one in self.state.in_flight.values() if account in one.dispatched]
         for request in running:
             if request.settled is None:
@@ -243,11 +240,11 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
-        """Handle that a front has closed its channel to a replica: take back the front's requests that had
-        not reached the replica."""
+        """Handle a front closing its channel to a replica: take back the front's requests that had not
+        reached the replica."""
         if front in self.state.fronts:
-            # The replica may report that the channel is closed before the core notices that the front has
-            # exited. Until then, mark the front as broken.
+            # The replica may report the closed channel before the core notices that the front has exited.
+            # Until then, mark the front as broken.
             self.state.broken_fronts.add(front)
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             if request.queued_at is not None and request not in self.state.pauses:
@@ -270,8 +267,8 @@ class RequestManager:
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's `Admit` message. The message is a request's first attempt, or the next attempt
-        after a replica was lost."""
+        """Handle a front's `Admit` message: a request's first attempt, or the next attempt after a replica
+        was lost."""
         state = self.state
         if admit.shadow_of:
             self._admit_shadow(front, admit)
@@ -297,8 +294,8 @@ class RequestManager:
         self._begin(request, model)
 
     def _admit_shadow(self, front: str, admit: Admit) -> None:
-        """Dispatch a copied request at once, or refuse it. A copied request never waits, and is not
-        dispatched while any other request is waiting."""
+        """Dispatch a copied request at once, or refuse it. Copied requests never wait, and are not dispatched
+        while any other request is waiting."""
         state, now = self.state, self.state.clock()
         admit = msgspec.structs.replace(admit, identity=SHADOW_IDENTITY)
         model = state.models.get(admit.unit)
@@ -322,7 +319,7 @@ class RequestManager:
             self._lifecycle.refuse(request, reason)
 
     def shadow_done(self, done: ShadowDone) -> None:
-        """Add the results of a copied request to the statistics of its shadow model."""
+        """Add a copied request's results to its shadow model's statistics."""
         self.shadows.add(done)
 
     def _begin(self, request: Request, model: ModelTraffic | None) -> None:
@@ -341,8 +338,8 @@ class RequestManager:
             self._lifecycle.refuse(request, reason)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
-        """Return a refusal for a new request, or None if the request is to be queued or held. If the result
-        is None, the request's quotas have been reserved."""
+        """Return a refusal for a new request, or None if the request is to be queued or held, in which case
+        its quotas have been reserved."""
         if pause is not None and not pause.hold:
             return paused(pause)
         if model.failure is not None:
@@ -376,14 +373,14 @@ class RequestManager:
             self._lifecycle.resume(request, model)
 
     def _deadline_at(self, admit: Admit) -> float | None:
-        """Return the request's deadline on `clock`. The time of day is used only to compute how long ago the
+        """Return the request's deadline on `clock`. Wall-clock time is used only to compute how long ago the
         request arrived."""
         if admit.deadline_ms is None:
             return None
         return self.state.clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3
 
     def settle(self, front: str, settle: Settle) -> None:
-        """Handle a front's message that a request has ended."""
+        """Handle a front's message that a request has finished."""
         request = self.state.in_flight.get(settle.request_id)
         if request is None or request.front != front or request.settled is not None:
             # The request was already refused, or its channel to the replica broke, before this message
@@ -398,18 +395,17 @@ class RequestManager:
         self._lifecycle.end_if_complete(request)
 
     def reject(self, rejected: Rejected) -> None:
-        """Log a request that its front refused, and charge the caller's quotas for the work that the front
-        did."""
+        """Log a request refused by its front, and charge the caller's quotas for the front's work."""
         if rejected.work_tokens:
             self._charge_for_work(rejected.identity, rejected.work_tokens, requests=1)
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge the caller's quotas for a front's work that does not belong to any request."""
+        """Charge the caller's quotas for front work that belongs to no request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:
-        """Log a retry that a front answered with the result of an earlier request."""
+        """Log a retry that a front answered with an earlier request's result."""
         self._rows.end(retried_row(retried, self._version(retried.model), self._unix()))
 
     def _version(self, model: str) -> str | None:

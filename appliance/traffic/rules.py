@@ -1,4 +1,4 @@
-"""The settings of the queue, in the table `[queue]`."""
+"""Queue settings: the `[queue]` table."""
 
 from __future__ import annotations
 
@@ -17,37 +17,36 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     """The rules for waiting requests. `docs/traffic.md` explains them."""
 
     limit: _Count = 2048
-    """Maximum number of waiting requests. Additional requests are refused with 503 and `Retry-After`."""
+    """Maximum number of waiting requests. Further requests are refused with 503 and `Retry-After`."""
     tokens: _Count = 8 << 20
-    """Maximum total number of prompt tokens of all waiting requests."""
+    """Maximum total number of prompt tokens in all waiting requests."""
     timeout_s: _Seconds = 120.0
     """A request that has waited this long is refused with 503. A new request whose expected waiting time is
     longer is refused immediately."""
     targets_ms: tuple[_Factor, _Factor, _Factor] = (100.0, 1000.0, 10_000.0)
     """Target waiting times of the service classes P0, P1 and P2. P3 has no target."""
     output_weight: _Weight = 2.0
-    """Weight of an output token in fair sharing. A prompt token has the weight 1."""
+    """Weight of an output token in fair sharing. A prompt token has weight 1."""
     ageing: _Factor = 5.0
-    """A request is late when it has waited for this many times the target waiting time of its class. A class
-    with late requests gets a guaranteed share of the service (`lifted_share`)."""
+    """A request is late once it has waited this many times its class's target waiting time. A class with late
+    requests gets a guaranteed share of the service (`lifted_share`)."""
     lifted_share: _Part = 0.1
     """Fraction of the service that each class with late requests receives before higher-priority classes are
     served."""
     background_share: _Part = 0.02
-    """Fraction of the service that P3 receives before higher-priority classes are served, while P3 requests
-    are waiting."""
+    """Fraction of the service that P3 receives before higher-priority classes are served, as long as P3
+    requests are waiting."""
     reserved_slots: _Part = 0.03
     """Fraction of a replica's sequence slots that is reserved for P0 requests, and for P1 requests of tenants
     with few running sequences, while more than one tenant sends requests."""
     overload: _Factor = 10.0
-    """Overload begins when the expected waiting time of a class exceeds this many times the target of the
-    class."""
+    """Overload begins when a class's expected waiting time exceeds this many times its target."""
     overload_s: _Seconds = 5.0
-    """Duration of overload, in seconds, after which load shedding goes one step further. Load shedding goes
-    back one step after the same duration without overload."""
+    """Load shedding advances one step for every this many seconds of overload, and goes back one step for
+    every this many seconds without."""
 
     def target_s(self, request_class: int) -> float:
-        """Return the target waiting time of a class in seconds; infinite for P3."""
+        """Return a class's target waiting time in seconds; infinite for P3."""
         if request_class < len(self.targets_ms):
             return self.targets_ms[request_class] / 1e3
         return float("inf")

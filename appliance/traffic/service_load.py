@@ -1,5 +1,5 @@
-"""Measures the recent load of one model: how much of the model's service each class uses, how much service
-new requests need, and how many tokens started requests have."""
+"""Measures one model's recent load: how much of its service each class uses, how much service new requests
+need, and how many tokens started requests have."""
 
 from __future__ import annotations
 
@@ -12,46 +12,43 @@ from store.policies import CLASSES
 
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
-"""Maximum amount of service, in seconds, that started requests still need and that is counted in later ticks.
-The amount is capped because predicted output lengths are often too high."""
+"""Maximum outstanding service of started requests, in seconds, to count in later ticks. It is capped because
+predicted output lengths are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
-"""Two levels of offered load, as fractions of the capacity. With a load of at most `_LIGHT_LOAD`, the number
-of busy slots is expected to stay the same. With a load of at least `_FULL_LOAD`, all slots are expected to
-become busy."""
+"""Offered load, as a fraction of capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to stay
+the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
-"""Minimum share of the service for each class, even if higher-priority classes could use all of the
-service."""
+"""Minimum share of the service for each class, even if higher-priority classes could use all of it."""
 _OF_THE_NEW = 0.02
-"""Weight of the newest request in running means."""
+"""Weight of the newest request in the running means."""
 _PROMISED_MARGIN = 1.25
-"""The mean prompt length that is expected after the start of all requests with a promised start is divided by
-this factor. These requests therefore change the predicted steps only if they raise the mean by more than this
-factor. Smaller increases occur by chance, and predicting longer steps because of them would only reduce the
-number of promises."""
+"""Requests with a promised start change the predicted steps only if they raise the mean prompt length by more
+than this factor. Smaller increases occur by chance, and predicting longer steps because of them would only
+reduce the number of promises."""
 
 
 class ServiceLoad:
-    """The recent load of one model. Service is measured in seconds of work for all replicas together."""
+    """One model's recent load. Service is measured in seconds of work for all replicas together."""
 
     def __init__(self) -> None:
         self._taken_s = [0.0] * CLASSES
-        """Service that started requests still need, by class. A long request is counted over several ticks,
-        so that it never appears to use the whole service."""
+        """Outstanding service of started requests, by class. Long requests are spread over several ticks, so
+        that they never appear to use the whole service."""
         self._busy = [0.0] * CLASSES
-        """Recent share of the service used by each class."""
+        """Each class's recent share of the service."""
         self._offered_s = 0.0
-        """Service that the requests received since the last tick need."""
+        """Service needed by the requests received since the last tick."""
         self._offered = DecayingMean()
-        """Service needed by recent new requests, as a fraction of the capacity."""
+        """Service needed by recent new requests, as a fraction of capacity."""
         self._ticked_at: float | None = None
 
     def start(self, request_class: int, service_s: float) -> None:
-        """Count the service that a started request needs."""
+        """Count the service needed by a started request."""
         self._taken_s[request_class] += service_s
 
     def offer(self, service_s: float) -> None:
-        """Count the service that a new request needs."""
+        """Count the service needed by a new request."""
         self._offered_s += service_s
 
     def tick(self, now: float) -> None:
@@ -73,12 +70,12 @@ class ServiceLoad:
 
     @property
     def filling(self) -> float:
-        """Expected fraction of the slots that the offered load will soon occupy, from 0 to 1."""
+        """Fraction of the slots, from 0 to 1, that the offered load is expected to occupy soon."""
         return max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
 
 
 class StartedTokens:
-    """Running means of the token counts of recently started requests."""
+    """Running means of recently started requests' token counts."""
 
     def __init__(self) -> None:
         self.tokens_per_seq = 0.0
@@ -86,7 +83,7 @@ class StartedTokens:
         self.output_tokens = 0.0
 
     def add(self, admit: Admit, expected_tokens: float) -> None:
-        """Count a request that starts, with its expected number of output tokens."""
+        """Count a starting request and its expected number of output tokens."""
         per_seq = (admit.prompt_tokens + expected_tokens) / max(1, admit.num_seqs)
         known = self.tokens_per_seq or per_seq
         self.tokens_per_seq = known + _OF_THE_NEW * (per_seq - known)
@@ -100,7 +97,7 @@ class StartedTokens:
         self, backlogs: Iterable[QueuedTokens], promised_requests: int, promised_prompt_tokens: int
     ) -> float:
         """Return the highest of three ratios of prompt tokens to output tokens: that of recently started
-        requests, that of waiting requests and that of requests with a promised start. `backlogs` are the
+        requests, that of waiting requests and that of requests with a promised start. `backlogs` holds the
         waiting requests of each class."""
         waiting = QueuedTokens()
         for backlog in backlogs:
@@ -113,12 +110,10 @@ class StartedTokens:
         return max((prompt / output for prompt, output in groups if output >= 1), default=0.0)
 
     def _prompt_tokens_after(self, promised_requests: int, promised_prompt_tokens: int) -> float:
-        """Return the mean prompt length as it will be after all requests with a promised start have started.
-
-        These requests start before other waiting requests, so a few of them with long prompts can make steps
-        longer although most of the waiting requests have short prompts. The number of output tokens stays the
-        same: requests with short answers are promised a start more often, but requests with longer answers
-        run at the same time.
+        """Return the mean prompt length once all requests with a promised start have started. They start
+        before other waiting requests, so a few of them with long prompts can lengthen steps even if most
+        waiting requests have short prompts. The number of output tokens stays the same: requests with short
+        answers are promised a start more often, but requests with longer answers run at the same time.
         """
         keep = (1.0 - _OF_THE_NEW) ** promised_requests
         each = promised_prompt_tokens / max(1, promised_requests)

@@ -1,4 +1,4 @@
-"""Sums the results of shadow traffic: requests of which a copy was sent to another model or version."""
+"""Sums the results of shadow traffic: requests that were copied to a second model or version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.channel.front_messages import ShadowDone, ShadowMeasure
 
 @dataclass
 class MeasureSum:
-    """Sums over the original answers or over the answers to the copies."""
+    """Sums over the original answers, or over the answers to the copies."""
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0
@@ -25,8 +25,8 @@ class MeasureSum:
 
 @dataclass
 class ShadowSums:
-    """The results of one shadow since the shadow was configured. `name` is the model name that clients
-    request, and `unit` is the model or version to which the requests are copied."""
+    """One shadow's results since it was configured. `name` is the model name that clients request, and `unit`
+    is the model or version to which requests are copied."""
 
     name: str
     unit: str
@@ -36,14 +36,12 @@ class ShadowSums:
     originals: MeasureSum = field(default_factory=MeasureSum)
     copies: MeasureSum = field(default_factory=MeasureSum)
     greedy: int = 0
-    """Number of compared requests that use greedy sampling and for which both models produced the same prompt
-    tokens."""
+    """Number of compared requests with greedy sampling and identical prompt tokens for both models."""
     greedy_tokens: int = 0
-    """Number of tokens in the answers to the requests counted in `greedy`. For each request, the longer of
-    the two answers counts."""
+    """Number of answer tokens over the requests counted in `greedy`, using the longer of each pair of
+    answers."""
     equal_tokens: int = 0
-    """Number of tokens before the first difference between the two answers, summed over the requests counted
-    in `greedy`."""
+    """Number of tokens before the two answers first differ, summed over the requests counted in `greedy`."""
 
 
 class ShadowResults:
@@ -56,16 +54,15 @@ class ShadowResults:
         return iter(self._sums.values())
 
     def end(self, name: str) -> None:
-        """Drop the results of all shadows of the model name `name`."""
+        """Drop the results of all shadows of `name`."""
         self._sums = {key: sums for key, sums in self._sums.items() if key[0] != name}
 
     def of(self, name: str, unit: str) -> ShadowSums:
-        """Return the results of a shadow since the shadow was configured or the service started, whichever is
-        later."""
+        """Return a shadow's results since it was configured or the service started, whichever is later."""
         return self._sums.get((name, unit)) or ShadowSums(name, unit)
 
     def add(self, done: ShadowDone) -> None:
-        """Add the result of one copied request."""
+        """Add one copied request's result."""
         sums = self._sums.setdefault((done.name, done.unit), ShadowSums(done.name, done.unit))
         if done.outcome == "dropped":
             sums.dropped += 1

@@ -1,5 +1,5 @@
-"""The request manager's data: requests in flight, served models and counters. Drains, the status, the metrics
-and the console read this data. Only the request manager and `RequestLifecycle` change it."""
+"""The request manager's data: requests in flight, served models and counters. It is read by drains, the
+status, the metrics and the console, and modified only by the request manager and `RequestLifecycle`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from store.policies import QuotaScope
 
 
 class TrafficState:
-    """The data that the request manager shares with its readers. `clock` returns seconds and never jumps."""
+    """The data that the request manager shares with its readers. `clock` is a monotonic clock in seconds."""
 
     def __init__(self, clock: Callable[[], float], quotas: Quotas) -> None:
         self.clock = clock
@@ -29,14 +29,14 @@ class TrafficState:
         self.tenants = Tenants()
         self.models: dict[str, ModelTraffic] = {}
         self.in_flight: dict[str, Request] = {}
-        """The requests in flight by id."""
+        """Requests in flight, by id."""
         self.recent = RecentRequests()
         self.pauses = AdmissionPauses()
         self.fronts: set[str] = set()
         """Names of the live fronts."""
         self.broken_fronts: set[str] = set()
-        """Running fronts that closed a channel to a replica, because they are exiting or faulty. A request
-        that is dispatched for one of these fronts may not reach its replica."""
+        """Running fronts that have closed a channel to a replica because they are exiting or faulty. A
+        request dispatched for one of them may not reach its replica."""
         self.running = 0
         self.waiting_tokens = 0
         """Prompt tokens of all waiting or held requests."""
@@ -53,15 +53,14 @@ class TrafficState:
         return sum(model.queued for model in self.models.values()) + len(self.pauses)
 
     def unfinished(self, model: str | None = None) -> Iterator[Request]:
-        """Yield the in-flight requests that are not held. If `model` is given, yield only requests for this
-        model. A drain waits for the yielded requests. No request may be added or removed during the
-        iteration."""
+        """Yield the in-flight requests that are not held, optionally only those for `model`. A drain waits
+        for these requests. No request may be added or removed during the iteration."""
         for request in self.in_flight.values():
             if request not in self.pauses and model in (None, request.unit):
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether no unfinished request is left. The search stops at the first unfinished request."""
+        """Return whether no unfinished requests are left. The search stops at the first one."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
@@ -78,12 +77,12 @@ class TrafficState:
         return len(self.pauses) if model is None else len(self.pauses.held(model))
 
     def accounts_of(self, request_id: str) -> list[CreditAccount]:
-        """Return the credit accounts of the replicas that a request runs on."""
+        """Return the credit accounts of the replicas that a request is running on."""
         request = self.in_flight.get(request_id)
         return list(request.dispatched) if request else []
 
     def occupied(self, account: CreditAccount) -> bool:
-        """Return whether any request runs on the replica."""
+        """Return whether any request is running on the replica."""
         return any(account in request.dispatched for request in self.in_flight.values())
 
     # ── statistics ──
@@ -118,6 +117,6 @@ class TrafficState:
         return [stats.model(model, now) for model in self.models.values()]
 
     def usage(self, scope: QuotaScope, name: str) -> list[LimitUsage]:
-        """Return a tenant's or key's usage of each of its limits, for operators."""
+        """Return a tenant's or key's usage of each limit, for operators."""
         kv_tokens = {model.name: model.kv_tokens for model in self.models.values()}
         return [*self.quotas.usage(scope, name), *stats.usage(self.tenants, scope, name, kv_tokens)]

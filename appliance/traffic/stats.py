@@ -1,4 +1,4 @@
-"""Statistics of the requests in flight, for the status, metrics and the console."""
+"""Statistics of requests in flight, for the status, the metrics and the console."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ModelStats(NamedTuple):
 
     name: str
     waiting: list[int]
-    """Number of requests that wait for their first dispatch, by class."""
+    """Number of requests waiting for their first dispatch, by class."""
     oldest_wait_s: list[float]
     resuming: int
-    """Number of requests that lost their replica and are waiting to continue."""
+    """Number of requests that have lost their replica and are waiting to continue."""
     running: int
     overload_step: int
-    """The step that load shedding has reached; 0 without overload."""
+    """The current load-shedding step; 0 without overload."""
 
 
 class TenantStats(NamedTuple):
@@ -36,7 +36,7 @@ class TenantStats(NamedTuple):
     waiting_tokens: int
     running: int
     service: float
-    """Number of weighted tokens of the requests that have ended since startup."""
+    """Number of weighted tokens served in requests that have finished since startup."""
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
@@ -54,16 +54,15 @@ def model(one: ModelTraffic, now: float) -> ModelStats:
 
 
 def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
-    """Return a description of the overloads of all models, and the highest step that load shedding has
-    reached."""
+    """Return a description of all models' overloads, and the highest load-shedding step reached."""
     steps = [(model.shedder.step, f"{model.name}: {model.shedder.reason}") for model in models]
     taken = [(step, words) for step, words in steps if step]
     return "; ".join(words for _, words in taken), max((step for step, _ in taken), default=0)
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return the status of each class, combined over all models. The waiting time of a class is the longest
-    of its waiting times at any model."""
+    """Return each class's status, combined over all models. A class's waiting time is its longest at any
+    model."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []
@@ -91,8 +90,8 @@ def tenant(one: TenantTraffic) -> TenantStats:
 
 
 def usage(tenants: Tenants, scope: QuotaScope, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
-    """Return how much of its limits on waiting and running requests a tenant or key uses. `kv_tokens` is the
-    capacity of the KV caches by model."""
+    """Return a tenant's or key's usage of its limits on waiting and running requests. `kv_tokens` is the KV
+    cache capacity by model."""
     quota, use = tenants.quota_of(scope, name)
     found = [
         ("concurrent_requests", quota.concurrent_requests, use.running),

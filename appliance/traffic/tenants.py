@@ -1,4 +1,4 @@
-"""Tracks the waiting and running requests of tenants and their keys, and their limits."""
+"""Tracks tenants' and keys' waiting and running requests, and their limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NO_LIMITS = Quota()
 
 
 class Use:
-    """The waiting and running requests of one tenant or key."""
+    """One tenant's or key's waiting and running requests."""
 
     __slots__ = ("kv_tokens", "queued", "queued_tokens", "running", "seqs")
 
@@ -26,7 +26,7 @@ class Use:
         self.queued_tokens = 0
         self.running = 0
         self.seqs: dict[str, int] = {}
-        """Number of sequences that are running on replicas, by model."""
+        """Number of sequences running on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
         """Maximum number of cache tokens that the running sequences may occupy, by model."""
 
@@ -47,7 +47,7 @@ class Use:
         self.kv_tokens[model] = self.kv_tokens.get(model, 0) + kv_tokens
 
     def leave(self, model: str, seqs: int, kv_tokens: int) -> None:
-        """Stop counting a request that ran."""
+        """Stop counting a request as running."""
         self.running -= 1
         self.seqs[model] -= seqs
         self.kv_tokens[model] -= kv_tokens
@@ -55,7 +55,7 @@ class Use:
             del self.seqs[model], self.kv_tokens[model]
 
     def add(self, other: Use) -> None:
-        """Add the usage of another key to the usage of this key."""
+        """Add another key's usage to this key's."""
         self.queued += other.queued
         self.queued_tokens += other.queued_tokens
         self.running += other.running
@@ -64,8 +64,8 @@ class Use:
             self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
 
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
-        """Return whether a request that may occupy up to `kv_tokens` cache tokens may run within this quota.
-        `kv_total` is the KV-cache capacity of all replicas of the model in tokens, or 0 if unknown. If no
+        """Return whether this quota allows a request that may occupy up to `kv_tokens` cache tokens to run.
+        `kv_total` is the KV cache capacity of all the model's replicas, in tokens, or 0 if unknown. If no
         request for the model is running, any request may run."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
             return False
@@ -84,14 +84,14 @@ class TenantTraffic:
         self.suspended = False
         self.use = Use()
         self.keys: dict[str, Use] = {}
-        """Usage of the keys that have waiting or running requests."""
+        """Usage of keys with waiting or running requests."""
         self.outputs = OutputLengths()
         self.service = 0.0
-        """Number of weighted tokens served since the service started. The number is corrected when a request
-        ends, because exact token counts are known only then."""
+        """Number of weighted tokens served since startup. Corrected when each request ends, because exact
+        token counts are known only then."""
         self.held_at: set[tuple[str, str]] = set()
-        """Pairs of a model and a key id for which the limit of running requests is reached. An empty key id
-        stands for the limit of the tenant itself."""
+        """Pairs of a model and a key id that have reached their running-request limit. An empty key id stands
+        for the tenant's own limit."""
 
     def key(self, key_id: str) -> Use:
         """Return the usage of one of the tenant's keys."""
@@ -101,12 +101,12 @@ class TenantTraffic:
         return use
 
     def uses(self, key_id: str) -> tuple[Use, ...]:
-        """Return the usage records in which a request with this key is counted: the tenant's and, if there is
-        a key, the key's."""
+        """Return the usage records that count a request with this key: the tenant's and, if there is a key,
+        the key's."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, seqs: int, kv_tokens: int) -> set[str]:
-        """Stop counting a request that ran. Return the models for which waiting requests may now be able to
+        """Stop counting a request as running. Return the models for which waiting requests may now be able to
         start."""
         for use in self.uses(key_id):
             use.leave(model, seqs, kv_tokens)
@@ -134,14 +134,14 @@ class Tenants:
         self._tenants: dict[str, TenantTraffic] = {}
         self._seen: OrderedDict[str, float] = OrderedDict()
         self.outputs = OutputLengths()
-        """Statistics of the lengths of the answers to all tenants."""
+        """Answer length statistics over all tenants."""
 
     def __iter__(self) -> Iterator[TenantTraffic]:
         return iter(self._tenants.values())
 
     def set_policies(self, policies: Policies) -> list[TenantTraffic]:
-        """Apply new tenant and key records. A tenant without a record has the weight 1 and no limits. Return
-        the tenants whose own record or key records changed."""
+        """Apply new tenant and key records. A tenant without a record has weight 1 and no limits. Return the
+        tenants whose own record or key records changed."""
         before, self._policies = self._policies, policies
         names = {record.name for record in _different(before.tenants, policies.tenants)}
         names |= {record.tenant for record in _different(before.keys, policies.keys)}
@@ -164,7 +164,7 @@ class Tenants:
         return self._policies.latest(key).id if key is not None else key_id
 
     def quota_of(self, scope: QuotaScope, name: str) -> tuple[Quota, Use]:
-        """Return the limits and the usage of a tenant or key."""
+        """Return a tenant's or key's limits and usage."""
         if scope == "tenant":
             record, seen = self._policies.tenants.get(name), self._tenants.get(name)
             return record.quota if record is not None else _NO_LIMITS, seen.use if seen is not None else Use()
@@ -174,13 +174,13 @@ class Tenants:
         return self.key_quota(name), seen.keys.get(name, Use()) if seen is not None else Use()
 
     def key_quota(self, key_id: str) -> Quota:
-        """Return the limits of a key itself, without those of its tenant."""
+        """Return a key's own limits, without its tenant's."""
         key = self._policies.keys.get(self.limits_key(key_id)) if key_id else None
         return key.quota if key is not None else _NO_LIMITS
 
     def learn_output(self, name: str, tokens: int, max_tokens: float) -> None:
-        """Update the estimate of the tenant's answer lengths with a finished answer. `max_tokens` was the
-        token limit of the answer."""
+        """Update the tenant's answer length estimate with a finished answer whose token limit was
+        `max_tokens`."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.learn(tokens, max_tokens)
 
@@ -190,7 +190,7 @@ class Tenants:
             outputs.running += sign
 
     def saw(self, name: str, now: float) -> None:
-        """Record that a request from this tenant arrived."""
+        """Record the arrival of a request from this tenant."""
         self._seen[name] = now
         self._seen.move_to_end(name)
         self.forget_unseen(now)
@@ -201,7 +201,7 @@ class Tenants:
         return len(self._seen) > 1
 
     def forget_unseen(self, now: float) -> None:
-        """Remove tenants that have sent no request recently. Call this periodically."""
+        """Remove tenants that have sent no requests recently. Call this periodically."""
         while self._seen:
             name, seen_at = next(iter(self._seen.items()))
             if seen_at > now - _SEEN_S:
@@ -219,7 +219,7 @@ def _different(before: Mapping[str, Record], after: Mapping[str, Record]) -> Ite
     """Yield the names of records that were added, removed or changed."""
     for one, other in ((before, after), (after, before)):
         for name, record in one.items():
-            # Most records are the same objects as before, because an operator's change creates new objects
-            # only for the records that it affects.
+            # Most records are the same objects as before, because a change creates new objects only for the
+            # records it affects.
             if (known := other.get(name)) is not record and known != record:
                 yield record

@@ -1,14 +1,13 @@
 """Keeps waiting requests in time order, and computes totals over the requests before a given time. All times
 are in seconds on one clock.
 
-`Timeline` contains the requests of one tenant in plain lists. The cost of an operation is at most
-proportional to the length of the queue, and the loops run in C code. Most new requests are due after nearly
-all waiting requests, so the totals before a new request are the totals of all requests minus a few items.
+`Timeline` holds one tenant's requests in plain lists. Each operation is at most linear in the queue length,
+and the loops run in C. Most new requests are due after nearly all waiting requests, so the totals before a
+new request are the totals of all requests minus a few items.
 
-`Promises` contains all requests of a model that have a promised start. It must sum over the requests after a
-given time, so it divides the requests into blocks and stores a summary of each block. The cost of an
-operation is about proportional to the square root of the number of requests. `scripts/bench_admission`
-measures both classes.
+`Promises` holds a model's requests with a promised start. It must sum over the requests after a given time,
+so it divides them into blocks and stores a summary of each. The cost of an operation grows with about the
+square root of the number of requests. `scripts/bench_admission` measures both classes.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 
 _MAX_BLOCK = 64
-"""Maximum number of entries in a block. A larger block is split in half."""
+"""Maximum number of entries in a block. Larger blocks are split in half."""
 _AFTER_ALL = float("inf")
-"""A value greater than every serial number of an item."""
+"""A value greater than any item's serial number."""
 
 _Promise = tuple[Any, ...]
 """An entry: (time, serial, work in seconds, item). Serial numbers are unique, so items are never compared."""
 
 
 class Timeline(Generic[Item]):
-    """Items in time order, each with a number of prompt tokens and of output tokens."""
+    """Items in time order, each with its numbers of prompt and output tokens."""
 
     __slots__ = ("_items", "_keys", "_outputs", "_prompts", "_total_output", "_total_prompt")
 
@@ -76,8 +75,7 @@ class Timeline(Generic[Item]):
         return self._items[0] if self._items else None
 
     def before(self, time: float) -> tuple[float, float]:
-        """Return the total prompt tokens and the total output tokens of the items up to and including the
-        time `time`."""
+        """Return the total prompt and output tokens of the items up to and including `time`."""
         end = bisect_right(self._keys, (time, _AFTER_ALL))
         if 2 * end < len(self._keys):
             return sum(self._prompts[:end]), sum(self._outputs[:end])
@@ -86,23 +84,21 @@ class Timeline(Generic[Item]):
 
 
 class Promises(Generic[Item]):
-    """Items that must each begin by a given time, and a check of whether all of them can.
-
-    The items are served one after another, earliest time first. Each takes a given number of seconds of work.
-    An item begins in time if the work of all preceding items is completed by the item's own time. This check
-    is the processor demand test of earliest-deadline-first scheduling (Baruah et al. 1990).
+    """Items that must each begin by a given time, and a check whether all of them can. Items are served one
+    at a time, earliest first, and each takes a given number of seconds of work. An item begins in time if all
+    preceding work is completed by its own time. This check is the processor demand test of
+    earliest-deadline-first scheduling (Baruah et al. 1990).
     """
 
     def __init__(self) -> None:
         self._blocks: list[list[_Promise]] = [[]]
         """The blocks in order. A block is empty only if it is the only block."""
         self._lasts: list[tuple[float, int]] = [(0.0, 0)]
-        """The greatest key (time and serial) of each block."""
+        """Each block's greatest key (time and serial)."""
         self._works = [0.0]
-        """The total work of each block."""
+        """Each block's total work."""
         self._slacks = [float("inf")]
-        """For each block, the minimum slack of its items. An item's slack is its time minus the preceding
-        work in the block."""
+        """Each block's minimum slack. An item's slack is its time minus the preceding work in the block."""
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate in order. The promises must not change during the iteration."""
@@ -139,14 +135,14 @@ class Promises(Generic[Item]):
             del self._blocks[at], self._lasts[at], self._works[at], self._slacks[at]
 
     def latest_begin(self) -> float:
-        """Return the latest time at which serving the items may begin so that every item begins in time;
-        infinite if there are no items."""
+        """Return the latest time at which service may begin for every item to begin in time; infinite if
+        there are no items."""
         return self._latest(0, 0.0)
 
     def latest_begin_with(self, time: float, work_s: float) -> float:
-        """Return the result of `latest_begin` if one more item were added, which must begin by `time` and
-        takes `work_s` seconds. Only the new item and later items are considered, because the new item does
-        not delay earlier items."""
+        """Return what `latest_begin` would return with an additional item that must begin by `time` and takes
+        `work_s` seconds. Only the new item and later ones are considered, because it does not delay earlier
+        ones."""
         at = self._block_of((time, _AFTER_ALL))
         block = self._blocks[at]
         index = bisect_left(block, (time, _AFTER_ALL))
@@ -155,12 +151,12 @@ class Promises(Generic[Item]):
         return min(min(slack, self._latest(at + 1, work)) - work_s, time - before)
 
     def _block_of(self, key: tuple[float, float]) -> int:
-        """Return the index of the block that contains the key, or into which the key would be inserted."""
+        """Return the index of the block that contains the key or into which it would be inserted."""
         return min(bisect_left(self._lasts, key), len(self._blocks) - 1)
 
     def _latest(self, start: int, before: float) -> float:
-        """Return the latest time at which serving may begin so that every item in the blocks from index
-        `start` on begins in time. `before` seconds of work precede these blocks."""
+        """Return the latest time at which service may begin for every item in the blocks from index `start`
+        on to begin in time. `before` seconds of work precede these blocks."""
         works = accumulate(self._works[start:], initial=before)
         return min(map(sub, self._slacks[start:], works), default=float("inf"))
 
@@ -172,9 +168,8 @@ class Promises(Generic[Item]):
 
 
 def _demand(promises: Iterable[_Promise], work: float) -> tuple[float, float]:
-    """Return the total work and the minimum slack of these promises, both in seconds. The total includes
-    `work` seconds of work that precede the promises. The slack of a promise is its time minus the work that
-    precedes the promise."""
+    """Return these promises' total work and minimum slack, in seconds. The total includes `work` seconds of
+    preceding work. A promise's slack is its time minus all work that precedes it."""
     slack = float("inf")
     for time, _, work_s, _ in promises:
         if time - work < slack:

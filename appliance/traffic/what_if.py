@@ -1,11 +1,9 @@
-"""Replays the requests of the last few minutes with different limits, before an operator changes the limits.
-
-The replay runs the real request manager in simulated time, once with the current limits and once with the new
-ones, on replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference between the
-two runs is applied to the recorded outcome. The replay assumes that clients send the same requests at the
-same times. For a request that was refused, it assumes an answer as long as another answer to the same tenant.
-
-The replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes seconds.
+"""Replays the last few minutes' requests with different limits, before an operator changes them. The replay
+runs the real request manager in simulated time, once with the current limits and once with the new ones, on
+replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference between the two runs
+is applied to the recorded outcome. The replay assumes that clients would send the same requests at the same
+times, and that a refused request would have received an answer as long as another one to the same tenant. The
+replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes seconds.
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ from store.requests import RequestRow
 MAX_REPLAY_S = 60.0
 """Time limit for a replay, in seconds."""
 _TICK_S = 0.25
-"""Interval at which the request manager updates its predictions. The service uses the same interval."""
+"""Interval at which the request manager updates its predictions, as in the service."""
 _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """How long a replay continues after the last arrival, so that its requests can end."""
 _FRONT = "front"
 _OVER_QUOTA = 429
 _NOT_ADMISSION = range(400, 500)
-"""HTTP statuses of requests that were refused as invalid. These are all 4xx statuses except 429 (limit
-exceeded) and 499 (client disconnected)."""
+"""HTTP statuses of requests refused as invalid: all 4xx except 429 (limit exceeded) and 499 (client
+disconnected)."""
 
 
 class ReplayInput(msgspec.Struct, kw_only=True):
@@ -62,7 +60,7 @@ class ReplayInput(msgspec.Struct, kw_only=True):
     tenants: list[TenantRecord]
     keys: list[KeyRecord]
     levels: list[QuotaLevels]
-    """The quota levels at `since`. A quota that is not listed was unused."""
+    """Quota levels at `since`. Quotas that are not listed were unused."""
     changed_tenants: list[TenantRecord] = []
     changed_keys: list[KeyRecord] = []
 
@@ -105,8 +103,7 @@ class _Replay:
         self._replicas = {speed.replica: SimulatedReplica(speed) for speed in given.replicas}
         self._reported = dict.fromkeys(self._replicas, given.since)
         self._changes = dict.fromkeys(self._replicas, 0)
-        """Sequence number of each replica's most recently scheduled change. Changes that were scheduled
-        earlier are ignored."""
+        """Sequence number of each replica's most recently scheduled change. Earlier ones are ignored."""
         self._manager = RequestManager(
             send=self._hear,
             rows=_NoLog(),
@@ -119,7 +116,7 @@ class _Replay:
         self._manager.add_front(_FRONT)
 
     def run(self, policies: Policies, requests: Sequence[_Replayed]) -> None:
-        """Replay the requests with these limits, and store the results in the requests."""
+        """Replay the requests with these limits, storing the results in them."""
         given, manager = self._given, self._manager
         manager.set_policies(policies)
         manager.state.quotas.restore(QuotaState(levels=_levels(given, policies)), given.since)
@@ -261,8 +258,7 @@ def replay(given: ReplayInput) -> QuotaForecast:
     tenants = {**{one.name: one for one in given.tenants}, **{one.name: one for one in given.changed_tenants}}
     keys = {**{one.id: one for one in given.keys}, **{one.id: one for one in given.changed_keys}}
     _Replay(given).run(Policies(tenants.values(), keys.values()), changed)
-    # Requests that were already running at the start of the replay only contribute load. They are not
-    # counted.
+    # Requests that were already running when the replay starts only contribute load; they are not counted.
     counted = [one for one in chosen if one.arrived_at >= given.since]
     forecasts = []
     for name in sorted({one.tenant for one in counted}):
@@ -314,8 +310,8 @@ def _of_tenant(replayed: Iterable[_Replayed], tenant: str, since: float) -> list
 
 
 def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
-    """Return the requests with the lengths of their answers. A request that never ran is given the length of
-    another answer to its tenant."""
+    """Return the requests with their answer lengths. A request that never ran gets the length of another
+    answer to its tenant."""
     lengths: dict[str, deque[float]] = {}
     for one in chosen:
         if one.output_tokens:
@@ -334,8 +330,8 @@ def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
 
 
 def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
-    """Return the quota levels at the start of the replay under these limits. If a limit differs from the
-    current one, its level is scaled so that the same fraction of the limit is left."""
+    """Return the quota levels at the start of the replay under these limits. The level of a changed limit is
+    scaled so that the same fraction of it is left."""
     found = []
     present = Policies(given.tenants, given.keys)
     for levels in given.levels:
@@ -395,9 +391,9 @@ def _predicted(recorded: Outcome, simulated: Outcome, changed: Outcome) -> Outco
 
 
 def _shifted(recorded: float | None, simulated: float | None, changed: float | None) -> float | None:
-    """Apply the change of a latency between two replays to the recorded latency. If the latency grows, the
+    """Apply a latency's change between two replays to the recorded latency. If the latency rises, the
     difference is added. If it falls, the recorded latency is multiplied by the ratio, so that the replay's
-    error stays in proportion to the smaller latency."""
+    error stays proportional to the smaller latency."""
     if recorded is None or simulated is None or changed is None:
         return changed
     if changed >= simulated:
