@@ -16,6 +16,7 @@ from engine.rank_messages import RankOutbound, Ready
 from tests.demo_model.asking import DEMO, END, questions
 from tests.demo_model.quality import BLOCK_FORMS, FORMS, MIN_KEPT, Score, held_out_windows, measure
 from tests.engine.streaming_client import StreamingClient
+from tests.forked import forked_ranks
 
 
 def test_the_quality_loss_of_fp8_weights_and_cache_is_within_its_limit() -> None:
@@ -96,7 +97,8 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
             kv_blocks=256,
             threads=1,
         )
-        group = ReplicaGroup.launch(spec, hear, ended)
+        with forked_ranks():
+            group = ReplicaGroup.launch(spec, hear, ended)
         try:
             async with asyncio.timeout(240):
                 info = await ready

@@ -101,6 +101,16 @@ class Member:
 Work = Callable[..., Any]
 
 
+def rank_context(device: str) -> Any:
+    """Return the multiprocessing context that starts the ranks. Ranks on a CPU are forked from a process that
+    has already imported torch."""
+    if device != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "engine.assembly", "engine.runner"])
+    return context
+
+
 def start_ranks(
     size: int, folder: Path, device: str, work: Work, *arguments: Any, overlap_from: int | None = None
 ) -> list[BaseProcess]:
@@ -108,7 +118,7 @@ def start_ranks(
     rank's result."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     folder.mkdir(exist_ok=True)
-    context = multiprocessing.get_context("spawn")
+    context = rank_context(device)
     processes: list[BaseProcess] = [
         context.Process(
             target=_enter, args=(rank, size, folder, device, overlap_from, work, arguments), daemon=True

@@ -24,6 +24,7 @@ from engine.messages import ReplicaInfo, ReplicaSpec, SamplingParams, Submit, pa
 from engine.rank_messages import Fatal, Finished, RankOutbound, Ready, Report
 from engine.wire import socketpair
 from tests.engine.streaming_client import ReplicaDisconnectedError, StreamingClient
+from tests.forked import forked_ranks
 
 pytestmark = pytest.mark.system
 
@@ -91,9 +92,10 @@ async def replica(folder: Path, **fields: object) -> AsyncIterator[Watched]:
         **{"kv_blocks": 64, "max_num_seqs": 16, "threads": 1, **fields},  # type: ignore[arg-type]
     )
     watched = Watched()
-    watched.group = ReplicaGroup.launch(
-        spec, watched.on_message, lambda reason: watched.end.set_result(reason)
-    )
+    with forked_ranks():
+        watched.group = ReplicaGroup.launch(
+            spec, watched.on_message, lambda reason: watched.end.set_result(reason)
+        )
     try:
         async with asyncio.timeout(240):
             await asyncio.wait({watched.info, watched.end}, return_when=asyncio.FIRST_COMPLETED)
@@ -321,9 +323,10 @@ def test_only_unexpected_errors_are_logged_with_time_name_and_traceback(
     async def scenario() -> list[Fatal]:
         spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), device="cpu", kv_blocks=8)
         watched = Watched()
-        watched.group = ReplicaGroup.launch(
-            spec, watched.on_message, watched.end.set_result, module="breaking_replica"
-        )
+        with forked_ranks():
+            watched.group = ReplicaGroup.launch(
+                spec, watched.on_message, watched.end.set_result, module="breaking_replica"
+            )
         async with asyncio.timeout(60):
             await watched.end
         return watched.fatal
@@ -370,9 +373,10 @@ def test_only_ranks_on_a_cpu_return_memory_periodically(
     async def scenario() -> None:
         spec = ReplicaSpec(replica="test-0", model_path=str(tmp_path))
         watched = Watched()
-        watched.group = ReplicaGroup.launch(
-            spec, watched.on_message, watched.end.set_result, module="returning_replica"
-        )
+        with forked_ranks():
+            watched.group = ReplicaGroup.launch(
+                spec, watched.on_message, watched.end.set_result, module="returning_replica"
+            )
         async with asyncio.timeout(240):
             reason = await watched.end
         assert watched.fatal == [], reason

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kernels import compiling
+from tests.forked import ForkedPopen
 
 
 def compiled(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -18,9 +19,14 @@ def compiled(module: str, *arguments: object, **environment: str) -> subprocess.
     this one."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(
-        command, env=inherited | environment, capture_output=True, text=True, timeout=250, check=False
-    )
+    pipe = subprocess.PIPE
+    with ForkedPopen(command, env=inherited | environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=250)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def test_a_kernel_is_compiled_into_the_cache_once(tmp_path: Path) -> None:

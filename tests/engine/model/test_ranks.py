@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 
 from engine.parallel import RankFailureError, join, single
 from kernels.draws import BAD_TOKEN
+from tests.engine.rank_group import rank_context
 
 from . import rank_worker
 from .checkpoints import OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, Case, Fp8, make, quantise
@@ -30,7 +30,7 @@ GROUPS = [
 
 def _run_group(size: int, folders: list[Path], tokens: list[int], folder: Path) -> dict[str, Any]:
     result = folder / "result.pt"
-    context = multiprocessing.get_context("spawn")
+    context = rank_context("cpu")
     arguments = (str(folder / "rendezvous"), folders, tokens, result)
     processes = [
         context.Process(target=rank_worker.main, args=(size, rank, *arguments), daemon=True)
@@ -94,10 +94,7 @@ def _distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(size: int, tmp_path: Path) -> None:
     folders = [make(case, tmp_path / case.name) for case in GROUPS]
     tokens = torch.randint(3, 157, (120,), generator=torch.Generator().manual_seed(1)).tolist()
     folders += _quantised(tmp_path)
