@@ -185,7 +185,7 @@ class BatchesView(View):
             note = f"{newest.running}/{newest.max_num_seqs} seqs"
             if newest.waiting:
                 note += f" · {newest.waiting} waiting"
-            note += f" · busy {units.percent(None if busy is None else busy[0] + busy[1])}"
+            note += f" · busy {units.percent(None if busy is None else 1 - busy[2])}"
         head = heading(newest.replica, width, note)
         if selected:
             head[0] = Span("▸ ", "accent")

@@ -94,6 +94,17 @@ def test_the_cursor_stays_on_its_request_when_the_order_changes(shown: ConsoleSe
     assert view.selected(shown.context) == [chosen]
 
 
+def test_a_replica_whose_steps_fill_the_second_is_100_percent_busy() -> None:
+    """The steps that end in a second can have taken longer than the second. The shares of these steps add up
+    to almost 1."""
+    view, shown = BatchesView(), Context(snapshot=source(interval_s=0.5).step())
+    assert shown.snapshot is not None
+    full = {"mixed_steps": 1, "mixed_step_ms": 14.3, "decode_steps": 43, "step_ms": 11.3, "span_s": 0.5}
+    shown.snapshot.batches = [msgspec.structs.replace(shown.snapshot.batches[0], **full)]
+    shown.history.add(shown.snapshot)
+    assert plain(view.render(shown, 120, 40)[1]).endswith("busy 100% ─")
+
+
 @pytest.mark.parametrize("width", [120, 80])
 def test_the_cursor_on_batches_stays_on_its_stall_while_data_arrives(width: int) -> None:
     fake, view, shown = source(interval_s=0.5), BatchesView(), Context()
