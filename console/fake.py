@@ -82,6 +82,13 @@ class _Counters(NamedTuple):
     """Prompt and output tokens of each tenant."""
 
 
+class _Prompts(NamedTuple):
+    """The prompt tokens of each replica, and how many of them were cached, at one point in time."""
+
+    at: float
+    tokens: dict[str, tuple[int, int]]
+
+
 class FakeSource:
     """Delivers the snapshots of a simulated service."""
 
@@ -113,6 +120,7 @@ class FakeSource:
         """The newest drain that another operator began."""
         self._was_due = False
         self._past: deque[_Counters] = deque()
+        self._prompts: deque[_Prompts] = deque()
         self._rows = FakeRows(self.simulation)
         self._alerts = FakeAlerts(self._rows.log, start)
         self._recording = FakeRecording(self._rows)
@@ -152,6 +160,10 @@ class FakeSource:
         self._past.append(_Counters(sim.now, self._totals(), tokens))
         while len(self._past) > 2 and self._past[0].at < sim.now - _RATE_WINDOW_S:
             self._past.popleft()
+        replicas = {one.name: (one.prompt_tokens, one.cached_tokens) for one in sim.replicas}
+        self._prompts.append(_Prompts(sim.now, replicas))
+        while self._prompts[0].at < sim.now - WINDOW_S:
+            self._prompts.popleft()
 
     def _drain_for_a_while(self) -> None:
         """Begin and end the drains that another operator of the simulated service performs."""
@@ -416,7 +428,7 @@ class FakeSource:
             kv_cache_dtype="fp8",
             prompt_tokens=replica.prompt_tokens,
             cached_tokens=replica.cached_tokens,
-            hit_rate=replica.cached_tokens / max(1, replica.prompt_tokens),
+            hit_rate=self._hit_rate(replica),
             hit_window_s=WINDOW_S,
             preemptions=replica.preemptions,
             evictions=replica.evictions,
@@ -432,6 +444,12 @@ class FakeSource:
                 ages=replica.ages(self.simulation.now),
             ),
         )
+
+    def _hit_rate(self, replica: SimReplica) -> float | None:
+        """Return the share of the prompt tokens of the last minute that came from the prefix cache."""
+        before = self._prompts[0].tokens[replica.name]
+        prompt, cached = replica.prompt_tokens - before[0], replica.cached_tokens - before[1]
+        return cached / prompt if prompt else None
 
     def _request(self, one: SimRequest) -> UnfinishedRequest:
         now = self.simulation.now

@@ -47,30 +47,34 @@ def percent(fraction: float | None, digits: int = 0) -> str:
 
 
 def ms(value: float | None) -> str:
-    """Format milliseconds with three significant digits. Values from 1 s upwards are shown in seconds."""
+    """Format milliseconds with three significant digits. Values from 1 s upwards are shown in seconds. A
+    value above zero is never shown as 0."""
     if value is None:
         return UNKNOWN
     if value >= 999.5:
         digits = 2 if value < 10_000 else 1 if value < 100_000 else 0
         return f"{value / 1000:.{digits}f}s"
+    if 0 < value < 0.05:
+        return "<0.1ms"
     return f"{value:.0f}ms" if value >= 100 else f"{value:.1f}ms"
 
 
 def us(value: float | None) -> str:
-    """Format microseconds. Values from 1 ms upwards are shown in milliseconds."""
-    return (
-        ms(value / 1000)
-        if value is not None and value >= 999.5
-        else UNKNOWN
-        if value is None
-        else f"{value:.0f}µs"
-    )
+    """Format microseconds. Values from 1 ms upwards are shown in milliseconds. A value above zero is never
+    shown as 0."""
+    if value is None:
+        return UNKNOWN
+    if value >= 999.5:
+        return ms(value / 1000)
+    return "<1µs" if 0 < value < 0.5 else f"{value:.0f}µs"
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration in seconds with at most two units."""
+    """Format a duration in seconds with at most two units. A duration above zero is never shown as 0."""
     if value is None:
         return UNKNOWN
+    if 0 < value < 0.05:
+        return "<0.1s"
     if value < 10:
         return f"{value:.1f}s"
     whole = int(value)

@@ -217,7 +217,7 @@ ENGINE: dict[str, Explanation] = {
         "bytes",
         "the last start",
         "GPU memory that a replica uses, and the difference from the prediction. For a version: the memory "
-        "that the version used when it was last loaded.",
+        "of its weights and KV caches while it is loaded.",
         "status: models.replicas.used_bytes; registry: versions.memory_bytes",
     ),
     "replica_kv_bytes": Explanation(

@@ -13,7 +13,8 @@ REQUESTS: dict[str, Explanation] = {
         "",
         NOW,
         "Q queued: waiting for a replica. P prefill: the prompt is being processed. D decode: output tokens "
-        "are being generated.",
+        "are being generated. E ending: the response is complete or cancelled, and is being recorded. "
+        "I interrupted: the replica has ended, and the request is sent to another one.",
         "requests: phase",
     ),
     "class_name": Explanation(

@@ -134,7 +134,8 @@ class BatchesView(View):
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
         facts = []
         for one in context.snapshot.batches if context.snapshot else []:
-            text = f"{one.running} seqs, decode {units.ms(one.step_ms)}, mixed {units.ms(one.mixed_step_ms)}"
+            text = f"{units.counted(one.running, 'seq')}, decode {units.ms(one.step_ms)}"
+            text += f", mixed {units.ms(one.mixed_step_ms)}"
             facts.append((one.replica, text, "bad" if stalled(one) else "text"))
         return facts or [("batches", "no replica has reported steps", "dim")]
 

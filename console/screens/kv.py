@@ -41,7 +41,8 @@ class KvView(View):
         "stands for several blocks and shows the first of them, so that the shares of the states on the map "
         "are about those of all blocks. The line below the map states the number of blocks. The arrow keys "
         "move the cursor, and {open} shows the request that uses the block under it. {zoom} shows only the "
-        "map. Page down shows the next replica, and {variant} switches the colouring: state, tenant, age or "
+        "map. Individual blocks are read once per second, so the map can be older than the totals above it. "
+        "Page down shows the next replica, and {variant} switches the colouring: state, tenant, age or "
         "sharing."
     )
     reads_blocks = True

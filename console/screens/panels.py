@@ -335,10 +335,10 @@ def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:
 def tenants(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """Return the tenants with the most tokens per second."""
     name_width = max(10, width // 3)
-    size = width - name_width - 19
+    size = width - name_width - 20
     shown = sorted(snapshot.tenants, key=lambda one: -(one.tokens_per_s or 0.0))[: max(0, height - 2)]
     note = f"{len(shown)} of {len(snapshot.tenants)}" if len(shown) < len(snapshot.tenants) else ""
-    columns = (("tenant", -name_width), ("run", 5), ("tokens/s", 9), ("", 1), ("share of service", -size - 4))
+    columns = (("tenant", -name_width), ("run", 5), ("tokens/s", 9), ("", 1), ("share of service", -size - 5))
     lines = [heading("Tenants", width, note), clip(titles(*columns), width)]
     for one in shown:
         lines.append(
@@ -348,7 +348,7 @@ def tenants(context: Context, snapshot: Snapshot, width: int, height: int) -> li
                     span(f"{units.count(one.running):>5}"),
                     span(f"{units.rate(one.tokens_per_s):>9} ", "output"),
                     *meter(one.share, size, context.glyphs, "accent"),
-                    span(f"{units.percent(one.share):>4}"),
+                    span(f"{units.percent(one.share):>5}"),
                 ],
                 width,
             )

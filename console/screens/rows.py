@@ -142,7 +142,8 @@ class AuditView(ListView):
         snapshot = context.snapshot
         if snapshot is None or snapshot.audit_rows is None:
             return ""
-        head = f" · head {snapshot.audit_head[:12]}" if snapshot.audit_head else ""
+        # Before the first action, the head is a hash of zeros.
+        head = f" · head {snapshot.audit_head[:12]}" if snapshot.audit_head and snapshot.audit_rows else ""
         anchored = units.count(snapshot.audit_recorded_rows)
         return f"chain: {units.counted(snapshot.audit_rows, 'row')}, {anchored} anchored{head}"
 

@@ -84,6 +84,14 @@ def test_the_log_describes_the_simulated_service(minutes: tuple[list[Snapshot], 
     assert all(snapshots[0].started_at <= (row.at or 0.0) <= snapshots[-1].at for row in rows)
 
 
+def test_the_hit_rates_cover_the_last_minute(minutes: tuple[list[Snapshot], list[ListRow]]) -> None:
+    before, after = minutes[0][200], minutes[0][260]
+    for first, last in zip(before.kv, after.kv, strict=True):
+        assert first.prompt_tokens is not None and last.prompt_tokens is not None
+        prompt, cached = last.prompt_tokens - first.prompt_tokens, last.cached_tokens - first.cached_tokens
+        assert last.hit_window_s == 60.0 and last.hit_rate == pytest.approx(cached / prompt, abs=0.001)
+
+
 def test_an_action_is_in_the_log() -> None:
     fake = demo()
     asyncio.run(fake.act(SuspendTenant(name="mobile")))
