@@ -71,8 +71,8 @@ class ForkedPopen(subprocess.Popen[Any]):
         )
         self.pid = _server().fork(request, list(targets.values()))
         self._child_created = True
-        connections = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*[given[end] for end in connections])  # type: ignore[attr-defined]
+        pipe_ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*[given[end] for end in pipe_ends])  # type: ignore[attr-defined]
 
 
 class _Server:
