@@ -1,1 +1,1 @@
-"""The decoder and its weight loader. `engine.config.ModelConfig` describes the structure of the decoder."""
+"""The decoder and its weight loader. `engine.config.ModelConfig` describes the decoder's structure."""

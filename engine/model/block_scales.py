@@ -1,4 +1,4 @@
-"""Reads the scales of FP8 matrices that a checkpoint stores with one scale per block of FP8_BLOCK rows and
+"""Reads the scales of FP8 matrices from checkpoints that store one scale per block of FP8_BLOCK rows and
 columns (`weight_block_size`)."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from engine.model.layers import WeightShard
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the scales of a matrix `[out, in]` in a checkpoint."""
+    """Return the shape of a checkpoint's scales for a matrix `[out, in]`."""
     out, inputs = shape
     return -(-out // FP8_BLOCK), -(-inputs // FP8_BLOCK)
 
 
 def fill_scales(shard: WeightShard, scales: torch.Tensor) -> None:
-    """Set the block scales of a shard from the scales of the full matrix. If a boundary of the shard splits a
-    block of the checkpoint, both parts of the block get the block's scale."""
+    """Set a shard's block scales from those of the full matrix. If a shard boundary splits a checkpoint
+    block, both parts get the block's scale."""
     assert shard.target is not None and shard.scales is not None and shard.block is not None
     rows, columns = shard.block
     shard.scales.copy_(_scales_at(shard, scales, range(0, shard.target.shape[0], rows), columns))
@@ -35,7 +35,7 @@ def dequantised(
 
 
 def _scales_at(shard: WeightShard, scales: torch.Tensor, rows: range, column_step: int) -> torch.Tensor:
-    """Return the scales that apply to the given rows of a shard, for every `column_step`th column."""
+    """Return the scales for the given rows of a shard, at every `column_step`th column."""
     assert shard.target is not None
     first_row, first_column = (shard.start, 0) if shard.dim == 0 else (0, shard.start)
     row = first_row + torch.arange(rows.start, rows.stop, rows.step, device=scales.device)

@@ -1,5 +1,5 @@
-"""Finds the tensors of a checkpoint folder, and their locations, by reading the headers of the safetensors
-files. This module does not read weights."""
+"""Finds the tensors in a checkpoint folder, and their locations, by reading the headers of the safetensors
+files. Weights are not read here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.config import CheckpointError, unreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_LARGEST_HEADER_BYTES = 100_000_000  # maximum size of a header in the safetensors format
+_LARGEST_HEADER_BYTES = 100_000_000  # maximum header size in the safetensors format
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-"""Element sizes in bytes of the dtypes that can be loaded."""
+"""Element size in bytes of each dtype that can be loaded."""
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""Exceptions that indicate invalid JSON or data in an unexpected format."""
+"""Exceptions raised for invalid JSON or for data in an unexpected format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,18 @@ class TensorEntry:
 
     file: Path
     dtype: str
-    """Dtype in the notation of safetensors, e.g. "BF16"."""
+    """Dtype in safetensors notation, e.g. "BF16"."""
     shape: tuple[int, ...]
     offset: int
     """Offset of the tensor's first byte in the file."""
     nbytes: int
     modified_ns: int
-    """Modification time of the file, in nanoseconds, at the time when the tensor's header was read."""
+    """The file's modification time, in nanoseconds, when the tensor's header was read."""
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a checkpoint folder, by name. They are stored in `model.safetensors` or in the
-    files that the folder's index lists.
+    """Return all tensors in a checkpoint folder, by name. They are in `model.safetensors` or in the files
+    listed in the folder's index.
 
     Raises CheckpointError if a file is missing, unreadable, malformed or truncated.
     """
@@ -125,8 +125,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(file: Path, value: dict[str, Any], data: int, modified_ns: int) -> TensorEntry:
-    """Parse the entry of one tensor in a header. The offsets in the header are relative to the file offset
-    `data`."""
+    """Parse a header's entry for one tensor. Offsets in the header are relative to the file offset `data`."""
     dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
     first, last = (int(n) for n in value["data_offsets"])
     if first < 0 or last < first or min(shape, default=0) < 0:

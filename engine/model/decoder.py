@@ -1,8 +1,8 @@
 """Defines one rank's part of the decoder, which all supported model families use.
 
 The decoder is a pre-norm transformer with a paged KV cache. The attention heads, the MLP and the vocabulary
-are split across the ranks. Hidden states are complete and equal on every rank, because each layer contains
-two all-reduces.
+are split across the ranks. Each layer contains two all-reduces, so every rank has the same complete hidden
+states.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Decoder:
     `max_model_len` is the maximum sequence length, or None for the checkpoint's maximum
     (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output; the
     embeddings and the output matrix are not quantised. With `fp8_blocks`, there is one scale per block
-    instead, which only the reference implementation supports. With `kv_fp8`, the KV cache is e4m3 with one
-    scale per token and head. `memory` allocates the weights; None means that torch allocates them.
+    instead, a mode that only the reference implementation supports. With `kv_fp8`, the KV cache is e4m3 with
+    one scale per token and head. `memory` allocates the weights; None means that torch allocates them.
 
-    Raises UnsupportedError if the model cannot be split across the ranks or does not support this length, and
+    Raises UnsupportedError if the model cannot be split across the ranks or does not support that length, and
     WeightsTooLarge if the weights do not fit on the device.
     """
 
@@ -79,8 +79,7 @@ class Decoder:
         self.device = device
         self.halves_graphs: HalvesGraphs | None = None
         self.layer_graphs: LayerGraphs | None = None
-        """CUDA graphs that contain parts of passes with prompts. They are used only with several GPUs or with
-        experts."""
+        """CUDA graphs for parts of passes with prompts. Used only with several GPUs or with experts."""
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
         name = next(name for name, each in TORCH_DTYPES.items() if each == dtype)
@@ -98,15 +97,15 @@ class Decoder:
         self.cos_sin = rotary_table(config, self.max_model_len).to(device)
 
     def with_layers(self, indices: list[int]) -> Decoder:
-        """Return a decoder that contains only the given layers. Both decoders share all parameters."""
+        """Return a decoder with only the given layers. Both decoders share all parameters."""
         part = copy.copy(self)
         part.layers = [self.layers[index] for index in indices]
         part.halves_graphs = part.layer_graphs = None
         return part
 
     def representative(self, kv: list[KvPool]) -> tuple[Decoder, list[KvPool]]:
-        """Return a decoder with a few layers, and the KV pools of these layers. The few layers together
-        launch every kernel of this decoder."""
+        """Return a decoder with just enough layers to launch every kernel of this decoder, and the KV pools
+        of those layers."""
         layers = self.config.representative_layers()
         return self.with_layers(layers), [kv[layer] for layer in layers]
 
@@ -114,11 +113,9 @@ class Decoder:
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
         """Run a forward pass, and return its hidden states: `[tokens, hidden]`. If `inputs.logits_attention`
-        is given, only the rows of its tokens are returned.
-
-        The keys and values of the pass are written to `kv`, which contains one pool per layer. The final norm
-        is not applied here. `logits` applies it to the rows that need logits. The pass adds the number of
-        tokens that choose each expert to `expert_choices`.
+        is given, only its tokens' rows are returned. The pass writes its keys and values to `kv`, which has
+        one pool per layer. The final norm is not applied here. `logits` applies it to the rows that need
+        logits. The number of tokens that choose each expert is added to `expert_choices`.
         """
         ops, ranks, logits_attention = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
@@ -141,8 +138,8 @@ class Decoder:
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))
         if overlap is not None and len(calls) > 1:
-            # The last layer computes only some of the rows. It therefore runs once on the full pass, and not
-            # in two halves.
+            # The last layer computes only some of the rows, so it runs once on the full pass and not in
+            # halves.
             halves, graphs = self._halves(inputs, every, overlap.split), self.halves_graphs
             if graphs is not None and graphs.fits(len(inputs.token_ids)):
                 residual = graphs.run(residual, halves, kv)
@@ -158,7 +155,7 @@ class Decoder:
         return residual.values
 
     def _halves(self, inputs: ForwardInput, whole: LayerInput, at: int) -> tuple[LayerInput, LayerInput]:
-        """Return the layer inputs for the first `at` tokens and for the remaining tokens."""
+        """Return the layer inputs for the first `at` tokens and for the rest."""
         first, second = (
             LayerInput(
                 self.ranks,
@@ -179,16 +176,16 @@ class Decoder:
         `[rows, vocabulary on this rank]` in the model's dtype. If `out` is given, the logits are written to
         it.
 
-        Column i belongs to token `shard.first_vocab + i`. The number of columns is equal on every rank. If
-        the vocabulary size is not divisible by the number of ranks, columns from `shard.vocab_real` onwards
-        are padding with undefined values. To get the complete logits, gather the columns of all ranks
+        Column i belongs to token `shard.first_vocab + i`. Every rank has the same number of columns: if the
+        vocabulary size is not divisible by the number of ranks, columns from `shard.vocab_real` onwards are
+        padding with undefined values. To get the complete logits, gather the columns of all ranks
         (`all_gather_last_dim`), and keep the first `config.vocab_size` columns.
         """
         eps = self.config.rms_norm_eps
         return self.ops.norm_linear(Residual(hidden), self.final_norm, eps, self.head, None, out)
 
     def expert_choices(self) -> ExpertChoices | None:
-        """Return a copy of the counts of expert choices, or None if the model has no experts."""
+        """Return a copy of the expert choice counts, or None if the model has no experts."""
         layers = {
             index: layer.mlp.choices
             for index, layer in enumerate(self.layers)
@@ -204,15 +201,14 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Return the shape of one layer's keys in the cache of this rank. The values have the same shape."""
+        """Return the shape of one layer's keys in this rank's cache. The values have the same shape."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:
-        """Allocate one zero-filled KV pool per layer. The pools must be zero-filled because attention reads
-        whole blocks and masks the positions after the end of a sequence. The masked values may be arbitrary,
-        but must be finite.
+        """Allocate one zero-filled KV pool per layer. Attention reads whole blocks and masks the positions
+        after the end of a sequence; the masked values may be arbitrary, but must be finite.
 
-        `zeros` allocates a zero-filled tensor of a given shape and dtype. By default, torch allocates it.
+        `zeros` allocates a zero-filled tensor of a given shape and dtype; the default uses torch.
         """
         shape = self.kv_shape(blocks)
         made = zeros or self._zeros
@@ -231,8 +227,8 @@ class Decoder:
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
     def weight_shards(self) -> list[WeightShard]:
-        """Return this rank's shards of all tensors in a checkpoint, in the order in which a forward pass uses
-        them. Must not be called after `finish`, which changes the layout of the weights."""
+        """Return this rank's shards of all checkpoint tensors, in the order a forward pass uses them. Must
+        not be called after `finish`, which changes the layout of the weights."""
         config, shard = self.config, self.shard
         whole = (config.vocab_size, config.hidden_size)
         start, real = shard.first_vocab, shard.vocab_real
@@ -245,8 +241,8 @@ class Decoder:
         return weight_shards
 
     def finish(self, progress: ProgressCallback) -> None:
-        """Clear the padding, and pack the weights into the backend's layout. Call once, after all weights
-        have been filled.
+        """Clear the padding, and pack the weights into the backend's layout. Call once, after filling all
+        weights.
 
         If the backend packs weights, a tied output matrix becomes a separate copy of the embedding
         (`engine.sizing` counts both).

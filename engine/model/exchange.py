@@ -1,10 +1,10 @@
-"""Reads tensors that are split by columns among the ranks. Each rank reads some of the rows, and then the
-ranks exchange columns.
+"""Reads tensors that are split among the ranks by column: each rank reads some of the rows, then the ranks
+exchange columns.
 
-A rank's columns are spread over all rows of the file. If each rank read only its columns, it would need a
-system call for every few KB. If each rank read all rows, the page-cache and PCIe traffic would be multiplied
-by the number of ranks. Each rank therefore reads an equal part of the rows, and then receives its columns of
-all rows in an all-to-all exchange.
+A rank's columns are spread over all rows of the file. Reading only those columns would take a system call for
+every few KB, and reading all rows on each rank would multiply the page-cache and PCIe traffic by the number
+of ranks. Each rank therefore reads an equal share of the rows, then receives its columns of all rows in an
+all-to-all exchange.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
 _AT_ONCE_BYTES = 16 << 20
-"""If a rank's columns of a tensor take at most this many bytes, they are filled in one step, otherwise in
-several steps."""
+"""Up to this size in bytes, a rank's columns of a tensor are filled in one step, above it in several."""
 
 
 class Columns(NamedTuple):
-    """The columns of one rank in a range of a tensor's rows."""
+    """One rank's columns of a range of rows of a tensor."""
 
     first_row: int
     numbers: torch.Tensor
@@ -41,7 +40,7 @@ class ColumnExchange:
         self._rows_read = 0
 
     def can_split(self, entry: TensorEntry) -> bool:
-        """Return whether the tensor's rows and columns can be divided equally among the ranks."""
+        """Return whether the tensor's rows and columns divide evenly among the ranks."""
         rows, columns = entry.shape
         return self._ranks > 1 and rows % self._ranks == 0 and columns % self._ranks == 0
 
@@ -51,8 +50,8 @@ class ColumnExchange:
         return TensorSlice(name, entry, self._rank * rows, rows)
 
     def add(self, part: TensorSlice, numbers: torch.Tensor) -> Iterator[Columns]:
-        """Add the next rows that this rank has read: `[rows, all columns]`. After the last rows of the
-        tensor, exchange columns with the other ranks, and yield this rank's columns of all rows."""
+        """Add the next rows that this rank has read: `[rows, all columns]`. After the tensor's last rows,
+        exchange columns with the other ranks and yield this rank's columns of all rows."""
         rows, width = part.entry.shape[0] // self._ranks, part.entry.shape[1] // self._ranks
         if self._sending is None:
             self._sending, self._rows_read = numbers.new_empty((self._ranks, rows, width)), 0
@@ -62,7 +61,7 @@ class ColumnExchange:
         self._rows_read += part.rows
         if self._rows_read == rows:
             sending, self._sending = self._sending, None
-            # The rows from the different ranks are consecutive, so a single copy can fill a small tensor.
+            # Rows from different ranks are consecutive, so a single copy can fill a small tensor.
             at_once = max(rows, _AT_ONCE_BYTES // (width * numbers.itemsize))
             for index, received in enumerate(all_to_all(sending).flatten(0, 1).split(at_once)):
                 yield Columns(index * at_once, received)

@@ -1,6 +1,6 @@
 """Finds the experts' tensors in checkpoints. Published checkpoints have a separate tensor for each matrix of
-each expert. The names of these tensors in Mixtral's checkpoints differ from those in the checkpoints of other
-model families. transformers 5 can store the matrices of all experts of a layer in one tensor."""
+each expert; Mixtral's names differ from those of other model families. transformers 5 can store the matrices
+of all experts of a layer in one tensor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from engine.model.layers import WeightShard
 
 _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_NAMES = {".mlp.": _MIXTRAL, ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-"""Parts of tensor names, each with the part that replaces it in Mixtral's published checkpoints."""
+"""Parts of tensor names, and what replaces them in Mixtral's published checkpoints."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""For each tensor that contains all experts of a layer, the matrices of one expert, in the order in which the
-tensor stores them."""
+"""For each tensor that contains all experts of a layer, the matrices of one expert in the order they are
+stored in."""
 
 
 def with_names_of(entries: dict[str, TensorEntry], shards: Iterable[WeightShard]) -> list[WeightShard]:
-    """Return the shards with the tensor names that the checkpoint uses. `entries` are the tensors of the
-    checkpoint."""
+    """Return the shards under the tensor names used by the checkpoint. `entries` are the checkpoint's
+    tensors."""
     if not any(_MIXTRAL in name for name in entries):
         return list(shards)
     return [replace(shard, name=_mixtral_name(shard.name)) for shard in shards]

@@ -1,8 +1,6 @@
-"""Defines the layer that has a mixture of experts instead of an MLP.
-
-Every rank has the full router, so all ranks choose the same experts. A rank has either a slice of every
-expert, as with a dense MLP, or a subset of complete experts (`ExpertsConfig.whole`). In both layouts, the
-results of the ranks are summed only once per layer.
+"""Defines the layer with a mixture of experts in place of an MLP. Every rank has the full router, so all
+ranks choose the same experts. A rank has either a slice of every expert, as with a dense MLP, or a subset of
+whole experts (`ExpertsConfig.whole`). In both layouts, the ranks' results are summed only once per layer.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from kernels.reference import expert_weight
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoices:
-    """For each layer, the number of tokens that have chosen each expert."""
+    """For each layer, the number of tokens that chose each expert."""
 
     layers: list[int]
     """Indices of the MoE layers."""
@@ -38,17 +36,15 @@ class ExpertChoices:
 
 @dataclass(frozen=True, slots=True)
 class MixtureActivation:
-    """The activations of the routed experts and of the shared expert, which are the input of
-    `MixtureDown`."""
+    """The activations of the routed experts and of the shared expert: the input of `MixtureDown`."""
 
     routed: ExpertActivation
     shared: Activation | None
-    """Activations of the shared expert, multiplied by its gate; None if the model has no shared expert."""
+    """The shared expert's activations multiplied by its gate, or None if the model has no shared expert."""
 
 
 class MixtureDown:
-    """Computes the down-projections of all experts, and adds them up. Implements
-    `engine.model.layers.Summand`."""
+    """Computes and sums the down-projections of all experts. Implements `engine.model.layers.Summand`."""
 
     def __init__(self, ops: Ops, experts: Experts, shared: Linear | None) -> None:
         self.ops = ops
@@ -78,7 +74,7 @@ class MixtureDown:
 
 
 class Mixture:
-    """The router, the routed experts, and the shared expert if the model has one. Implements
+    """The router, the routed experts, and the shared expert if there is one. Implements
     `engine.model.layers.FeedForward`."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory) -> None:
@@ -98,7 +94,7 @@ class Mixture:
             first=self.here.first,
         )
         self.choices = torch.zeros(self.config.count, dtype=torch.int64, device=factory.device)
-        """Number of tokens that have chosen each expert."""
+        """Number of tokens that chose each expert."""
         self.shared, self.shared_gate = None, None
         if self.config.shared_intermediate_size is not None:
             self.shared = Mlp(config, shard, factory, self.config.shared_intermediate_size)
@@ -109,7 +105,7 @@ class Mixture:
         self, x: Residual, norm_weight: torch.Tensor, eps: float, live: torch.Tensor | None = None
     ) -> MixtureActivation:
         """Return the input of `down`. If `live` is given, the number of tokens that choose each expert is
-        added to `choices`. A negative number in `live` marks a padding token, which is not counted
+        added to `choices`. Padding tokens, which have a negative number in `live`, are not counted
         (`kernels.ChoiceCount`)."""
         count = None if live is None else ChoiceCount(self.choices, live)
         routed = self.ops.norm_experts(x, norm_weight, eps, self.experts, count)
@@ -117,8 +113,8 @@ class Mixture:
             return MixtureActivation(routed, None)
         gate = self.ops.norm_linear(Residual(x.values), norm_weight, eps, self.shared_gate, None).sigmoid()
         shared = self.shared.activate(x, norm_weight, eps)
-        # Apply the gate to the input of the down-projection. Scaling the input of a linear layer scales its
-        # result by the same factor.
+        # Apply the gate to the input of the down-projection: scaling a linear layer's input scales its result
+        # by the same factor.
         if isinstance(shared, Fp8Activation):
             return MixtureActivation(routed, Fp8Activation(shared.values, shared.scales * gate, shared.dtype))
         return MixtureActivation(routed, shared * gate)
@@ -136,8 +132,8 @@ class Mixture:
         return weight_shards
 
     def _expert_shards(self, name: str, index: int) -> list[WeightShard]:
-        """Return the shards of one expert's matrices. `index` is the index of the expert among this rank's
-        experts. It is out of range if another rank holds the expert."""
+        """Return the shards of one expert's matrices. `index` is the expert's index on this rank, and is out
+        of range if another rank holds the expert."""
         hidden, width = self.experts.router.shape[1], self.config.intermediate_size
         shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
         if not 0 <= index < self.here.count:
@@ -145,8 +141,8 @@ class Mixture:
         part, start = self.here.width, self.here.start
         gate_up = expert_weight(self.experts.gate_up, index)
         down = expert_weight(self.experts.down, index)
-        # If the rank has the complete expert, it reads complete rows. If it has only a slice, the ranks read
-        # different rows and exchange columns.
+        # With whole experts, a rank reads complete rows. With slices, the ranks read different rows and
+        # exchange columns.
         dim = 0 if self.config.whole else 1
         return [
             WeightShard.of(f"{name}.{matrix}.weight", shapes[matrix], weight, of_dim, start)
@@ -163,7 +159,7 @@ class Mixture:
 
 
 class ExpertsLayer(Layer):
-    """The MoE layer. It consists of a norm, attention, a second norm and a mixture of experts."""
+    """The MoE layer: a norm, attention, a second norm and a mixture of experts."""
 
     feed_forward_type = Mixture
     mlp: Mixture

@@ -2,9 +2,9 @@
 into pieces, which several threads read.
 
 A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large to keep
-Python's overhead small. Only a few pieces are in flight at a time, so that data copied from the page cache is
-still in the processor's cache when the device reads it. Error messages name the file; messages about failed
-reads also name the tensor.
+Python's overhead low. Only a few are in flight at a time, so that data copied from the page cache is still in
+the CPU cache when the device reads it. Error messages name the file, and those about failed reads also the
+tensor.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile, buffer_bytes
 
 READERS = 12
-"""Number of reader threads. With this number, reads from the page cache reach the bandwidth of PCIe (55
-GB/s), and disks are kept busy."""
+"""Number of reader threads. This many saturate PCIe (55 GB/s) from the page cache, and keep disks busy."""
 PIECE_BYTES = 4 << 20
-"""Size of a piece in bytes, which must be a multiple of the page size."""
+"""Size of a piece in bytes. Must be a multiple of the page size."""
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a weight file. Raises CheckpointError with the reason if the file cannot be opened."""
+    """Open a weight file. Raises CheckpointError, with the reason, if that fails."""
     try:
         return WeightFile(path)
     except OSError as error:
@@ -38,7 +37,7 @@ def open_weights(path: Path) -> WeightFile:
 
 
 class FileBlock:
-    """Consecutive rows of a tensor that are read together."""
+    """Consecutive rows of a tensor that are read as one."""
 
     __slots__ = ("file", "past_cache", "rows", "start", "target")
 
@@ -49,15 +48,14 @@ class FileBlock:
         self.file = file
         self.past_cache = file.past_cache(rows.offset, rows.nbytes, rows.shared)
         self.target = target
-        """Device memory to which the block is copied unchanged: `[bytes]`. It is None if the block must be
+        """Device memory for an unchanged copy of the block: `[bytes]`. None if the block must be
         converted."""
         self.start = start
-        """Offset, in bytes, at which `first_page` begins in the staging buffer. It is a multiple of the page
-        size."""
+        """Offset in bytes of `first_page` in the staging buffer. A multiple of the page size."""
 
     @property
     def first_page(self) -> int:
-        """File offset of the first page that overlaps the block."""
+        """File offset of the first page that the block overlaps."""
         return self.rows.offset // PAGE * PAGE
 
     @property
@@ -66,20 +64,20 @@ class FileBlock:
         return self.start + buffer_bytes(self.rows.offset, self.rows.nbytes)
 
     def numbers(self, buffer: StagingBuffer) -> torch.Tensor:
-        """Return the block's bytes in its staging buffer: `[bytes]`."""
+        """Return the bytes of the block in its staging buffer: `[bytes]`."""
         first = self.start + self.rows.offset - self.first_page
         return buffer.host[first : first + self.rows.nbytes]
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Return the (first, end) file offsets of the block's pieces. All pieces except the first begin at a
-        page boundary."""
+        """Return the (first, end) file offsets of the block's pieces. All but the first begin at a page
+        boundary."""
         first, end = self.rows.offset, self.rows.offset + self.rows.nbytes
         inner = range(self.first_page + PIECE_BYTES, end, PIECE_BYTES)
         return list(zip([first, *inner], [*inner, end], strict=True))
 
 
 class BatchRead:
-    """A read of blocks into a staging buffer, in progress or complete."""
+    """A read of several blocks into a staging buffer, in progress or complete."""
 
     __slots__ = ("_complete", "_failure", "_left", "_lock", "blocks", "buffer")
 
@@ -93,11 +91,11 @@ class BatchRead:
         self._complete.acquire()
 
     def wait(self) -> None:
-        """Wait until all pieces have been read. Raises CheckpointError with file and tensor if a read
+        """Wait until all pieces have been read. Raises CheckpointError, with file and tensor, if a read
         failed."""
         with self._complete:
-            # Drop the reference to the exception. Otherwise, the traceback and the BatchRead would form a
-            # reference cycle, and the staging buffer would not be freed before the next garbage collection.
+            # Drop the reference to the exception. Its traceback and the BatchRead would form a reference
+            # cycle that keeps the staging buffer alive until the next garbage collection.
             failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -106,7 +104,7 @@ class BatchRead:
             del failure
 
     def read(self, block: FileBlock, first: int, end: int) -> None:
-        """Read one piece. If the read fails, `wait` raises the exception."""
+        """Read one piece. A failure is raised by `wait`."""
         try:
             self._read(block, first, end)
         except BaseException as error:
@@ -127,7 +125,7 @@ class BatchRead:
 
 
 class ReaderPool:
-    """Threads that read blocks piece by piece, in the order of the calls to `read`."""
+    """Threads that read blocks piece by piece, in the order of calls to `read`."""
 
     def __init__(self, threads: int) -> None:
         self._pieces: SimpleQueue[tuple[BatchRead, FileBlock, int, int] | None] = SimpleQueue()
@@ -135,18 +133,17 @@ class ReaderPool:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(threads):
-                # Use daemon threads, because they do not prevent the process from exiting while a stream is
-                # open.
+                # Daemon threads do not keep the process from exiting while a stream is open.
                 thread = threading.Thread(target=self._work, name=f"weights {number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:  # for example, the limit on threads has been reached
+        except BaseException:  # e.g. the thread limit has been reached
             self.close()
             raise
 
     def read(self, blocks: Sequence[FileBlock], buffer: StagingBuffer) -> BatchRead:
-        """Start reading blocks into different pages of a staging buffer. The buffer must not be used until
-        the read is complete."""
+        """Start reading blocks into different pages of a staging buffer, which must not be used until the
+        read completes."""
         pieces = [(block, first, end) for block in blocks for first, end in block.pieces()]
         read = BatchRead(blocks, buffer, len(pieces))
         for piece in pieces:
@@ -154,8 +151,7 @@ class ReaderPool:
         return read
 
     def close(self) -> None:
-        """Stop the threads, and wait until they have ended. Pieces that no thread has started to read are
-        skipped."""
+        """Stop the threads and wait for them to end. Pieces that have not been started are skipped."""
         self._stopped = True
         for _ in self._threads:
             self._pieces.put(None)
@@ -170,8 +166,8 @@ class ReaderPool:
 
 
 def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:
-    """Raise CheckpointError if the file was modified after its header was read, or if its modification time
-    cannot be read."""
+    """Raise CheckpointError if the file was modified after its header was read, or its modification time is
+    unavailable."""
     try:
         modified_ns = file.status().st_mtime_ns
     except OSError as error:

@@ -1,8 +1,6 @@
-"""Computes long passes in two halves, each of which contains part of the tokens. While the results of one
-half are summed over the ranks, the device computes the other half.
-
-Tokens of the second half attend to keys and values of the first half, so every layer computes the first half
-first.
+"""Computes long passes in two halves, each with part of the tokens. While one half's results are summed over
+the ranks, the device computes the other half. Tokens of the second half attend to keys and values of the
+first, so every layer computes the first half first.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from engine.parallel import Overlap
 from kernels import AttentionInput, ChunkSpan, KvPool, Residual
 
 LayerCall = tuple[Layer, KvPool, torch.Tensor | None]
-"""A layer, its KV pool, and the gain of the norm that is applied to the layer's result."""
+"""A layer, its KV pool, and the gain of the norm applied to the layer's result."""
 
 
 def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, AttentionInput]:
-    """Return the attention inputs for the first `at` tokens of a pass and for the remaining tokens. All
-    decodes must be among the first `at` tokens."""
+    """Return a pass's attention inputs for the first `at` tokens and for the rest. All decodes must be among
+    the first `at` tokens."""
     before, after = [], []
     for chunk in inputs.chunks:
         head = min(max(at - chunk.first, 0), chunk.count)
@@ -41,8 +39,8 @@ def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, At
 def run_in_halves(
     layers: Sequence[LayerCall], residual: Residual, halves: tuple[LayerInput, LayerInput], overlap: Overlap
 ) -> Residual:
-    """Run consecutive layers over a pass in two halves. The first half has `overlap.split` tokens. Returns
-    the residual of all tokens."""
+    """Run consecutive layers over a pass in two halves, the first of which has `overlap.split` tokens.
+    Returns the residual of all tokens."""
     values = residual.values.split((overlap.split, len(residual.values) - overlap.split))
     runs = [_through(layers, Residual(part), inputs) for part, inputs in zip(values, halves, strict=True)]
     results: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""The kinds of layers of a decoder."""
+"""The kinds of decoder layers."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from engine.model.experts import ExpertsLayer
 from engine.model.layers import Layer
 
 LAYER_KINDS: dict[str, type[Layer]] = {DENSE: Layer, EXPERTS: ExpertsLayer}
-"""The class for each kind of layer. The keys are the possible values in `ModelConfig.layer_kinds`."""
+"""The class for each kind of layer. Keys are the possible values in `ModelConfig.layer_kinds`."""

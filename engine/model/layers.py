@@ -1,13 +1,13 @@
-"""The layers of a decoder on one rank, and the mapping of their weights to a checkpoint's tensors.
+"""A decoder's layers on one rank, and how their weights map to a checkpoint's tensors.
 
-Each kind of layer is a class in `engine.model.kinds.LAYER_KINDS`. A layer contains its parameters, computes
-its part of a forward pass (`run`), and lists the tensors that it needs from a checkpoint. Weight loading,
-kernel compilation and kernel tuning all work with these classes. A new kind of layer therefore needs only a
-class and an entry in LAYER_KINDS.
+Each kind of layer is a class in `engine.model.kinds.LAYER_KINDS`. A layer owns its parameters, computes its
+part of a forward pass (`run`), and lists the checkpoint tensors it needs. Weight loading, kernel compilation
+and kernel tuning all work on these classes, so a new kind of layer needs only a class and an entry in
+LAYER_KINDS.
 
-Each half of a layer (attention, and the MLP or experts) begins with a norm of the residual. It ends with a
-linear layer whose result is added to the residual. The weights of q, k and v are fused into one matrix, and
-those of gate and up into another.
+Each half of a layer (attention, and the MLP or experts) begins with a norm of the residual and ends with a
+linear layer whose result is added to it. The q, k and v weights are fused into one matrix, and gate and up
+into another.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kernels.reference import quantise_blocks, quantise_fp8
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """The inputs that are the same for every layer of a forward pass. The residual, the layer's parameters
-    and its KV pool are not included."""
+    """Inputs shared by every layer of a forward pass. The residual, the parameters and the KV pool differ per
+    layer and are not included."""
 
     ranks: Ranks
     cos_sin: torch.Tensor
@@ -39,18 +39,18 @@ class LayerInput:
     kv_slots: torch.Tensor
     """KV slot index of each token: [tokens] int64 (see `ForwardInput.kv_slots`)."""
     attention_plan: Any
-    """Result of `Ops.plan_attention` for the forward pass."""
+    """The forward pass's result of `Ops.plan_attention`."""
     kept: torch.Tensor | None = None
-    """Indices of the tokens that need results: [rows] int64, the same tokens as in `attention_plan`. For all
-    other tokens, the layer computes only keys and values. None means that all results are needed."""
+    """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
+    For the others, the layer computes only keys and values. None if all results are needed."""
     live: torch.Tensor | None = None
     """One number per row of the layer's result: [rows] int64. A negative number marks a padding row, whose
-    chosen experts are not counted. None means that no chosen experts are counted."""
+    expert choices are not counted. None if no choices are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFactory:
-    """Allocates the parameters of layers."""
+    """Allocates layer parameters."""
 
     ops: Ops
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class ParameterFactory:
     fp8_blocks: bool = False
     """Whether quantised matrices have one scale per block instead of one scale per output."""
     memory: RankMemory | None = None
-    """Allocates the parameters. None means that torch allocates them."""
+    """Allocates the parameters. None means torch."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return self._empty(shape, self.dtype)
@@ -69,18 +69,17 @@ class ParameterFactory:
         """Allocate a layer's weight `[outputs, inputs]`, or `[experts, outputs, inputs]`, with undefined
         values.
 
-        The matrix may consist of several tensors, or of a part of a tensor. Each tensor or part begins at a
-        multiple of `row_part` rows and `column_part` columns, both in the matrix and in the checkpoint. If
-        one of these values is 0, the matrix consists of one complete tensor in that dimension.
+        The matrix may consist of several tensors, or of part of one. Each begins at a multiple of `row_part`
+        rows and `column_part` columns, both in the matrix and in the checkpoint. A value of 0 means that the
+        matrix is one complete tensor in that dimension.
         """
         if not self.fp8:
             return self.empty(*shape)
         values = self._empty(shape, torch.float8_e4m3fn)
         if not self.fp8_blocks:
             return Fp8Weight(values, self._empty(shape[:-1], torch.float32))
-        # A boundary between ranks, or between the tensors fused into one weight, may cut through a
-        # quantization block of the checkpoint. Such a block is stored as several smaller blocks with the same
-        # scale.
+        # Boundaries between ranks, or between tensors fused into one weight, may cut through a checkpoint's
+        # quantization block, which is then stored as several smaller blocks with the same scale.
         block = fp8_block(row_part), fp8_block(column_part)
         blocks = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
         return Fp8Weight(values, self._empty(blocks, torch.float32), block)
@@ -93,39 +92,39 @@ class ParameterFactory:
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """A tensor of the checkpoint, and the part of it that this rank loads."""
+    """A checkpoint tensor, and the part of it that this rank loads."""
 
     name: str
     shape: tuple[int, ...]
     """Shape of the complete tensor in the checkpoint."""
     target: torch.Tensor | None
-    """View of a parameter into which the part is loaded, or None if another rank loads the part."""
+    """View of the parameter that the part is loaded into, or None if another rank loads it."""
     dim: int = 0
-    """Dimension along which the tensor is split. In all other dimensions, `target` has the full size."""
+    """Dimension along which the tensor is split. `target` has the full size in all others."""
     start: int = 0
     """First index of the part along `dim`."""
     scales: torch.Tensor | None = None
-    """View of the scales of the target's rows or blocks if `target` is e4m3, otherwise None. If the
-    checkpoint's dtype is not e4m3, values are quantised when they are loaded."""
+    """View of the row or block scales of `target` if it is e4m3, otherwise None. Values that are not e4m3 in
+    the checkpoint are quantised on loading."""
     block: tuple[int, int] | None = None
-    """Numbers of rows and columns of a block of `target`, or None if there is not one scale per block
+    """Block size of `target` in rows and columns, or None unless it has one scale per block
     (`kernels.Fp8Weight.block`)."""
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], weight: Weight, dim: int, start: int) -> WeightShard:
-        """Return the shard that fills an entire weight from the rows or columns of a tensor."""
+        """Return the shard that fills a whole weight from a tensor's rows or columns."""
         if isinstance(weight, Fp8Weight):
             return WeightShard(name, shape, weight.values, dim, start, weight.scales, weight.block)
         return WeightShard(name, shape, weight, dim, start)
 
     def part(self, whole: Any) -> Any:
-        """Return this rank's part of a tensor, or of another object that can be sliced like a tensor."""
+        """Return this rank's part of a tensor, or of anything that can be sliced like one."""
         assert self.target is not None
         stop = self.start + self.target.shape[self.dim]
         return whole[self.start : stop] if self.dim == 0 else whole[:, self.start : stop]
 
     def fill(self, part: torch.Tensor) -> None:
-        """Fill this rank's part with values of any floating-point dtype on any device."""
+        """Fill this rank's part with values of any floating-point dtype, from any device."""
         assert self.target is not None
         if self.scales is None:
             self.target.copy_(part)
@@ -140,8 +139,8 @@ class WeightShard:
         self.scales.copy_(scales.squeeze(1))
 
     def fill_quantised(self, part: torch.Tensor, scales: torch.Tensor) -> None:
-        """Fill this rank's part with e4m3 values and their float32 scales: one scale per row (`[rows]`), or
-        one for all rows (`[1]`)."""
+        """Fill this rank's part with e4m3 values and their float32 scales: one per row (`[rows]`), or one for
+        all rows (`[1]`)."""
         assert self.target is not None
         if self.scales is None:
             self.target.copy_(part.float() * scales.unsqueeze(1))
@@ -177,8 +176,8 @@ class Linear:
     def after_norm(
         self, x: Residual, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply `rms_norm` to `x.values`, then apply the linear, and return the result. If `out` is given,
-        the result is written to it."""
+        """Apply `rms_norm` to `x.values` and then the linear, and return the result. It is written to `out`
+        if that is given."""
         return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias, out)
 
     def add_to(
@@ -187,8 +186,8 @@ class Linear:
         """Apply the linear to `x`, sum the results over the ranks, and return `residual` plus the sum. May
         overwrite `residual`.
 
-        `next_gain` and `eps` are the gain and the epsilon of the norm that is applied to the result next.
-        `next_gain` is None after the last layer.
+        `next_gain` and `eps` are the gain and epsilon of the next norm applied to the result; `next_gain` is
+        None after the last layer.
         """
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual, next_gain)
@@ -198,8 +197,8 @@ class Linear:
         self.weight = self.ops.pack_weight(self.weight)
 
     def output_shards(self, name: str, whole: int, start: int, first: int, count: int) -> list[WeightShard]:
-        """Return the shards that fill rows `[first, first + count)` of this weight (and bias). The rows come
-        from a checkpoint tensor with `whole` rows, beginning at its row `start`."""
+        """Return the shards that fill rows `[first, first + count)` of this weight (and bias) from a
+        checkpoint tensor of `whole` rows, beginning at its row `start`."""
         part = rows_of(self.weight, first, count)
         inputs = part.values.shape[1] if isinstance(part, Fp8Weight) else part.shape[1]
         weight_shards = [WeightShard.of(f"{name}.weight", (whole, inputs), part, 0, start)]
@@ -210,9 +209,9 @@ class Linear:
         return weight_shards
 
     def input_shards(self, name: str, whole: int, start: int, bias: bool) -> list[WeightShard]:
-        """Return the shards that fill all columns of this weight. The columns come from a checkpoint tensor
-        with `whole` columns, beginning at its column `start`. Only the first rank loads the bias, because the
-        sum over the ranks must contain the bias only once."""
+        """Return the shards that fill all columns of this weight from a checkpoint tensor of `whole` columns,
+        beginning at its column `start`. Only the first rank loads the bias, because the sum over the ranks
+        must include it only once."""
         weight = self.weight
         outputs = len(weight.values if isinstance(weight, Fp8Weight) else weight)
         weight_shards = [WeightShard.of(f"{name}.weight", (outputs, whole), weight, 1, start)]
@@ -240,18 +239,19 @@ def add_sum(
     eps: float,
     ranks: Ranks,
 ) -> Residual:
-    """Return `residual` plus the sum of `part` over several ranks. `part` was computed with the matrix
-    `weight`. The other arguments are those of `Linear.add_to`."""
+    """Return `residual` plus the sum of `part`, computed with the matrix `weight`, over several ranks. The
+    other arguments are those of `Linear.add_to`."""
     norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
     return ranks.add_sum(residual, part, norm)
 
 
 class Summand(Protocol):
-    """The last operation in a half of a layer: a `Linear` or experts. The result is added to the residual."""
+    """The last operation in a half of a layer, a `Linear` or experts, whose result is added to the
+    residual."""
 
     def __call__(self, x: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's part of the result: `[tokens, hidden]`. If `out` is given, the result may be
-        written to `out`."""
+        """Return this rank's part of the result: `[tokens, hidden]`. It may be written to `out` if that is
+        given."""
 
     def add_to(
         self, residual: Residual, x: Any, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
@@ -261,17 +261,17 @@ class Summand(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """An addition to the residual, which a layer yields. The value that is added is the result of a linear
-    layer or of experts, summed over the ranks."""
+    """An addition to the residual, yielded by a layer. The addend is the result of a linear layer or of
+    experts, summed over the ranks."""
 
     residual: Residual
     linear: Summand
     x: Any
     """The input of `linear`."""
     next_gain: torch.Tensor | None
-    """Gain of the norm that is applied to the result, or None after the last layer."""
+    """Gain of the norm applied to the result, or None after the last layer."""
     eps: float
-    """Epsilon of the norm that is applied to the result."""
+    """Epsilon of the norm applied to the result."""
 
     def compute(self, ranks: Ranks) -> Residual:
         """Return the new residual. May overwrite `residual`."""
@@ -279,7 +279,7 @@ class Addition:
 
 
 LayerRun = Generator[Addition, Residual, Residual]
-"""Type of a layer's `run`: a generator that yields additions, receives their results, and returns the
+"""Type of a layer's `run`: a generator that yields additions, receives their results and returns the
 residual."""
 
 
@@ -299,7 +299,7 @@ class Attention:
         self.q_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.k_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.qk_norm = None
-        """Gains of the norms over all query heads and over all key heads, if the model has these norms."""
+        """Gains of the norms over all query heads and over all key heads, if the model has such norms."""
         if config.qk_norm_all_heads:
             self.qk_norm = factory.empty((shard.heads + shard.kv_heads) * config.head_dim)
 
@@ -309,8 +309,8 @@ class Attention:
         """Compute attention on this rank's heads, and return the input of the output projection `o`:
         `[rows, heads × head_dim]`.
 
-        `qkv` is `[tokens, (heads + 2 kv_heads) × head_dim]`. The result has one row per token, or one row per
-        entry of `inputs.kept`. If `out` is given, the result is written to it.
+        `qkv` is `[tokens, (heads + 2 kv_heads) × head_dim]`. The result has one row per token, or per entry
+        of `inputs.kept` if given. It is written to `out` if that is given.
         """
         if self.qk_norm is not None:
             self._normalise(qkv, self.qk_norm, inputs.ranks)
@@ -329,11 +329,10 @@ class Attention:
         return attended.view(len(attended), -1)
 
     def _normalise(self, qkv: torch.Tensor, gain: torch.Tensor, ranks: Ranks) -> None:
-        """Apply the norm over all query heads and the norm over all key heads to `qkv`, in place."""
+        """Apply the norms over all query heads and over all key heads to `qkv`, in place."""
         q = self.shard.heads * self.config.head_dim
         both = qkv[:, : len(gain)].float()
-        # All ranks have the same number of elements, so the mean over all elements equals the mean of the
-        # ranks' means.
+        # All ranks have the same number of elements, so the overall mean equals the mean of the ranks' means.
         means = [part.square().mean(dim=1) for part in (both[:, :q], both[:, q:])]
         mean = ranks.all_reduce(torch.stack(means)).div(ranks.size).unsqueeze(-1)
         scale_q, scale_k = torch.rsqrt(mean + self.config.rms_norm_eps)
@@ -372,24 +371,23 @@ class FeedForward(Protocol):
 
     @property
     def down(self) -> Summand:
-        """The last operation. Its result is added to the residual."""
+        """The last operation, whose result is added to the residual."""
 
     def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Any:
         """Return the input of `down`, computed from the residual."""
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        """Return the checkpoint's tensors that fill the parameters. The names of these tensors begin with
-        `prefix`."""
+        """Return the checkpoint tensors that fill the parameters. Their names begin with `prefix`."""
 
     def pack(self) -> None:
         """Same as `Layer.pack`."""
 
 
 class Mlp:
-    """The MLP `down(silu(gate x) × up x)`. `activate` computes the input of `down`, and the result of `down`
-    is added to the residual.
+    """The MLP `down(silu(gate x) × up x)`. `activate` computes the input of `down`, whose result is added to
+    the residual.
 
-    width: width of the complete MLP. None selects the model's `intermediate_size`.
+    width: width of the complete MLP; defaults to the model's `intermediate_size`.
     """
 
     def __init__(
@@ -424,10 +422,10 @@ class Mlp:
 
 
 class Layer:
-    """The dense layer. It consists of a norm, attention, a second norm and an MLP."""
+    """The dense layer: a norm, attention, a second norm and an MLP."""
 
     feed_forward_type: type[FeedForward] = Mlp
-    """Class of the layer's second half, after attention."""
+    """Class of the half of the layer that follows attention."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
@@ -440,11 +438,10 @@ class Layer:
     def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
     ) -> LayerRun:
-        """Run the layer as a generator. It yields each addition to the residual, receives the new residual
-        from the caller, and returns the final residual. The keys and values of the pass are written to `kv`.
-        May overwrite `residual`.
-
-        `next_gain` is the gain of the norm that is applied to the result, or None after the last layer.
+        """Run the layer as a generator that yields each addition to the residual, receives the new residual
+        from the caller, and returns the final one. The pass's keys and values are written to `kv`. May
+        overwrite `residual`. `next_gain` is the gain of the norm applied to the result, or None after the
+        last layer.
         """
         attention, mlp = self.attention, self.mlp
         qkv = attention.qkv.after_norm(residual, self.input_norm, self.eps)
@@ -456,12 +453,11 @@ class Layer:
         return (yield Addition(residual, mlp.down, activated, next_gain, self.eps))
 
     def activate(self, residual: Residual, live: torch.Tensor | None) -> Any:
-        """Return the input of the last operation in the layer's second half. `live` is `LayerInput.live`."""
+        """Return the input of the second half's last operation. `live` is `LayerInput.live`."""
         return self.mlp.activate(residual, self.post_norm, self.eps)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        """Return this layer's shards of the checkpoint's tensors. The names of the tensors begin with
-        `prefix`."""
+        """Return this layer's shards of the checkpoint's tensors, whose names begin with `prefix`."""
         hidden = tuple(self.input_norm.shape)
         return [
             WeightShard(f"{prefix}.input_layernorm.weight", hidden, self.input_norm),
@@ -471,13 +467,13 @@ class Layer:
         ]
 
     def pack(self) -> None:
-        """Convert the filled weights to the layout that the backend reads fastest."""
+        """Convert the filled weights to the layout that is fastest for the backend."""
         self.attention.pack()
         self.mlp.pack()
 
 
 def run_layer(layer_run: LayerRun, ranks: Ranks) -> Residual:
-    """Run a layer, compute every addition that the layer yields, and return the final residual."""
+    """Run a layer, compute every addition it yields, and return the final residual."""
     try:
         addition = next(layer_run)
         while True:

@@ -1,8 +1,7 @@
 """Fills a decoder's weights by streaming safetensors files, or with random numbers.
 
 On GPUs, each rank reads an equal part of the checkpoint (`engine.model.streaming`, `engine.model.exchange`).
-The host needs only a ring of staging buffers in addition to the model. Conversion and FP8 quantisation run on
-the device.
+On the host, only a ring of staging buffers is needed. Conversion and FP8 quantisation run on the device.
 """
 
 from __future__ import annotations
@@ -31,18 +30,17 @@ from engine.rank_messages import Progress
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
 _SCALE = "_scale"
-"""Suffix in the name of a scale tensor that contains one scale for the whole FP8 weight or one scale per
-output."""
+"""Name suffix of a scale tensor with one scale for the whole FP8 weight or one per output."""
 _BLOCK_SCALE = "_scale_inv"
-"""Suffix in the name of a scale tensor with one scale per block. Although the suffix suggests an inverse,
-values are multiplied by the scales."""
+"""Name suffix of a scale tensor with one scale per block. Despite the suffix, values are multiplied by these
+scales, not divided."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
-"""Suffixes in the names of precomputed scales for activations and the KV cache. These tensors are ignored,
-because the engine computes a scale for each token."""
+"""Name suffixes of precomputed scales for activations and the KV cache. These tensors are ignored, because
+the engine computes a scale per token."""
 _NAMES_SHOWN = 4
 _MISMATCH = "use config.json and the weights from the same checkpoint"
 _PROGRESS_S = 0.1
-"""Minimum interval, in seconds, between two progress reports about the same file."""
+"""Minimum interval, in seconds, between progress reports about the same file."""
 
 
 def load(
@@ -55,16 +53,15 @@ def load(
 ) -> int:
     """Fill every weight of `decoder` from the checkpoint in `folder`, and return the number of bytes read.
 
-    With `exchange`, each rank reads only some of the rows of tensors that are split by columns, and exchanges
-    columns with the other ranks (`engine.model.exchange`). All ranks must call this function. Without
-    `exchange`, every rank reads all rows. This is faster on CPUs, where ranks read the page cache faster than
-    they exchange data. With `share_reads`, files that fit into the page cache are read through it, because
-    other replicas may read them at the same time.
+    With `exchange`, each rank reads only some of the rows of tensors that are split by column, and exchanges
+    columns with the other ranks (`engine.model.exchange`); all ranks must call this function. Without it,
+    every rank reads all rows, which is faster on CPUs, where reading the page cache is faster than exchanging
+    data. With `share_reads`, files that fit into the page cache are read through it, because other replicas
+    may read them at the same time.
 
-    Raises CheckpointError, before any weight is read, if a file is truncated, or if a tensor is missing,
-    unknown, of the wrong shape or of an unsupported dtype. Raises WeightsTooLarge if a GPU runs out of
-    memory. The checkpoint's rotary frequencies, static activation scales and copy of a tied output matrix are
-    ignored.
+    Raises CheckpointError, before reading any weight, if a file is truncated or a tensor is missing, unknown,
+    of the wrong shape or of an unsupported dtype. Raises WeightsTooLarge if a GPU runs out of memory. The
+    checkpoint's rotary frequencies, static activation scales and copy of a tied output matrix are ignored.
     """
     folder = Path(folder)
     entries = split_experts(read_entries(folder))
@@ -86,8 +83,8 @@ def load_dummy(decoder: Decoder, seed: int, progress: ProgressCallback = no_prog
     bytes.
 
     Matrices are normally distributed with variance 1 / columns, norms are one, and biases are small. A tensor
-    depends only on its name, the seed, the dtype and the device type. The ranks' slices therefore form the
-    same model for any number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
+    depends only on its name, the seed, the dtype and the device type, so the ranks' slices form the same
+    model for any number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
     """
     done, reported_at = 0, 0.0
     with decoder.fit.explained():
@@ -109,7 +106,7 @@ def load_dummy(decoder: Decoder, seed: int, progress: ProgressCallback = no_prog
 def _check(
     entries: dict[str, TensorEntry], shards: dict[str, WeightShard], folder: Path, *, tied: bool, blocks: bool
 ) -> None:
-    # Find the FP8 matrices. Only matrices can be FP8, because only matrices have scales.
+    # Only matrices have scales, so these are the FP8 matrices.
     quantised = {
         name
         for name, shard in shards.items()
@@ -180,7 +177,7 @@ def _is_ignored(name: str, tied: bool) -> bool:
 
 
 def _names(names: list[str]) -> str:
-    """Format names as the subject and verb of a sentence: "tensor a is" or "tensors a, b and 7 more are"."""
+    """Format names as the beginning of a sentence: "tensor a is" or "tensors a, b and 7 more are"."""
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
     if more > 0:
@@ -221,7 +218,7 @@ def _fill(
     ]
     if share_reads:
         wanted = [replace(part, shared=True) for part in wanted]
-    # Use the same order on every rank, because the ranks exchange the columns of one tensor at a time.
+    # Use the same order on every rank, because columns are exchanged one tensor at a time.
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     total = sum(part.nbytes for part in wanted)
     done = 0
@@ -236,7 +233,7 @@ def _fill(
         fill_rows(part, numbers if shard.dim == 0 else shard.part(numbers))
 
     def fill_rows(part: TensorSlice, numbers: torch.Tensor) -> None:
-        """Fill rows of a shard with `numbers`, which contains this rank's columns of these rows."""
+        """Fill rows of a shard from `numbers`, which contains this rank's columns of those rows."""
         shard = shards[part.name]
         rows = _rows_of_shard(shard, part)
         if part.entry.dtype != _FP8:
@@ -288,8 +285,7 @@ def _randomise(shard: WeightShard, decoder: Decoder, seed: int) -> None:
 
 
 def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
-    """Return the rows of the checkpoint's tensor that this rank must read. For a shard that consists of
-    columns, these are all rows."""
+    """Return the rows of the checkpoint's tensor that this rank must read. A column shard needs all rows."""
     assert shard.target is not None
     rows = shard.target.shape[0]
     shared = ranks > 1 and rows == entry.shape[0]
@@ -308,9 +304,9 @@ def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
 def _read_scales(
     shards: dict[str, WeightShard], entries: dict[str, TensorEntry], device: torch.device, suffix: str
 ) -> dict[str, torch.Tensor]:
-    """Return the float32 scales of all FP8 weights, by the names of the weights. A weight has one scale per
-    row (`[rows]`), one for all rows (`[1]`), or one per block (`scale_shape`). `suffix` is the suffix of the
-    scales' names."""
+    """Return the float32 scales of all FP8 weights, by weight name. A weight has one scale per row
+    (`[rows]`), one for all rows (`[1]`), or one per block (`scale_shape`). `suffix` is the name suffix of the
+    scales."""
     wanted = []
     for shard in shards.values():
         if shard.target is not None and entries[shard.name].dtype == _FP8:
@@ -319,7 +315,7 @@ def _read_scales(
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     if not wanted:
         return {}
-    # Store all scales in one tensor, so that they are allocated and checked together.
+    # Keep all scales in one tensor, so that they are allocated and checked together.
     sizes = [math.prod(part.entry.shape) for part in wanted]
     whole = torch.empty(sum(sizes), device=device)
     found = {part.name: scales for part, scales in zip(wanted, whole.split(sizes), strict=True)}
@@ -346,6 +342,6 @@ def _read_scales(
 def _finish(decoder: Decoder, progress: ProgressCallback) -> None:
     decoder.finish(progress)
     if decoder.device.type == "cuda":
-        # Release the memory that the allocator caches. Otherwise, it would be counted as memory for
-        # activations when the KV pool is sized.
+        # Release the allocator's cached memory, or it would be counted as activation memory when the KV pool
+        # is sized.
         torch.cuda.empty_cache()

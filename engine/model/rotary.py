@@ -1,4 +1,4 @@
-"""Computes the table of rotary position embeddings from a model's configuration."""
+"""Computes the table of rotary position embeddings for a model configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
     """Return the cos and sin table for positions below `length`: `[length, head_dim]` float32, on the CPU.
 
     `length` is the maximum sequence length, which also determines the base of dynamic scaling
-    (`engine.config.RopeConfig`). The layout is defined by `kernels.rope.cos_sin_table`.
+    (`engine.config.RopeConfig`). For the layout, see `kernels.rope.cos_sin_table`.
     """
     rope, head_dim = config.rope, config.head_dim
     theta, factor, original = rope.theta, rope.factor, rope.original_max_position_embeddings

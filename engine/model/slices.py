@@ -1,4 +1,4 @@
-"""Describes row ranges of tensors in safetensors files."""
+"""Describes row ranges of the tensors in safetensors files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Rows `[first_row, first_row + rows)` of a tensor in a file. A tensor without dimensions counts as one
-    row.
-
-    A slice always contains complete rows, because it would be slower to read a few KB of each row.
+    """Rows `[first_row, first_row + rows)` of a tensor in a file. A scalar counts as one row. A slice always
+    contains complete rows, because reading a few KB of each row would be slower.
     """
 
     name: str
@@ -38,8 +36,7 @@ class TensorSlice:
 
     @property
     def row_bytes(self) -> int:
-        # Use this calculation, because it is faster than a product over the shape and there can be tens of
-        # thousands of tensors.
+        # This is faster than a product over the shape, and there can be tens of thousands of tensors.
         shape = self.entry.shape
         return self.entry.nbytes // shape[0] if shape and shape[0] else self.entry.nbytes
 
@@ -53,13 +50,13 @@ class TensorSlice:
         return self.entry.offset + self.first_row * self.row_bytes
 
     def view(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return a view of the bytes `numbers` (`[bytes]`) as `[rows, ...]` in the file's dtype."""
+        """Return the bytes `numbers` (`[bytes]`) viewed as `[rows, ...]` in the file's dtype."""
         return numbers.view(self.dtype).view(self.rows, *self.entry.shape[1:])
 
 
 def cut(whole: TensorSlice, block_bytes: int) -> Iterator[TensorSlice]:
-    """Split a non-empty slice into blocks of complete rows. A block is at most `block_bytes` bytes long, or
-    contains a single row."""
+    """Split a non-empty slice into blocks of complete rows. A block has at most `block_bytes` bytes, unless a
+    single row is larger."""
     rows = max(1, block_bytes // whole.row_bytes)
     for first in range(0, whole.rows, rows):
         yield replace(whole, first_row=whole.first_row + first, rows=min(rows, whole.rows - first))

@@ -1,5 +1,5 @@
-"""Staging buffers in host memory, through which weights are transferred to a device. For a GPU, their memory
-is page-locked."""
+"""Staging buffers in host memory, through which weights are transferred to a device. For a GPU, they are
+page-locked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.model.weight_file import PAGE
 
 
 class StagingBuffer:
-    """Host memory for one or several blocks of weights. For a GPU, there is also a device buffer of the same
+    """Host memory for one or more blocks of weights. For a GPU, there is also a device buffer of the same
     size for conversions."""
 
     def __init__(self, host: torch.Tensor, copy_stream: torch.cuda.Stream | None) -> None:
@@ -25,13 +25,13 @@ class StagingBuffer:
             self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
 
     def wait(self) -> None:
-        """Wait until it is safe to overwrite the host memory."""
+        """Wait until the host memory can safely be overwritten."""
         if self._copy_stream is not None:
             self._copied.synchronize()
 
     def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy parts of `host` to tensors on the device. The copies are certain to be complete only after the
-        ring has been closed."""
+        """Copy parts of `host` to tensors on the device. The copies are guaranteed to be complete only once
+        the ring is closed."""
         if self._copy_stream is None:
             for numbers, target in copies:
                 target.copy_(numbers)
@@ -47,7 +47,7 @@ class StagingBuffer:
 
     def on_device(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return device copies of parts of `host` for use on the current stream. The parts must be in
-        different pages. Call `mark_used` after the work that uses the copies has been launched."""
+        different pages. Call `mark_used` after launching the work that uses the copies."""
         if self._copy_stream is None:
             # A tensor may begin at any offset in the file, but some dtypes require aligned memory.
             return [part.clone() if part.data_ptr() % torch.float32.itemsize else part for part in parts]
@@ -65,7 +65,7 @@ class StagingBuffer:
 
     def mark_used(self) -> None:
         """Record that the device copies may be overwritten once all work launched so far on the current
-        stream has finished."""
+        stream is done."""
         if self._copy_stream is not None:
             self._used.record(torch.cuda.current_stream(self._copy_stream.device))
 
@@ -77,7 +77,7 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Staging buffers in one mapping of huge pages."""
+    """Staging buffers in a single mapping of huge pages."""
 
     def __init__(self, count: int, buffer_bytes: int, device: torch.device) -> None:
         buffer_bytes = -(-buffer_bytes // PAGE) * PAGE
@@ -86,13 +86,12 @@ class StagingRing:
         copy_stream = None
         if device.type == "cuda":
             copy_stream = torch.cuda.Stream(device)
-            # Wait for earlier work on the device, because this work may still use the memory in which the
-            # parameters have been allocated.
+            # Earlier work on the device may still be using the memory that the parameters now occupy.
             copy_stream.wait_stream(torch.cuda.current_stream(device))
         self.buffers = [StagingBuffer(part, copy_stream) for part in host.split(buffer_bytes)]
 
     def close(self) -> None:
-        """Wait for all copies and conversions, and unlock the memory."""
+        """Wait for all copies and conversions, then unlock the memory."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for buffer in self.buffers:

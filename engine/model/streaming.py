@@ -1,14 +1,13 @@
 """Streams tensors from safetensors files into device memory, in blocks of rows. Small blocks are read and
-copied together in batches, because a mixture-of-experts checkpoint has tens of thousands of tensors.
+copied in batches, because a mixture-of-experts checkpoint has tens of thousands of tensors.
 
 Several threads read blocks ahead of their use (`engine.model.fetching`) into a ring of staging buffers. They
 read through the page cache or directly from the disk (`engine.model.weight_file`). For a GPU, the buffers are
-page-locked, and some buffers are filled while others are copied to the device. Values that need no conversion
-are copied directly to the parameters. Other values are copied to device buffers, where the caller converts
-them.
+page-locked, and some are filled while others are copied to the device. Values that need no conversion are
+copied straight to the parameters. Others are copied to device buffers, where the caller converts them.
 
-The ring uses at most 144 MiB of host memory, and conversions need the same amount of GPU memory. More memory
-is used only if a single row is larger than a block.
+Unless a single row is larger than a block, the ring uses at most 144 MiB of host memory, and conversions the
+same amount of GPU memory.
 """
 
 from __future__ import annotations
@@ -35,31 +34,29 @@ from engine.model.staging import StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20
-"""Size of a block or batch, in bytes, when the target is a GPU. The size is large, so that the overhead of
-Python per byte is small."""
+"""Size in bytes of a block or batch for a GPU. It is large to keep Python's overhead per byte low."""
 _CPU_BLOCK_BYTES = 4 << 20
-"""Size of a block or batch, in bytes, when the target is a CPU. The size is small, so that a block and its
-conversion buffers fit into the CPU's cache."""
+"""Size in bytes of a block or batch for a CPU. It is small enough for a block and its conversion buffers to
+fit into the CPU cache."""
 _PIECES_AHEAD = 24
-"""Number of pieces that are read ahead of their use. It is larger than the number of reader threads, so that
-one slow read does not stall all threads."""
+"""Number of pieces read ahead. It exceeds the number of reader threads, so that one slow read does not stall
+them all."""
 _BESIDE = 2 * PAGE
-"""Combined size, in bytes, of the first and the last page of a block. The block may fill these pages only
-partly."""
+"""Combined size in bytes of a block's first and last page, which the block may fill only partly."""
 _COPYING = 3
-"""Number of staging buffers that may be in use by copies to a GPU."""
+"""Number of staging buffers that copies to a GPU may occupy at once."""
 
 Fill = Callable[[TensorSlice, torch.Tensor], None]
-"""Function that is called with rows and their values: `[rows, ...]` in the file's dtype on the device. The
-tensor is valid only during the call or, on CUDA, for work launched on the current stream during the call."""
+"""Function called with rows and their values: `[rows, ...]` in the file's dtype on the device. The tensor is
+valid only during the call or, on CUDA, for work launched on the current stream during the call."""
 FindTarget = Callable[[TensorSlice], torch.Tensor | None]
-"""Function that returns the tensor to which a slice is copied unchanged, or None if the slice is passed to
-`Fill`. The tensor must be contiguous, on the device and of the file's dtype. The function is called once per
-slice, before any slice is read."""
+"""Function that returns the tensor to copy a slice to unchanged, or None to pass the slice to `Fill`. The
+tensor must be contiguous, on the device, and of the file's dtype. The function is called once per slice,
+before any slice is read."""
 
 
 def no_target(whole: TensorSlice) -> None:
-    """A `FindTarget` function that returns None, so that all slices are passed to `Fill`."""
+    """A `FindTarget` function that always returns None, so that every slice is passed to `Fill`."""
 
 
 def stream(
@@ -73,12 +70,12 @@ def stream(
     """Read `slices` in blocks of complete rows, and yield the rows of each block after its batch has been
     read. All copies are complete when the generator ends.
 
-    A block is at most `block_bytes` bytes long, or contains a single row. By default, the block size depends
-    on the device. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
+    A block has at most `block_bytes` bytes (by default depending on the device), unless a single row is
+    larger. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
 
-    Exceptions of `fill` and `find_target` propagate. Raises a CheckpointError that names file and tensor if
-    bytes are missing or cannot be read. At the end, raises a CheckpointError that names the file if a file
-    was modified after its header was read.
+    Exceptions from `fill` and `find_target` propagate. Raises CheckpointError, with file and tensor, if bytes
+    are missing or cannot be read, and at the end, with the file, if a file was modified after its header was
+    read.
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
@@ -88,8 +85,7 @@ def stream(
     entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
         files = {path: stack.enter_context(closing(open_weights(path))) for path in entries}
-        # Create all blocks before reading starts, because Python code runs slowly while the reader threads
-        # are active.
+        # Create all blocks up front, because Python code runs slowly while the reader threads are active.
         batches = list(_batches(slices, block_bytes, files, find_target))
         largest = max(batch[-1].end for batch in batches)
         max_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest - _BESIDE, PIECE_BYTES))
@@ -110,7 +106,7 @@ def stream(
 def _batches(
     slices: list[TensorSlice], block_bytes: int, files: dict[Path, WeightFile], find_target: FindTarget
 ) -> Iterator[list[FileBlock]]:
-    """Yield the blocks of all slices in order, in batches that share a staging buffer."""
+    """Yield the blocks of all slices in order, in batches that each share a staging buffer."""
     batch: list[FileBlock] = []
     for whole in slices:
         target = find_target(whole)
@@ -127,8 +123,8 @@ def _batches(
 
 
 def _deliver(read: BatchRead, fill: Fill) -> list[TensorSlice]:
-    """Wait until a batch has been read, then copy each block to its target or pass it to `fill`. Returns the
-    rows of the blocks."""
+    """Wait for a batch to be read, then copy each block to its target or pass it to `fill`. Returns the
+    blocks' rows."""
     buffer = read.buffer
     read.wait()
     buffer.copy([(block.numbers(buffer), block.target) for block in read.blocks if block.target is not None])

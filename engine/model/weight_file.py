@@ -1,10 +1,9 @@
-"""Reads weight files through the page cache if they are cached, and otherwise directly from the disk.
+"""Reads weight files through the page cache if they are cached, otherwise directly from disk.
 
-Direct reads (O_DIRECT) bypass the page cache. Direct reads reach the disk's full rate and use almost no
-processor time. For a read through the page cache, the kernel must allocate a page for every 4 KiB and copy
-the data once more. Rows that several ranks or replicas need at the same time are always read through the page
-cache, so that they are read from disk only once. After loading, `keep_cached` reads the files into the page
-cache for the next start.
+Direct reads (O_DIRECT) bypass the page cache, reach the disk's full rate and use almost no CPU time. Reading
+through the page cache makes the kernel allocate a page for every 4 KiB and copy the data once more. Rows that
+several ranks or replicas need at the same time always go through the page cache, so that they are read from
+disk only once. After loading, `keep_cached` reads the files into the page cache for the next start.
 """
 
 from __future__ import annotations
@@ -18,24 +17,22 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment, in bytes, of the file offset and the memory address of a direct read. This alignment is
-sufficient for every disk."""
+"""Alignment, in bytes, of a direct read's file offset and memory address. It is sufficient for every disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
-"""Maximum size of the files that are kept in the page cache, as a fraction of the free memory."""
+"""Maximum size of the files kept in the page cache, as a fraction of free memory."""
 
 
 class WeightFile:
-    """An open weight file, which can be used by several threads. Raises OSError if the file cannot be
-    opened."""
+    """An open weight file, which several threads can use. Raises OSError if the file cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # Read-ahead is disabled, because the kernel cannot predict the interleaved reads of many threads.
+        # Disable read-ahead: the kernel cannot predict the interleaved reads of many threads.
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
         self._direct: int | None = None
-        # Some file systems do not support O_DIRECT. Open the file again through its descriptor, because the
-        # path may now refer to a different file.
+        # Some file systems do not support O_DIRECT. Reopen the file through its descriptor, because the path
+        # may now refer to a different file.
         with suppress(OSError):
             same_file = f"/proc/self/fd/{self._cached}"
             self._direct = os.open(same_file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -49,9 +46,8 @@ class WeightFile:
         return os.fstat(self._cached)
 
     def past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
-        """Return whether bytes `[first, first + nbytes)` should be read directly from the disk.
-
-        `shared` states whether other ranks or replicas also read these bytes.
+        """Return whether bytes `[first, first + nbytes)` should be read directly from disk. `shared` says
+        whether other ranks or replicas also read them.
         """
         return self._direct is not None and not shared and self._is_cached(first, nbytes) is False
 
@@ -67,8 +63,8 @@ class WeightFile:
                 count = os.preadv(self._direct, [into[: buffer_bytes(first, nbytes)]], first - skipped)
                 if count >= skipped + nbytes:
                     return
-            # The direct read failed or was incomplete. A second attempt through the page cache either
-            # succeeds or raises the actual error.
+            # The direct read failed or was incomplete. Retrying through the page cache either succeeds or
+            # raises the actual error.
         done = 0
         while done < nbytes:
             count = os.preadv(self._cached, [into[skipped + done : skipped + nbytes]], first + done)
@@ -77,12 +73,10 @@ class WeightFile:
             done += count
 
     def _is_cached(self, first: int, nbytes: int) -> bool | None:
-        """Return whether the range is in the page cache, or None if this is unknown. One page in each half of
-        the range is probed.
-
-        A probe of an uncached page loads the page into the cache. The pages are therefore chosen at random,
-        so that the next start does not probe the same pages. Two pages are probed, because a fast disk may
-        load the first page during its probe.
+        """Return whether the range is in the page cache, or None if unknown. Probes one page in each half of
+        the range. Probing an uncached page loads it into the cache, so pages are chosen at random to keep the
+        next start from probing the same ones. Two are probed because a fast disk may load the first one
+        during its probe.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))
@@ -99,13 +93,14 @@ class WeightFile:
 
 
 def buffer_bytes(first: int, nbytes: int) -> int:
-    """Return the buffer size in bytes, in whole pages, for reading bytes `[first, first + nbytes)`."""
+    """Return the buffer size in bytes, a multiple of the page size, for reading bytes `[first, first +
+    nbytes)`."""
     return -(-(first % PAGE + nbytes) // PAGE) * PAGE
 
 
 def fits_page_cache(paths: Iterable[Path]) -> bool:
-    """Return whether the files together would use at most half of the free memory. Returns False if a file
-    cannot be read."""
+    """Return whether the files together would take up at most half of the free memory. Returns False if a
+    file cannot be read."""
     try:
         return sum(path.stat().st_size for path in paths) <= _MEMORY_SHARE * _available_bytes()
     except OSError:
@@ -113,10 +108,8 @@ def fits_page_cache(paths: Iterable[Path]) -> bool:
 
 
 def keep_cached(paths: Iterable[Path]) -> threading.Thread:
-    """Load files into the page cache in a background thread, unless they would use more than half of the free
-    memory.
-
-    Loading uses the disk and takes 0.1 s of CPU time for each GB that was not cached.
+    """Load files into the page cache in a background thread, unless they would take up more than half of the
+    free memory. Loading occupies the disk, and takes 0.1 s of CPU time per GB that was not cached.
     """
     thread = threading.Thread(target=_fetch, args=(list(paths),), name="page cache", daemon=True)
     thread.start()
@@ -124,7 +117,7 @@ def keep_cached(paths: Iterable[Path]) -> threading.Thread:
 
 
 def _fetch(paths: list[Path]) -> None:
-    # Caching is optional, so a deleted file or an unreadable /proc/meminfo must not affect the service.
+    # Caching is optional: a deleted file or an unreadable /proc/meminfo must not affect the service.
     if not fits_page_cache(paths):
         return
     with suppress(OSError):
@@ -135,7 +128,7 @@ def _fetch(paths: list[Path]) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the available memory in bytes. It includes caches that can be dropped without writing them to
+    """Return the available memory in bytes, including caches that can be dropped without writing them to
     disk."""
     with Path("/proc/meminfo").open() as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -1,4 +1,4 @@
-"""Checks whether a rank's weights fit on its device, before and during their allocation."""
+"""Checks whether a rank's weights fit on its device, before and during allocation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class WeightFit:
-    """Compares the size of a rank's weights with the memory of its device."""
+    """Compares the size of a rank's weights with its device's memory."""
 
     config: ModelConfig
     shard: Shard
@@ -30,18 +30,16 @@ class WeightFit:
     """Whether the layers' matrices are quantised."""
     device: torch.device
     ranks: int = 1
-    """Number of ranks. On a CPU, they share the host's memory."""
+    """Number of ranks. On a CPU, they share host memory."""
     fp8_blocks: bool = False
     """Whether quantised matrices have one scale per block."""
     memory: RankMemory | None = None
-    """Allocates the weights. None means that torch allocates them."""
+    """Allocates the weights. None means torch."""
 
     def check(self) -> None:
-        """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights.
-
-        On a GPU, the limit is the GPU's total memory. On a CPU, the limit is this rank's share of the
-        available host memory. The check is necessary because Linux overcommits memory and kills a process
-        when it cannot provide a page.
+        """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights. The limit
+        is the total memory of a GPU or, on a CPU, this rank's share of the available host memory. There, the
+        check is necessary because Linux overcommits memory and kills a process when it cannot provide a page.
         """
         if self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
@@ -55,8 +53,8 @@ class WeightFit:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise WeightsTooLarge if a GPU runs out of memory in the body of the `with` statement, which
-        allocates and fills weights."""
+        """Raise WeightsTooLarge if a GPU runs out of memory in the `with` body, which allocates and fills
+        weights."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -79,7 +77,7 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. A change of a setting is suggested only if the weights would then fit
+        """Return the possible remedies. Changing a setting is suggested only if the weights would then fit
         into `most` bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
