@@ -1,2 +1,2 @@
-"""The engine's benchmark, `python -m engine.bench`. It runs named workloads and compares each result with the
+"""The engine's benchmark, `python -m engine.bench`: runs named workloads and compares each result with the
 device's limit."""

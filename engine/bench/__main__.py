@@ -1,20 +1,20 @@
-"""`python -m engine.bench`: run named workloads and print the results as a fraction of the device's limit.
+"""`python -m engine.bench`: run named workloads and print the results as fractions of the device's limit.
 
     python -m engine.bench --shape llama-3.1-8b
     python -m engine.bench --shape llama-3.1-8b b1_decode prefill --runs 3 --json out.json
     python -m engine.bench --shape llama-3.1-70b --tensor-parallel-size 4 --fp8 --kv-fp8
 
 Unless --model is given, the model has random weights and the shape of a public model. The table shows the run
-with the median result. It lists decode-only steps and steps with prefill ("mixed") separately: the number of
-steps, their mean duration, and the fraction of the time during which the device waited for the host ("idle").
-The column "max" shows the largest idle fraction of all runs.
+with the median result. Decode-only steps and steps with prefill ("mixed") are listed separately: their
+number, their mean duration, and the fraction of time that the device spent waiting for the host ("idle"). The
+"max" column is the largest idle fraction of any run.
 
 With several ranks, this process is rank 0 of a replica. The limit is computed from the bytes and operations
-of one GPU, without communication. A second line per workload shows the mean time that rank 0 needs to encode
-and send the plan of a step. For a mixture of experts on one rank, a further line shows the number of distinct
-experts per layer that a decode step reads, and the number that the limit assumes.
+of one GPU, without communication. A second line per workload shows the mean time that rank 0 takes to encode
+and send a step's plan. For a mixture of experts on one rank, a further line shows how many distinct experts
+per layer a decode step reads, and how many the limit assumes.
 
-The benchmark requires torch, numpy and msgspec, and triton on a GPU. It does not need a running service and
+The benchmark requires torch, numpy and msgspec, and triton on a GPU. It needs no running service and
 downloads nothing.
 """
 

@@ -1,13 +1,13 @@
-"""`python -m engine.bench.collectives`: compare the fused all-reduce with the all-reduce of NCCL and torch,
-by message size.
+"""`python -m engine.bench.collectives`: compare the fused all-reduce with those of NCCL and torch, by message
+size.
 
     python -m engine.bench.collectives --gpus 2 --hidden 8192 --json out.json
 
 The table shows the time per call in microseconds, measured in a CUDA graph of many calls. NCCL and torch
-compute only the all-reduce. The engine's kernels also add the residual. The columns with "+norm" include the
+compute only the all-reduce. The engine's kernels also add the residual. Columns with "+norm" include the
 partial RMSNorm. "+FP8 norm" is the one-shot kernel that also computes the quantised RMSNorm, with one program
-per row. "then FP8 norm" is the time of the two separate kernels that the "+FP8 norm" kernel replaces. The
-torch functions come from `torch.distributed._symmetric_memory` and run without NVLink multicast.
+per row. "then FP8 norm" is the time of the two kernels that "+FP8 norm" replaces. The torch functions come
+from `torch.distributed._symmetric_memory` and run without NVLink multicast.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _measure(memory: Any, rows: int, hidden: int) -> dict[str, float]:
 
 def _microseconds(run: Callable[[], object], calls: int) -> float:
     """Return the median time per call in a CUDA graph of `calls` calls. An untimed replay before each timed
-    replay aligns the ranks."""
+    one aligns the ranks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

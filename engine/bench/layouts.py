@@ -2,10 +2,10 @@
 
     python -m engine.bench.layouts --shape qwen3-30b-a3b --fp8 --tensor-parallel-size 4 b1_decode prefill
 
-Every argument is passed to `python -m engine.bench`. The benchmark runs twice: once with a slice of every
-expert on each rank ("split"), and once with a subset of whole experts on each rank (`--expert-parallel`). The
-table shows each workload's results in both layouts, and their ratio. A ratio above 1 means that the layout
-with whole experts is better.
+All arguments are passed to `python -m engine.bench`, which runs twice: once with a slice of every expert on
+each rank ("split"), and once with a subset of whole experts on each rank (`--expert-parallel`). The table
+shows each workload's results in both layouts, and their ratio. A ratio above 1 means that whole experts are
+better.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from engine.bench.workloads import WORKLOADS
 
 _LAYOUTS = {"split": [], "whole": ["--expert-parallel"]}
-"""Additional arguments of the benchmark for each layout."""
+"""Each layout's additional benchmark arguments."""
 
 
 def main() -> int:
@@ -48,8 +48,8 @@ def main() -> int:
 
 
 def comparison(split: dict[str, Any], whole: dict[str, Any]) -> list[str]:
-    """Return the lines of a table with the results of both layouts. Each argument is the object `workloads`
-    from one run's --json file."""
+    """Return the lines of a table comparing the two layouts. Each argument is the `workloads` object of one
+    run's --json file."""
     lines = [f"{'workload':14} {'split':>10} {'whole':>10} {'unit':>8} {'ratio':>6}"]
     for name, one in split.items():
         results = one["result"], whole[name]["result"]

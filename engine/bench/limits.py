@@ -1,9 +1,8 @@
-"""Computes the limit of a workload: the best result that the hardware allows, on one device or on several
-identical devices.
+"""Computes a workload's limit: the best result that the hardware allows, on one or more identical devices.
 
-The limit is derived from the number of bytes that each device must read, the number of operations that it
-must perform, and its peak rates. No engine can be faster, so results are printed as a fraction of the limit.
-Communication between devices is not counted.
+The limit follows from the bytes that each device must read, the operations it must perform, and its peak
+rates. No engine can be faster, so results are printed as fractions of the limit. Communication between
+devices is ignored.
 
 A decode step reads every matrix once, and the keys and values of every sequence once. In an MoE layer, a step
 is assumed to read the expected number of distinct experts if every token is equally likely to choose any
@@ -43,7 +42,7 @@ def limit(
     prompt, output = workload.prompt_tokens, workload.output_tokens
 
     def read_s(tokens: int) -> float:
-        """Return the time that a pass of `tokens` tokens needs to read its matrices."""
+        """Return the time for a pass of `tokens` tokens to read its matrices."""
         return (read_parameters(config, tokens) / ranks * weight_bytes + head * 2) / device.bytes_per_s
 
     pairs = prompt * (prompt + 1) / 2
@@ -53,7 +52,7 @@ def limit(
     # A prefill reads every matrix at least once.
     prefill_s = max(prefill_s, read_s(at_once * prompt))
 
-    # If there are more ranks than KV heads, several ranks store the same head.
+    # With more ranks than KV heads, several ranks store the same head.
     kv_per_token = kv_bytes_per_block(config, kv_cache_dtype, ranks) / BLOCK_TOKENS
     mean_context = prompt + output / 2
     step_s = max(

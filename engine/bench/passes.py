@@ -124,7 +124,7 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 class _Alone(parallel.Collectives):
-    """Collectives that do not communicate: a rank uses its own part instead of the sum over all ranks."""
+    """Collectives that do not communicate: a rank uses its own part in place of the sum over all ranks."""
 
     def __init__(self, ranks: PeerRanks) -> None:
         self.size, self.rank = ranks.size, ranks.rank
@@ -164,13 +164,13 @@ class _Bench:
             if graphs is not None:
                 graphs.capture(no_progress)
         self._expected: dict[int, torch.Tensor] = {}
-        """Logits of the eager variant, by number of tokens."""
+        """The eager variant's logits, by number of tokens."""
         self._blocks = -(-self._longest // BLOCK_TOKENS) + 1
         self._kv = self._decoder.allocate_kv(self._blocks)
         self._tables = SlotTables(8, self._blocks, config.vocab_size, self._device)
 
     def measure(self, variant: str, tokens: int) -> None:
-        """Time the passes of a variant, and print a line on rank 0."""
+        """Time a variant's passes, and print a line on rank 0."""
         run = self._prepare(variant, tokens)
         times, host = zip(*(self._time(run) for _ in range(_PASSES)), strict=True)
         if tokens not in self._expected:
@@ -210,8 +210,7 @@ class _Bench:
                 sys.stdout.flush()
 
     def _prepare(self, variant: str, tokens: int) -> Callable[[], torch.Tensor]:
-        """Return a function that launches a pass of `tokens` tokens. The function has already been called
-        once."""
+        """Return a function that launches a pass of `tokens` tokens, after calling it once."""
         plan = self._plan(tokens)
         self._tables.apply(plan)
         with self._variant(variant) as decoder:
@@ -233,8 +232,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def _variant(self, variant: str) -> Iterator[Decoder]:
-        """Provide a decoder that launches the kernels of a variant. The variant is active until the `with`
-        statement ends."""
+        """Provide a decoder that launches a variant's kernels, until the `with` statement ends."""
         ranks, decoder = self._ranks, copy.copy(self._decoder)
         ops, limits, pdl, overlap_from = decoder.ops, ranks.limits, ranks.pdl, ranks.overlap_from
         assert isinstance(ops, CudaOps)
@@ -263,8 +261,8 @@ class _Bench:
         return StepPlan(0, setups, blocks, [], [], [Chunk(0, 0, prompt, [0])])
 
     def _time(self, run: Callable[[], torch.Tensor]) -> tuple[float, float]:
-        """Run a pass that all ranks start at the same time. Return its time on the device and the time that
-        the host needs to launch it, both in milliseconds."""
+        """Run a pass that all ranks start at the same time. Return its device time and the host's launch
+        time, both in milliseconds."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._barrier()
         called = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Counts the distinct experts that tokens choose in the decode steps of a workload. The limits assume that
-every expert is equally likely to be chosen (`engine.ceilings.expected_experts`). The counts show whether this
-holds for a model with random weights."""
+"""Counts the distinct experts chosen in a workload's decode steps. The limits assume that every expert is
+equally likely to be chosen (`engine.ceilings.expected_experts`). The counts show whether this holds for a
+model with random weights."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from engine.model.experts import Mixture
 from kernels import ExpertActivation
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 17
-"""Lengths of the sequences used for counting."""
+"""Length of the sequences used for counting."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistinctExperts:
-    """The mean number of distinct experts per layer that the tokens of a decode step choose."""
+    """The mean number of distinct experts per layer chosen in a decode step."""
 
     counted: float
     expected: float
-    """Expected number of distinct experts if every expert is equally likely to be chosen."""
+    """Expected number of distinct experts if all experts are equally likely to be chosen."""
     experts: int
-    """Number of experts in a layer."""
+    """Number of experts per layer."""
 
     def line(self) -> str:
         return (
@@ -40,10 +40,9 @@ class DistinctExperts:
 
 
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
-    """Run as many short sequences as the workload decodes at the same time, and count the experts that their
-    tokens choose. Returns None if the model has no experts, or if no step decodes all sequences. Also returns
-    None with several ranks: the counted steps do not use CUDA graphs, so the other ranks would not take part
-    in them."""
+    """Run as many short sequences as the workload decodes at once, and count the experts that their tokens
+    choose. Returns None if the model has no experts, if no step decodes all sequences, or with several ranks:
+    the counted steps do not use CUDA graphs, so the other ranks would not take part in them."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None
@@ -75,7 +74,7 @@ def _watched(decoder: Decoder, tokens: int) -> Iterator[list[int]]:
 
     def watched(inputs: ForwardInput, kv: Any) -> Any:
         attention = inputs.attention
-        # Because of padding, a step has at least as many slots as tokens.
+        # A step may have more slots than tokens because of padding.
         watch.decoding = not attention.chunks and attention.tiles is None and len(attention.slots) >= tokens
         return forward(inputs, kv)
 

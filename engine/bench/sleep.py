@@ -1,14 +1,14 @@
 """`python -m engine.bench.sleep`: measure how long a model takes to sleep, to wake, and to generate its first
-token afterwards.
+token after waking.
 
     python -m engine.bench.sleep --shape llama-3.1-8b --rounds 10
     python -m engine.bench.sleep --shape llama-3.1-70b --fp8 --tensor-parallel-size 4 --json out.json
 
 The model has random weights unless --model is given. Each round puts the replica to sleep, wakes it, and
-generates one token for a new prompt. The time to the first token is measured from the request to wake. The
-columns "device" show the memory that all processes together use on the first GPU, while the replica sleeps
-and after the round. The column "host" shows the resident memory of this process, which is rank 0. These
-values must not grow from round to round. The tokens of a greedy answer must be the same in all rounds.
+generates one token for a new prompt. The time to the first token is measured from the wake request. The
+"device" columns show the memory used by all processes on the first GPU, while the replica sleeps and after
+the round. The "host" column shows the resident memory of this process, which is rank 0. None of these may
+grow from round to round, and a greedy answer must have the same tokens in every round.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Measurements of one round of sleep and wake."""
+    """Measurements of one sleep and wake round."""
 
     sleep_s: float
     freed_bytes: int
@@ -46,7 +46,7 @@ class Round:
     device_asleep_bytes: int
     wake_s: float
     first_token_s: float
-    """Time from the request to wake until the first token."""
+    """Time from the wake request to the first token."""
     device_bytes: int
     host_bytes: int
 
@@ -96,7 +96,7 @@ def _round(engine: LocalEngine) -> Round:
     woken = _change(engine, False)
     _answer(engine, 1)
     first_token_s = time.perf_counter() - began
-    # Wait until the copies in host memory, which are deleted in the background, have been deleted.
+    # Wait for the background deletion of the copies in host memory.
     engine.runner.memory.check(engine.info.tensor_parallel_size)
     return Round(
         sleep_s=slept.seconds,
@@ -118,8 +118,8 @@ def _change(engine: LocalEngine, asleep: bool) -> MemoryChanged:
 
 
 def _answer(engine: LocalEngine, tokens: int) -> list[int]:
-    """Return a greedy answer to a fixed prompt. The prompt is always computed, because the prefix cache never
-    contains it."""
+    """Return a greedy answer to a fixed prompt, which is always computed because it is never in the prefix
+    cache."""
     prompt = [(7 * place + 3) % engine.info.vocab_size for place in range(_WORKLOAD.prompt_tokens)]
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     ((sample,),) = engine.generate([prompt], sampling, cache_salt=str(time.perf_counter_ns()))
@@ -127,7 +127,7 @@ def _answer(engine: LocalEngine, tokens: int) -> list[int]:
 
 
 def _device_bytes() -> int:
-    """Return the first GPU's used memory in bytes, or 0 if there is no GPU."""
+    """Return the memory used on the first GPU, in bytes, or 0 if there is no GPU."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()

@@ -34,11 +34,11 @@ FAILURES = (
     torch.OutOfMemoryError,
     RankFailureError,
 )
-"""Engine exceptions that are reported with their message only, without a traceback."""
+"""Engine exceptions reported by message only, without a traceback."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options that `started` uses."""
+    """Add the command-line options used by `started`."""
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="public shape (%(default)s)"
     )
@@ -75,10 +75,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def started(
     arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
 ) -> Iterator[LocalEngine]:
-    """Start an engine for the sequences in `workloads`. The engine is closed when the `with` statement ends.
+    """Start an engine for the sequences in `workloads`. It is closed when the `with` statement ends.
 
     The engine is configured like a replica, with the options of `add_options`. Progress is shown on standard
-    error if it is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the
+    error if that is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the
     exceptions in FAILURES.
     """
     with closed_at_end(_start(arguments, scratch, workloads)) as engine:
@@ -87,8 +87,8 @@ def started(
 
 @contextmanager
 def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
-    """Close the engine when the `with` statement ends. If its body raises RankLost, add the cause of the loss
-    to the exception, if the cause is known."""
+    """Close the engine when the `with` statement ends. If its body raises RankLost and the cause of the loss
+    is known, add the cause to the exception."""
     try:
         yield engine
     except RankFailureError as error:
@@ -98,7 +98,7 @@ def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit the process immediately, because threads of torch.distributed can block a normal exit."""
+    """Exit the process immediately, because torch.distributed's threads can block a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -140,8 +140,8 @@ def _start(
 def _max_model_len(
     arguments: argparse.Namespace, model: Path, workloads: Mapping[str, EngineWorkload]
 ) -> int:
-    """Return the value of --max-model-len, or by default the length of the longest sequence in the workloads.
-    Raises UnsupportedError if the sequences are too long for the option or for the model."""
+    """Return the value of --max-model-len, which defaults to the longest sequence in the workloads. Raises
+    UnsupportedError if the sequences are too long for the option or for the model."""
     name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
     needed, given = longest.sequence_tokens, arguments.max_model_len
     longest_text = (

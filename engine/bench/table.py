@@ -1,5 +1,4 @@
-"""Formats the benchmark's table. Each line shows the result of a workload, the limit, and statistics of the
-steps."""
+"""Formats the benchmark's table. Each line shows a workload's result, its limit, and step statistics."""
 
 from __future__ import annotations
 
@@ -11,20 +10,19 @@ HEADING = (
     f"{'workload':14}{'result':>11}{'unit':>8}{'limit':>9}{'%':>7}"
     f"{'decode':>8}{'ms':>8}{'idle':>7}{'max':>7}{'mixed':>7}{'ms':>8}{'idle':>7}{'max':>7}"
 )
-"""Column headings. "%" is the result as a percentage of the limit. Decode-only and mixed steps each have four
-columns: the number of steps, their mean duration, the median run's idle fraction, and the maximum idle
-fraction over all runs."""
+"""Column headings. "%" is the result as a percentage of the limit. Decode-only and mixed steps have four
+columns each: the number of steps, their mean duration, the median run's idle fraction, and the maximum idle
+fraction of all runs."""
 
 
 def median_run(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> WorkloadResult:
-    """Return the run with the median result, or the slower of the two middle runs if the number of runs is
-    even."""
+    """Return the run with the median result, or the slower of the two middle runs if their number is even."""
     ranked = sorted(runs, key=lambda run: run.result, reverse=workload.lower_is_better)
     return ranked[(len(ranked) - 1) // 2]
 
 
 def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], limit: float | None) -> str:
-    """Format the line of a workload. `limit` is None if the device's peak rates are unknown."""
+    """Format a workload's line. `limit` is None if the device's peak rates are unknown."""
     run = median_run(workload, runs)
     fraction = ""
     if limit is not None:
@@ -36,7 +34,7 @@ def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], li
 
 
 def plans_line(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> str:
-    """Format the mean time per step that rank 0 needed to send plans to the other ranks in the median run."""
+    """Format the mean time per step that rank 0 spent sending plans to the other ranks in the median run."""
     run = median_run(workload, runs)
     kinds = [(name, steps) for name, steps in (("decode", run.decode), ("mixed", run.mixed)) if steps.count]
     spent = ", ".join(f"{steps.plan_us:.0f} µs per {name} step" for name, steps in kinds)

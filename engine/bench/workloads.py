@@ -1,4 +1,4 @@
-"""Defines the benchmark's named workloads, and runs one of them on an engine."""
+"""Defines the benchmark's named workloads, and runs a workload on an engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from engine.messages import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkload:
-    """A workload that sends `requests` prompts of random tokens, either all at the same time or one after
-    another. Each request generates exactly `output_tokens` tokens, because end-of-sequence tokens are
-    ignored. No prompt is found in the prefix cache."""
+    """A workload that sends `requests` prompts of random tokens, either all at once or one after another.
+    Each request generates exactly `output_tokens` tokens; end-of-sequence tokens are ignored. No prompt is in
+    the prefix cache."""
 
     requests: int
     prompt_tokens: int
@@ -30,7 +30,7 @@ class EngineWorkload:
 
     @property
     def sequence_tokens(self) -> int:
-        """Length of a sequence in tokens, including prompt and output."""
+        """Sequence length in tokens, prompt included."""
         return self.prompt_tokens + self.output_tokens
 
     @property
@@ -57,15 +57,15 @@ WORKLOADS: dict[str, EngineWorkload] = {
 
 @dataclass(slots=True)
 class StepStats:
-    """Statistics of a run's decode-only steps or mixed steps: their number, their mean duration, and the mean
-    time for which the device waited for the host before a step."""
+    """Statistics of a run's decode-only or mixed steps: their number, their mean duration, and the mean time
+    that the device waited for the host before a step."""
 
     count: int
     ms: float
     idle_us: float
     idle_fraction: float
     plan_us: float = 0.0
-    """Mean time per step that rank 0 needed to send the plan to the other ranks."""
+    """Mean time per step that rank 0 spent sending the plan to the other ranks."""
 
 
 @dataclass(slots=True)
@@ -83,10 +83,8 @@ class WorkloadResult:
 
 
 def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:
-    """Run a workload once, with prompts derived from `seed`.
-
-    Raises RuntimeError if a request ends before it has generated all of its tokens, because the run's time
-    would then not be comparable.
+    """Run a workload once, with prompts derived from `seed`. Raises RuntimeError if a request ends before
+    generating all of its tokens, because the run's time would then not be comparable.
     """
     draw = random.Random(seed)
     vocabulary = engine.info.vocab_size
@@ -130,7 +128,7 @@ def _generate(engine: LocalEngine, prompts: list[list[int]], workload: EngineWor
         top_p=workload.top_p,
         seed=seed,
     )
-    # Use a new salt for each call to prevent hits in the prefix cache.
+    # Use a new salt for each call to rule out prefix cache hits.
     for samples in engine.generate(prompts, sampling, cache_salt=f"{seed}/{time.perf_counter_ns()}"):
         if len(samples[0].token_ids) != workload.output_tokens:
             raise RuntimeError(

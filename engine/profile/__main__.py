@@ -1,14 +1,14 @@
-"""`python -m engine.profile`: show the time of each kernel in recorded steps.
+"""`python -m engine.profile`: show how long each kernel takes in recorded steps.
 
     python -m engine.profile --shape llama-3.1-8b --workload b8_decode --trace trace.json
     python -m engine.profile --shape llama-3.1-8b --fp8 --kv-fp8 --workload n1024 --kind mixed
     python -m engine.profile --shape llama-3.1-70b --tensor-parallel-size 4 --workload b1_decode
 
 The profiler runs a workload of `engine.bench` and prints a table. The model is the checkpoint given by
---model, or has random weights and the shape of a public model. --trace also writes the Chrome trace, for
-chrome://tracing or ui.perfetto.dev. On a CPU, the table shows torch's operations. With several ranks, this
-process is rank 0 of a replica, and the table shows the device of rank 0. The profiler requires the same
-packages as `engine.bench`.
+--model, or a public model shape with random weights. --trace also writes the Chrome trace, for
+chrome://tracing or ui.perfetto.dev. On a CPU, the table shows torch operations. With several ranks, this
+process is rank 0 of a replica, and the table shows rank 0's device. The profiler requires the same packages
+as `engine.bench`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Profile decode-only or mixed steps of one workload. Returns 1 if the workload has no such steps, if the
-    engine cannot start, or if the trace cannot be written."""
+    """Profile decode-only or mixed steps of a workload. Returns 1 if the workload has no such steps, the
+    engine cannot start, or the trace cannot be written."""
     arguments = _arguments()
     workload = WORKLOADS[arguments.workload]
     kind: Kind = arguments.kind or ("decode" if workload.output_tokens > 1 else "mixed")

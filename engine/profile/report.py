@@ -1,5 +1,5 @@
-"""Formats a profile as a table. The table shows the time, memory traffic and operations of each kernel, and
-the idle gaps between kernels."""
+"""Formats a profile as a table with the time, memory traffic and operations of each kernel, and the idle gaps
+between kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _GAPS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """Measurements of one kernel, averaged over the recorded steps."""
+    """Measurements for one kernel, averaged over the recorded steps."""
 
     name: str
     calls: float
     us: float
     share: float
-    """Fraction of the total time, including idle gaps."""
+    """Fraction of the total time, idle gaps included."""
     work: KernelWork | None
-    """The kernel's minimum memory traffic and its operations, or None if they are unknown."""
+    """The kernel's minimum memory traffic and operations, or None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def kernel_rows(
     for name, call in zip(names, timeline.calls, strict=True):
         us[name] += call.us
         calls[name] += 1
-    # On a CPU, operations run in parallel on several threads. The sum of their times may therefore exceed the
+    # On a CPU, operations run in parallel on several threads, so their times may add up to more than the
     # elapsed time.
     whole = timeline.us if timeline.on_gpu else sum(us.values())
     kinds: dict[str, int] = defaultdict(int)
@@ -64,7 +64,7 @@ def kernel_rows(
 
 
 def idle_gaps(names: list[str], timeline: TraceTimeline, steps: int) -> list[IdleGap]:
-    """Return the idle gaps between kernels, in order of decreasing length."""
+    """Return the idle gaps between kernels, longest first."""
     us: dict[tuple[str, str], float] = defaultdict(float)
     for before, after, call in zip(names, names[1:], timeline.calls[1:], strict=False):
         us[before, after] += call.gap_us
@@ -78,8 +78,8 @@ def idle_gaps(names: list[str], timeline: TraceTimeline, steps: int) -> list[Idl
 def lines(
     rows: list[KernelRow], gaps: list[IdleGap], timeline: TraceTimeline, steps: int, device: Ceilings | None
 ) -> list[str]:
-    """Format the table. The column "of limit" requires the GPU's peak rates. On a CPU, the table has no
-    bytes, operations or gaps."""
+    """Format the table. The "of limit" column requires the GPU's peak rates. On a CPU, the columns for bytes,
+    operations and gaps are omitted."""
     heading = f"{'kernel':40}{'calls':>7}{'µs':>10}{'share':>8}"
     if timeline.on_gpu:
         heading += f"{'MB':>10}{'GB/s':>8}{'TFLOP/s':>9}{'of limit':>10}"
@@ -99,7 +99,7 @@ def lines(
 
 
 def _kind(name: str) -> str:
-    """Return the name under which `work_by_kernel` lists a kernel."""
+    """Return the name `work_by_kernel` uses for a kernel."""
     return name.partition(" (")[0]
 
 

@@ -27,8 +27,8 @@ class MissingStepsError(RuntimeError):
 
 _ORIGIN = "profile"
 _SETTLE: dict[Kind, int] = {"decode": 3, "mixed": 0}
-"""Default number of skipped steps before the recording starts. The number is 0 for mixed steps, because some
-workloads have only one mixed step."""
+"""Default number of steps to skip before recording. It is 0 for mixed steps, because some workloads have only
+one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class StepShape:
     """The token counts of one step."""
 
     contexts: list[int]
-    """Context length of each decode: the number of tokens of the sequence, including the new token."""
+    """Context length of each decode: the sequence's number of tokens, including the new one."""
     chunks: list[tuple[int, int]]
-    """For each prefill chunk, the number of preceding tokens and the number of tokens in the chunk."""
+    """The number of preceding tokens and of its own tokens, for each prefill chunk."""
     logit_rows: int
 
     @property
@@ -48,7 +48,7 @@ class StepShape:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A step runner that wraps another runner, and records consecutive steps of the requested kind."""
+    """A step runner that wraps another one and records consecutive steps of the requested kind."""
 
     runner: StepRunner
     kind: Kind
@@ -102,17 +102,16 @@ def record(
     engine: LocalEngine, workload: EngineWorkload, kind: Kind, steps: int, skip: int | None, trace: Path
 ) -> list[StepShape]:
     """Record up to `steps` consecutive steps of one kind, write their Chrome trace, and return their shapes.
-
-    The first `skip` steps of this kind are not recorded. None selects a default for the kind. The recording
-    is shorter if a step of the other kind follows or the workload ends. All requests of the workload are
-    submitted together. If the workload sends one request at a time, only one is submitted. The requests are
-    cancelled after the recording. Raises MissingStepsError if the workload has no steps of this kind.
+    The first `skip` steps of the kind are not recorded; None selects the kind's default. The recording is
+    shorter if a step of the other kind follows or the workload ends. All of the workload's requests are
+    submitted at once, or only one if the workload sends one at a time. They are cancelled after the
+    recording. Raises MissingStepsError if the workload has no steps of this kind.
     """
     gpu = engine.runner.device.type == "cuda"
     skip = _SETTLE[kind] if skip is None else skip
     recorder = _Recorder(engine.runner, kind, skip, profile(**_options(gpu)), gpu)
-    # A runner on a CPU cannot be synchronised. Do not overlap steps on a CPU, so that every step has finished
-    # before the recording stops.
+    # A CPU runner cannot be synchronised. Disable overlap there, so that every step has finished before the
+    # recording stops.
     core = EngineCore(engine.scheduler, recorder, overlap=gpu, plans=engine.core.plans)
     for submit in _submits(workload, engine.info.vocab_size):
         engine.scheduler.add(_ORIGIN, submit)
@@ -147,7 +146,7 @@ def _submits(workload: EngineWorkload, vocabulary: int) -> list[Submit]:
         top_p=workload.top_p,
     )
     requests = 1 if workload.one_at_a_time else workload.requests
-    # Use a new salt, so that the prefix cache does not contain the prompts of earlier recordings.
+    # Use a new salt, so that prompts from earlier recordings are not found in the prefix cache.
     salt = f"profile/{time.perf_counter_ns()}"
     return [
         Submit(
@@ -162,11 +161,11 @@ def _submits(workload: EngineWorkload, vocabulary: int) -> list[Submit]:
 
 
 def _options(gpu: bool) -> dict[str, Any]:
-    """Return the options of torch's profiler. On a GPU, only kernels are recorded, because recording the
-    operations of the host would slow down the host."""
+    """Return the options for torch's profiler. On a GPU, only kernels are recorded, because recording host
+    operations would slow down the host."""
     if gpu:
         return {"activities": [ProfilerActivity.CUDA]}
-    # Steps run on the runner's thread instead of the calling thread.
+    # Steps run on the runner's thread, not on the calling thread.
     every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return {"activities": [ProfilerActivity.CPU], "experimental_config": every}
 

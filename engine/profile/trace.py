@@ -14,32 +14,32 @@ _ON_CPU = "cpu_op"
 
 @dataclass(frozen=True, slots=True)
 class TraceCall:
-    """A kernel, copy or fill operation on a GPU, or a torch operation on a CPU."""
+    """A kernel, copy or fill on a GPU, or a torch operation on a CPU."""
 
     name: str
-    """Name of the kernel, as returned by `short_name`."""
+    """The kernel's name, as returned by `short_name`."""
     us: float
     """Time, in microseconds, that the call adds to the timeline. On a GPU, a kernel may start before the
-    previous kernel ends (programmatic dependent launch). In this case, only the time after the end of the
-    previous kernel counts. On a CPU, the time of nested operations is excluded."""
+    previous one ends (programmatic dependent launch); only the time after that end counts. On a CPU, nested
+    operations are excluded."""
     gap_us: float
-    """Idle time, in microseconds, before the call. It is 0 on a CPU."""
+    """Idle time before the call, in microseconds. Always 0 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceTimeline:
-    """All GPU calls or all CPU calls of a trace."""
+    """All GPU calls, or all CPU calls, of a trace."""
 
     calls: list[TraceCall]
     """The calls, ordered by start time."""
     on_gpu: bool
     us: float
-    """Time, in microseconds, from the start of the first call to the end of the last call."""
+    """Time, in microseconds, from the start of the first call to the end of the last."""
 
 
 def read_timeline(path: Path) -> TraceTimeline:
-    """Read the GPU calls of a trace, or the CPU calls if it has no GPU calls. Raises ValueError if the trace
-    contains no calls."""
+    """Read a trace's GPU calls, or its CPU calls if it has no GPU calls. Raises ValueError if it contains no
+    calls."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     on_gpu = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: e["ts"])
     if on_gpu:
@@ -84,8 +84,8 @@ def _end(event: dict[str, Any]) -> float:
 def short_name(name: str) -> str:
     """Return a kernel's name without template arguments, parameters and namespaces.
 
-    Names of Triton kernels are unchanged. CUTLASS kernels get the prefix "cutlass", because many of them
-    share one name. The names of torch's elementwise kernels include the functor.
+    Triton kernel names are unchanged. CUTLASS kernels are prefixed with "cutlass", because many of them share
+    one name. Names of torch's elementwise kernels include the functor.
     """
     symbol, _, arguments = name.removeprefix("void ").partition("<")
     *spaces, bare = symbol.partition("(")[0].strip().split("::")

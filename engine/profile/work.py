@@ -1,9 +1,9 @@
-"""Computes the minimum memory traffic and the operations of each kernel from the shapes of steps.
+"""Computes each kernel's minimum memory traffic and operations from the shapes of steps.
 
-Kernels are recognised by name. Triton kernels have the names of their functions, and the names of library
-GEMMs contain "gemm" or a similar substring. The GEMMs of a layer are distinguished by their order, which is
-the same in every step. For a mixture of experts, the traffic is computed from the expected number of experts
-that the tokens of a step choose, if every expert is equally likely to be chosen.
+Kernels are recognised by name. Triton kernels are named after their functions, and library GEMM names contain
+"gemm" or a similar substring. A layer's GEMMs are told apart by their order, which is the same in every step.
+For a mixture of experts, the traffic is based on the expected number of experts chosen in a step, if all
+experts are equally likely to be chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.sizing import EXPANSION_BLOCKS, FP8
 _TRITON_GEMMS = ("_gemv", "_dot", "_stream", "_tiles")
 _LIBRARY_GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|xmma", re.IGNORECASE)
 _REDUCTION = re.compile(r"reduce", re.IGNORECASE)
-"""Matches the name of the reduction kernel that follows a library GEMM if the GEMM is split along K."""
+"""Matches the name of the reduction kernel that follows a split-K library GEMM."""
 _EXPERTS_KERNELS = {
     "_route": "route",
     "_logits": "route",
@@ -40,20 +40,20 @@ _GROUPED = "_grouped"
 """The kernel that a mixture-of-experts layer launches twice: first for "experts up", then for "experts
 down"."""
 _PLACE = "_place"
-"""Name that two kernels share: the last kernel of "sort", which runs directly before "experts up", and a
-kernel that runs at the start of decode steps."""
+"""Name shared by two kernels: the last kernel of "sort", which runs directly before "experts up", and a
+kernel at the start of decode steps."""
 _ALL_GEMMS = "gemms"
-"""Label of GEMMs that cannot be distinguished."""
+"""Label for GEMMs that cannot be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """Memory traffic (in bytes) and operations of a kernel, summed over all of its calls."""
+    """A kernel's memory traffic (in bytes) and operations, summed over all of its calls."""
 
     bytes: float
     operations: float = 0.0
     per_s: float | None = None
-    """The device's peak rate for these operations, per second. It is None if the operations cannot be the
+    """The device's peak rate for these operations, per second, or None if operations cannot be the
     bottleneck."""
 
     def __add__(self, other: KernelWork) -> KernelWork:
@@ -71,7 +71,7 @@ def label_kernels(names: list[str], config: ModelConfig, shapes: Sequence[StepSh
     """Return the kernel names, with each GEMM labelled by its weights (qkv, o, gate_up, down or lm_head), and
     each kernel of a mixture of experts labelled by what it computes.
 
-    `names` are the kernels in execution order. If the number of GEMMs does not match the steps, all GEMMs are
+    `names` are the kernels in execution order. If the number of GEMMs does not fit the steps, all of them are
     labelled "gemms".
     """
     places = [index for index, name in enumerate(names) if is_gemm(name)]
@@ -93,7 +93,7 @@ def label_kernels(names: list[str], config: ModelConfig, shapes: Sequence[StepSh
 
 
 def _layer_gemms(config: ModelConfig) -> list[str]:
-    """Return the labels for all layers' GEMMs, in execution order."""
+    """Return the labels of all layers' GEMMs, in execution order."""
     shared = config.experts is not None and config.experts.shared_intermediate_size is not None
     of_experts = ["shared gate", "shared gate_up", "shared down"] if shared else []
     labels = []
@@ -103,8 +103,7 @@ def _layer_gemms(config: ModelConfig) -> list[str]:
 
 
 def is_gemm(name: str) -> bool:
-    """Return whether a kernel is a GEMM with a single weight matrix. The kernels of experts have several
-    weight matrices."""
+    """Return whether a kernel is a GEMM with a single weight matrix. Expert kernels have several."""
     if name in _EXPERTS_KERNELS:
         return False
     return name in _TRITON_GEMMS or (
@@ -120,14 +119,13 @@ def work_by_kernel(
     norms: float | None = None,
     launched: Collection[str] = (),
 ) -> dict[str, KernelWork]:
-    """Return the work of each kernel or label on rank 0, summed over all `shapes`.
+    """Return the work of each kernel or label on rank 0, summed over all `shapes`. `norms` is the number of
+    norm kernels launched per step, which is lower if GEMMs fuse some norms; None assumes one launch per norm.
+    `launched` contains the names of all launched kernels: the work of some depends on whether certain others
+    ran, e.g. the Hopper attention kernel.
 
-    `norms` is the number of norm kernels that a step launches. The number is lower if GEMMs fuse some norms.
-    None assumes one launch per norm. `launched` contains the names of all launched kernels, because the work
-    of some kernels depends on whether certain other kernels ran, e.g. the Hopper attention kernel.
-
-    The result contains two approximations. Captured passes never use the Hopper kernel, but are counted as if
-    they did. Chunks that read an FP8 cache directly are counted as if the cache had been expanded first.
+    The result is approximate in two respects. Captured passes never use the Hopper kernel, but are counted as
+    if they did. Chunks that read an FP8 cache directly are counted as if it had been expanded first.
     """
     made: dict[str, KernelWork] = {}
     config = _of_rank(config, info.tensor_parallel_size)
@@ -167,9 +165,9 @@ def _of_step(
     norms: float,
     launched: Collection[str],
 ) -> dict[str, KernelWork]:
-    """Return the work of each kernel in one step. `norms` is the number of norm launches over all tokens."""
+    """Return each kernel's work in one step. `norms` is the number of norm launches over all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
-    # The last layer writes keys and values for all tokens, but computes results only for the tokens that need
+    # The last layer writes keys and values for all tokens, but computes results only for those that need
     # logits.
     results = len(shape.contexts) + len(shape.chunks)
     through = [tokens] * (layers - 1) + [results]
@@ -178,7 +176,7 @@ def _of_step(
     sparse = [count for count, kind in kinds if kind == EXPERTS]
     fp8, number = info.weights != info.dtype, DTYPE_BYTES[info.dtype]
     weight = 1 if fp8 else number
-    # Size, in bytes, of the key or value of one token and head. An FP8 cache also has a scale.
+    # Size in bytes of one token's key or value in one head. An FP8 cache adds a scale.
     of_kv = config.head_dim + 4 if info.kv_cache_dtype == FP8 else config.head_dim * number
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q, both = config.heads * config.head_dim, 2 * config.kv_heads
@@ -192,8 +190,7 @@ def _of_step(
         return KernelWork(moved, 2.0 * count * n * k, per_s)
 
     def layer(n: int, k: int, out: int, counts: Sequence[int]) -> KernelWork:
-        """Return the work of one GEMM in several layers. `counts` are the numbers of tokens that the layers
-        compute."""
+        """Return the work of one GEMM in several layers, which compute `counts` tokens."""
         return sum((product(n, k, count, out, weight, fast) for count in counts), KernelWork(0, 0, fast))
 
     seen = [_seen(context, 1, window) for context in shape.contexts for window in config.sliding_windows]
@@ -248,14 +245,14 @@ def _of_step(
 def _of_mixture(
     experts: ExpertsConfig, hidden: int, tokens: int, number: int, weight: int, launched: Collection[str]
 ) -> dict[str, KernelWork]:
-    """Return the work of each kernel of one mixture-of-experts layer. `number` and `weight` are the sizes, in
-    bytes, of one element of the activations and of the experts' weights."""
+    """Return the work of each kernel in one mixture-of-experts layer. `number` and `weight` are the sizes, in
+    bytes, of an activation element and of an expert weight element."""
     count, top_k, width = experts.count, experts.top_k, experts.intermediate_size
     choices, matrix = tokens * top_k, hidden * width
     read = expected_experts(experts, tokens) * matrix * weight
     # After GEMMs on sorted tokens, "combine" adds the results of each token's experts to the residual.
     written = choices if _GROUPED in launched else 2 * tokens
-    # Some kernels quantise their results themselves.
+    # Some kernels quantise their own results.
     quantised = choices * width * {"_down_gemv", "_down_stream"}.isdisjoint(launched)
     return {
         "route": KernelWork(
@@ -275,7 +272,7 @@ def _of_mixture(
 
 
 def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, window: int | None) -> bool:
-    """Return whether a pass uses the Hopper attention kernel. The result must agree with `kernels.cuda`."""
+    """Return whether a pass uses the Hopper attention kernel. Must agree with `kernels.cuda`."""
     # Imported here because these modules load Triton, which a CPU does not need.
     from engine.model.decoder import TORCH_DTYPES
     from kernels import ChunkSpan
@@ -291,8 +288,7 @@ def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, wind
 
 
 def _seen(context: int, count: int, window: int | None) -> int:
-    """Return the number of cached tokens, in whole KV blocks, to which the last `count` of `context` tokens
-    attend."""
+    """Return how many cached tokens, in whole KV blocks, the last `count` of `context` tokens attend to."""
     reach = context if window is None else min(context, window - 1 + count)
     return -(-reach // BLOCK_TOKENS) * BLOCK_TOKENS
 

@@ -1,1 +1,1 @@
-"""The offline tuner, `python -m engine.tune`. It selects the kernel for each linear of a decoder on a GPU."""
+"""The offline tuner, `python -m engine.tune`: selects the kernel for each linear of a decoder on a GPU."""

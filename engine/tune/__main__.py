@@ -1,5 +1,5 @@
-"""`python -m engine.tune`: measure the fastest kernel for each linear of a decoder, and write the results to
-this GPU's table.
+"""`python -m engine.tune`: find the fastest kernel for each linear of a decoder by measuring, and write the
+results to this GPU's table.
 
     python -m engine.tune --config FOLDER              # matrices in the model's dtype
     python -m engine.tune --config FOLDER --fp8 --rows 1 8 16
@@ -7,15 +7,15 @@ this GPU's table.
     python -m engine.tune --config FOLDER --both --whole-layer --tried tune.json
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
-docs/kernels.md). The tuner times the product's kernels and the library's kernels (cuBLAS) in complete decoder
-layers without attention. It uses CUDA graphs, and weights that are not in the L2 cache. The result of each
-fastest kernel is compared with that of the reference implementation. The kernel is then added to the table
-(kernels/tuned/<gpu>.json, or --out). Existing entries are kept unless --again is given.
+docs/kernels.md). The tuner times the product's kernels and the library's (cuBLAS) in complete decoder layers
+without attention, in CUDA graphs, with weights that are not in the L2 cache. The fastest kernel's result is
+checked against the reference implementation, and the kernel is added to the table (kernels/tuned/<gpu>.json,
+or --out). Existing entries are kept unless --again is given.
 
 --whole-layer refines the table by coordinate descent over whole layers, including attention. The search
 starts from the table's plans, from the rule-based plans, and from a plan that uses the `tiles` kernel for
-every linear. It changes the plan of one linear at a time, and keeps the change if the whole layer becomes at
-least 0.3 % faster.
+every linear. It changes one linear's plan at a time, and keeps the change if the whole layer becomes at least
+0.3 % faster.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Tune every given model. Returns 1 if a model or a file cannot be used. The table is written each time a
-    row count has been measured, so that an interrupted run keeps its results."""
+    """Tune every given model. Returns 1 if a model or a file cannot be used. The table is written after each
+    row count, so that an interrupted run keeps its results."""
     arguments = _arguments()
     try:
         models = [

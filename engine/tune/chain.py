@@ -1,11 +1,9 @@
 """Defines the chains of layers that the tuner times. A chain contains copies of a decoder's layers or of its
-output matrix. The kernel plans of a chain can be replaced.
-
-The linears to tune are found by running the decoder: they are the linears that look up a plan in the table.
-Each copy of a layer has separate weights, so that no weight is in the L2 cache when it is read. The cost of a
-linear is the time that it adds to the entire layer. The cost therefore includes the effects on neighbouring
-kernels, which overlap with the linear (programmatic dependent launch), and the time of norms that are not
-fused into the linear.
+output matrix. A chain's kernel plans can be replaced. Running the decoder finds the linears to tune: those
+that look up a plan in the table. Each copy of a layer has its own weights, so that no weight is in the L2
+cache when it is read. A linear's cost is the time it adds to the entire layer. It therefore includes effects
+on neighbouring kernels, which overlap with the linear (programmatic dependent launch), and norms that are not
+fused into it.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ from kernels.triton.linear_table import Product, Table
 from kernels.tune.graphs import graph_microseconds
 
 _CACHES = 8
-"""Total size of a chain's weights, as a multiple of the L2 cache size. The size is large enough that a weight
-is no longer cached when it is read again."""
+"""Total size of a chain's weights, as a multiple of the L2 cache size. It is large enough that a weight is no
+longer cached when it is read again."""
 _CHAIN_BYTES = 5 << 30
-"""Minimum number of bytes of weights that a graph reads. The number is large enough that the time to start a
-graph (about 10 µs) is only a small part of the measured time."""
+"""Minimum number of bytes of weights read by a graph. It is large enough that starting a graph (about 10 µs)
+accounts for only a small part of the measured time."""
 _VOCABULARY = 1024
-"""Vocabulary size of a decoder that is built only to time its layers. The size is small, because the
-embeddings and the output matrix are not timed."""
+"""Vocabulary size of a decoder built only to time its layers. It is small, because the embeddings and the
+output matrix are not timed."""
 _SEED = 1
 
 
 class LayerChain:
-    """A chain of copies of a decoder's layers, with one layer of each kind per copy. Implements
+    """A chain of copies of a decoder's layers. Each copy has one layer of each kind. Implements
     `kernels.tune.search.Chain`.
 
-    `context` is the number of tokens per sequence to which the layers attend. If it is None, attention is not
-    computed, because the time of attention does not depend on the linears' plans.
+    `context` is the number of tokens per sequence that the layers attend to. If it is None, attention is not
+    computed, because its time does not depend on the linears' plans.
     """
 
     def __init__(
@@ -53,13 +51,12 @@ class LayerChain:
         self.device = device
         self.rows = 0
         self.products: list[Product] = []
-        """Linears that were found in the layers. Linears whose results are added to the residual come
-        first."""
+        """Linears found in the layers, those whose results are added to the residual first."""
         self._context = context
         self._ops = WatchedOps(TunedOps(gpu, attention=context is not None))
         kinds = _kinds(served)
         small = replace(served.config.with_layers(kinds), vocab_size=_VOCABULARY, tie_word_embeddings=True)
-        # First, build one copy on meta tensors to determine the size of a copy in bytes.
+        # First build one copy on meta tensors, to get the size of a copy in bytes.
         of_one = _decoder(replace(served, config=small), self._ops, torch.device("meta"), context)
         size = _layer_bytes(of_one)
         copies = _copies(size, device)
@@ -102,8 +99,7 @@ class LayerChain:
         return self._ops.compare(lambda: self.run(self._few, rows))
 
     def use(self, table: Table, without: Product | None = None) -> None:
-        """Use the plans of `table` in all following runs. The operations of the linear `without` are
-        skipped."""
+        """Use the plans of `table` in all following runs, and skip the operations of the linear `without`."""
         self._ops.backend.use(table)
         self._ops.without = without
 
@@ -115,7 +111,7 @@ class LayerChain:
         return decoder.forward(inputs, self._kv[:layers])
 
     def run_few(self) -> torch.Tensor:
-        """Run the smallest number of layers that together launch every kernel."""
+        """Run just enough layers to launch every kernel."""
         return self.run(self._few)
 
     def _make_inputs(self, rows: int) -> ForwardInput:
@@ -176,7 +172,7 @@ class HeadChain:
             self._decoder.logits(self._hidden, self._logits)
 
     def run_few(self) -> None:
-        """Compute the logits once, which launches every kernel."""
+        """Compute the logits once, to launch every kernel."""
         self._decoder.logits(self._hidden, self._logits)
 
 
@@ -201,22 +197,22 @@ def _kinds(served: ReplicaModel) -> list[int]:
 
 
 def _layer_bytes(decoder: Decoder) -> int:
-    """Return the size in bytes of the matrices in all layers."""
+    """Return the size in bytes of all layers' matrices."""
     targets = [piece.target for piece in decoder.weight_shards() if ".layers." in piece.name]
     return sum(one.numel() * one.element_size() for one in targets if one is not None and one.dim() == 2)
 
 
 def _randomise_gains(decoder: Decoder) -> None:
-    """Set the gains of the norms to random values, so that the results are wrong if a kernel does not apply a
-    gain."""
+    """Set the norms' gains to random values, so that a kernel that does not apply a gain gives wrong
+    results."""
     for piece in decoder.weight_shards():
         if piece.target is not None and piece.target.dim() == 1 and "norm" in piece.name:
             piece.target.uniform_(0.5, 1.5)
 
 
 def _copies(size: int, device: torch.device) -> int:
-    """Return the number of copies in a chain. Each copy has `size` bytes of weights. There are at least two
-    copies, so that the first kernel of a layer runs after the last kernel of a different layer."""
+    """Return the number of copies in a chain. Each copy has `size` bytes of weights. There are at least two,
+    so that the first kernel of a layer follows the last kernel of a different one."""
     if device.type != "cuda":
         return 2
     return max(2, -(-_CACHES * torch.cuda.get_device_properties(device).L2_cache_size // size))

@@ -1,13 +1,13 @@
-"""`python -m engine.tune.experts`: measure the fastest kernels of mixture-of-experts layers, and write the
-results to this GPU's table.
+"""`python -m engine.tune.experts`: find the fastest kernels for mixture-of-experts layers by measuring, and
+write the results to this GPU's table.
 
     python -m engine.tune.experts --config FOLDER --both
     python -m engine.tune.experts --config FOLDER --fp8 --tensor-parallel 4 --expert-parallel --tokens 1 8 64
 
 FOLDER contains the model's config.json (see docs/kernels.md). Each layer is timed as a whole, in CUDA graphs,
-with weights that are not in the L2 cache (`kernels.tune.experts`). The results of the fastest kernels are
-compared with those of the reference implementation. The table is kernels/tuned/<gpu>.json, or --out. Existing
-entries are kept unless --again is given.
+with weights that are not in the L2 cache (`kernels.tune.experts`). The fastest kernels' results are checked
+against the reference implementation. The table is kernels/tuned/<gpu>.json, or --out. Existing entries are
+kept unless --again is given.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Tune the experts of a model. Returns 1 if the model or a file cannot be used. The table is written each
-    time a token count has been measured."""
+    """Tune a model's experts. Returns 1 if the model or a file cannot be used. The table is written after
+    each token count."""
     arguments = _arguments()
     try:
         models = [
@@ -79,7 +79,7 @@ Wanted = list[tuple[ReplicaModel, ExpertsShape, int]]
 
 
 def shape_of(served: ReplicaModel) -> ExpertsShape:
-    """Return the sizes of an MoE layer on one rank."""
+    """Return the sizes of a rank's part of an MoE layer."""
     config = served.config
     assert config.experts is not None
     here = config.shard(served.tensor_parallel_size, 0).experts(config.experts)
@@ -89,7 +89,7 @@ def shape_of(served: ReplicaModel) -> ExpertsShape:
 
 
 def _launch(wanted: Wanted, gpu: compiling.GpuModel) -> None:
-    """Launch the kernels of every plan that the search can try."""
+    """Launch the kernels of every plan that the search may try."""
     for chain, tokens in _chains(wanted, torch.device("meta"), gpu.pdl):
         for family in families(chain.shape, tokens, gpu.shared_bytes):
             for plans in family.changes():

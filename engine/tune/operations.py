@@ -1,5 +1,5 @@
-"""Extends the decoder's operations for the tuner. The tuner can replace kernel plans, record the linears that
-use a plan, skip the operations of one linear, and compare results with the reference implementation."""
+"""Extends the decoder's operations for the tuner, which can replace kernel plans, record which linears use a
+plan, skip one linear's operations, and check results against the reference implementation."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from kernels.triton.linear_table import Product, Table
 
 
 class TunedOps(CudaOps):
-    """GPU operations whose table of plans can be replaced. They record which linears look up a plan in the
-    table.
-
-    If `attention` is false, attention is not computed (see `attend`).
+    """GPU operations whose table of plans can be replaced. They record the linears that look up a plan. If
+    `attention` is false, attention is not computed (see `attend`).
     """
 
     def __init__(self, gpu: GpuModel, attention: bool) -> None:
         super().__init__(0, pdl=gpu.pdl)
         self._attention = attention
         self.asked: list[Product] = []
-        """The linears that looked up a plan, in the order of the look-ups. A linear may occur several
-        times."""
+        """The linears that looked up a plan, in order. A linear may occur several times."""
         self.use(Table())
 
     def use(self, table: Table) -> None:
@@ -39,7 +36,7 @@ class TunedOps(CudaOps):
         self._table = cast(Table, _NotingTable(table, self.asked))
 
     def forget_workspaces(self) -> None:
-        """Free the attention workspaces, because their sizes depend on the number of rows."""
+        """Free the attention workspaces, whose sizes depend on the number of rows."""
         self._decode_workspaces = {}
 
     def attend(
@@ -53,14 +50,14 @@ class TunedOps(CudaOps):
         *others: Any,
     ) -> torch.Tensor:
         """Compute `Ops.attend`. If attention is disabled, only apply RoPE and write the cache, and return the
-        rotated queries instead of the attention result."""
+        rotated queries as the result."""
         if self._attention:
             return super().attend(qkv, positions, slots, rotation, pool, heads, *others)
         return fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self.pdl)
 
 
 class _NotingTable:
-    """Wraps a table of plans, and records each linear that looks up its plan."""
+    """Wraps a table of plans, and records each linear that looks up a plan."""
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
@@ -74,22 +71,21 @@ class _NotingTable:
 
 
 class WatchedOps:
-    """Wraps `TunedOps`. It can skip the operations of one linear, or compare the results of operations with
-    the reference implementation."""
+    """Wraps `TunedOps`. Can skip one linear's operations, or check results against the reference
+    implementation."""
 
     def __init__(self, backend: TunedOps) -> None:
         self.backend = backend
         self.without: Product | None = None
         self.errors: list[float] | None = None
-        """Relative errors of the operations that were compared. None means that operations are not
-        compared."""
+        """Relative errors of the checked operations, or None if results are not being checked."""
         self._results: dict[tuple[str, Product | None], Any] = {}
-        """Results that the operations of the linears returned during `find`, by operation name and linear."""
+        """Results of the linears' operations during `find`, by operation name and linear."""
         self._finding = False
 
     def find(self, run: Callable[[], object]) -> list[Product]:
-        """Return the linears that look up a plan during `run`. Linears whose results are added to the
-        residual come first."""
+        """Return the linears that look up a plan during `run`, those whose results are added to the residual
+        first."""
         self.without, self._finding = None, True
         self._results.clear()
         self.backend.asked.clear()
@@ -123,7 +119,7 @@ class WatchedOps:
             if self.errors is not None and products:
                 expected = _reference(name, arguments, options)
                 result = operation(*arguments, **options)
-                # Do not compare the results of separate quantisations, which only the library's linears need.
+                # Separate quantisations are not compared: only the library's linears need them.
                 if not isinstance(result, Fp8Activation):
                     self.errors.append(_difference(result, expected))
                 return result
@@ -137,15 +133,14 @@ class WatchedOps:
 
 
 def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Return the result of the reference implementation, computed in float32. With e4m3 weights, the input is
-    not converted to float32, because the kernels also quantise activations that were rounded to the model's
-    dtype."""
+    """Return the reference implementation's result, computed in float32. With e4m3 weights, the input is not
+    converted to float32, because the kernels too quantise activations rounded to the model's dtype."""
     exact = not any(isinstance(one, Fp8Weight) for one in arguments)
     return getattr(reference, name)(*(_copied(one, exact) for one in arguments), **options)
 
 
 def _product_of(argument: Any) -> Product | None:
-    """Return the linear to which a weight belongs, or None if the argument is not the weight of a linear."""
+    """Return the linear that a weight belongs to, or None if the argument is not a linear's weight."""
     weight = argument.values if isinstance(argument, Fp8Weight) else argument
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return None
@@ -153,7 +148,7 @@ def _product_of(argument: Any) -> Product | None:
 
 
 def _copied(argument: Any, exact: bool) -> Any:
-    """Return a copy of an argument that an operation may overwrite. If `exact`, the copy is in float32."""
+    """Return a copy of an argument that an operation may overwrite, in float32 if `exact`."""
     if isinstance(argument, Residual):
         return Residual(_copied(argument.values, exact).clone())
     if isinstance(argument, torch.Tensor) and argument.is_floating_point() and exact:

@@ -1,6 +1,4 @@
-"""Defines the tuner's two searches for the kernel plans of a model, and enumerates the kernels that the
-searches launch.
-
+"""Defines the tuner's two searches for a model's kernel plans, and enumerates the kernels that they launch.
 `search_linears` tries every candidate plan of each linear, in a chain of layers without attention. `descend`
 starts from the resulting table, and tries a few candidates in whole layers with attention.
 """
@@ -40,8 +38,7 @@ from kernels.tune.shortlist import Tried, covering, shortlist, starts
 _CUDA = torch.device("cuda")
 _META = torch.device("meta")
 _COMPARED_LAYERS = 12
-"""Number of layers per CUDA graph in a descent. The number is small because a descent captures hundreds of
-graphs."""
+"""Number of layers per CUDA graph in a descent. It is small because a descent captures hundreds of graphs."""
 
 Options = dict[Product, list[GemmPlan | None]]
 
@@ -52,7 +49,7 @@ Options = dict[Product, list[GemmPlan | None]]
 def search_linears(
     served: ReplicaModel, buckets: Sequence[int], known: Table, report: Report, gpu: GpuModel
 ) -> Iterator[list[Measured]]:
-    """Find the fastest plans of a model's linears for each number of rows in `buckets` that is missing from
+    """Find the fastest plans for a model's linears, for each row count in `buckets` that is missing from
     `known`. Yields a few linears at a time.
 
     Progress lines are passed to `report`. `gpu` is the GPU on which the plans are measured.
@@ -89,7 +86,7 @@ def _launch(chain: LayerChain | HeadChain, table: Table) -> None:
 
 
 def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterator[LayerChain | HeadChain]:
-    """Yield the chains one after another, so that only one chain's weights are in memory."""
+    """Yield the chains one at a time, so that only one chain's weights are in memory."""
     layers = LayerChain(served, device, gpu)
     layers.set_rows(1)
     yield layers
@@ -103,21 +100,21 @@ def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterat
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """Parameters of a descent over whole layers."""
+    """Parameters of a whole-layer descent."""
 
     context: int
     """Length of each sequence in tokens."""
     most: int
-    """Number of plans to try for each linear."""
+    """Number of plans to try per linear."""
     tried: Tried
-    """Fastest plans that `search_linears` has found."""
+    """Fastest plans found by `search_linears`."""
 
 
 def descend(
     served: ReplicaModel, buckets: Sequence[int], table: Table, chosen: Descent, report: Report, gpu: GpuModel
 ) -> Iterator[tuple[Table, dict[str, Any]]]:
-    """Refine the table's plans by a descent over whole layers. For each number of rows, yield the updated
-    table and the measurements."""
+    """Refine the table's plans by a descent over whole layers. For each row count, yield the updated table
+    and the measurements."""
     layers = LayerChain(served, _CUDA, gpu, chosen.context)
     linears = LayerChain(served, _CUDA, gpu)
     for rows in buckets:
@@ -161,7 +158,7 @@ def launch_descents(
 def _plan_descent(
     layers: LayerChain, table: Table, chosen: Descent, gpu: GpuModel
 ) -> tuple[list[Choice], Options]:
-    """Return the starting points of a descent, and the candidate plans of each linear."""
+    """Return a descent's starting points, and the candidate plans for each linear."""
     rows = layers.rows
     shipped = {one: table.choose(rows, one.n, one.k, one.dtype) for one in layers.products}
     begun = starts(shipped, rows, gpu.hopper)
@@ -177,7 +174,7 @@ def _plan_descent(
 def _without_wrong(
     layers: LayerChain, begun: list[Choice], options: Options, gpu: GpuModel, report: Report
 ) -> tuple[list[Choice], Options]:
-    """Remove plans that fail to run or have incorrect results. Plans from the table are always kept."""
+    """Remove plans that fail to run or give incorrect results. Plans from the table are always kept."""
     wrong = set()
     for product in options:
         for plan in {*options[product], *(choice[product] for choice in begun)}:
@@ -220,8 +217,8 @@ class _Timer:
 
 
 def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
-    """Return the relative difference ‖b − a‖ / ‖a‖ between hidden states a and b, which were computed with
-    different plans."""
+    """Return the relative difference ‖b − a‖ / ‖a‖ between hidden states a and b, computed with different
+    plans."""
     hidden = []
     for choice in (first, second):
         layers.use(table_of(choice, layers.rows))

@@ -1,5 +1,5 @@
-"""Compiles the kernels that a tuner launches, and writes the table of the tuner's results. The tuners of
-linears and of experts use these functions."""
+"""Compiles the kernels that a tuner launches, and writes the table of results. Shared by the tuners of
+linears and of experts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kernels.triton.linear_table import Table
 
 
 def compile_launches(gpu: compiling.GpuModel, launch: Callable[[], object]) -> None:
-    """Compile the kernels that `launch` launches, in one process per CPU core."""
+    """Compile the kernels launched by `launch`, in one process per CPU core."""
     began = time.perf_counter()
     torch.set_num_threads(1)  # avoids OpenMP threads, which must not exist when this process forks
     jobs = compiling.record(gpu.target, launch)
-    # Compiler errors are ignored here, because plans that the compiler rejects also fail during the
-    # measurement, which skips them.
+    # Ignore compiler errors here: plans that the compiler rejects also fail when measured, and are then
+    # skipped.
     failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
     seconds = time.perf_counter() - began
     print(f"{len(jobs)} kernels compiled in {seconds:.0f} s, {len(failures)} failed", flush=True)
