@@ -1,8 +1,8 @@
 """Decides how many replicas a model should have, between a minimum and a maximum.
 
 The decision is a pure function of the load over time: this module reads no clock and starts no replicas.
-Replicas are added as soon as the expected load needs them, and removed one at a time after the load has been
-low for a while.
+Replicas are added as soon as the expected load requires them, and removed one at a time once the load has
+been low for a while.
 """
 
 from __future__ import annotations
@@ -16,47 +16,46 @@ from appliance.models.demand import Demand, DemandForecast
 TARGET_USE = 0.7
 """Replicas are added until the expected demand uses at most this share of each replica."""
 LOW_USE = 0.5
-"""A replica is removed only if the load of each remaining replica would then be below this share. The gap to
-`TARGET_USE` prevents small changes in the load from removing a replica and adding it again."""
+"""A replica is removed only if each remaining replica's load would then be below this share. The gap to
+`TARGET_USE` prevents small load changes from removing a replica and adding it back."""
 _LATE_SHARE = 0.5
 """A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
 """A late first token counts only if the demand uses at least this share of each replica. Below this share,
-long prompts are the cause rather than too few replicas, and an additional replica would not help."""
+the cause is long prompts rather than too few replicas, and an additional replica would not help."""
 _AHEAD_S = 30.0
-"""The load is predicted for the time that a new replica needs until it is ready, plus this time."""
+"""The load is predicted this many seconds beyond the time that a new replica takes to become ready."""
 REFUSED_S = 60.0
-"""After a replica could not be added for lack of memory, no replica is added for this long."""
+"""How long to wait before adding a replica again after one could not be added for lack of memory."""
 
 
 class ScalingRules(NamedTuple):
-    """The rules for the number of replicas of a model."""
+    """The rules for a model's number of replicas."""
 
     min_replicas: int
     max_replicas: int
     ttft_target_s: float
-    """Target for the time to first token of a request."""
+    """Target time to first token."""
     cooldown_s: float
     """Time after a change during which no replica is removed, and none is added because of late requests. The
     pause lets the change take effect."""
     idle_s: float
-    """Time for which the load must have been low before a replica is removed."""
+    """How long the load must have been low before a replica is removed."""
 
 
 class ModelLoad(NamedTuple):
-    """The current load of a model."""
+    """A model's current load."""
 
     replicas: int
-    """Target number of replicas, which the latest change has set."""
+    """Target number of replicas, as set by the latest change."""
     ready: int
-    """Number of replicas that are ready."""
+    """Number of ready replicas."""
     demand: float
-    """The load, as the number of replicas that it would fully use."""
+    """The load, as the number of replicas it would fully occupy."""
     wait_s: float
-    """How long the oldest request has been waiting or a new request is expected to wait, whichever is
-    longer."""
+    """How long the oldest request has waited or a new one is expected to wait, whichever is longer."""
     ttft_s: float | None
-    """99th percentile of the times to first token of recent requests, or None if there were no requests."""
+    """99th percentile of recent times to first token, or None if there were no requests."""
     load_s: float
     """Time from a replica's start until it is ready."""
 
@@ -69,28 +68,28 @@ class Decision(NamedTuple):
 
 
 class Autoscaler:
-    """Decides the number of replicas of one model. All times are in seconds on one monotonic clock."""
+    """Decides one model's number of replicas. All times are in seconds on one monotonic clock."""
 
     def __init__(self) -> None:
         self.forecast = DemandForecast()
         self.expected = Demand(0.0, "")
         """The expected demand on which the latest decision was based."""
         self.refusal = ""
-        """Reason why no replica can be added, or an empty string. It is cleared before the next attempt."""
+        """Why no replica can be added, or an empty string. Cleared before the next attempt."""
         self._changed_at = -math.inf
         self._refused_at = -math.inf
         self._needs: deque[tuple[float, float]] = deque()
-        """Times and expected demands of the last `idle_s` seconds. Each stored demand is higher than all
+        """Times and expected demands over the last `idle_s` seconds. Each stored demand is higher than all
         later ones; lower ones are dropped."""
         self._since: float | None = None
         """Time of the first observation."""
 
     def refuse(self, now: float, reason: str) -> None:
-        """Record that no additional replica can be started, and the reason."""
+        """Record that no additional replica can be started, and why."""
         self.refusal, self._refused_at = reason, now
 
     def changed(self, now: float) -> None:
-        """Record that the number of replicas has been changed."""
+        """Record a change in the number of replicas."""
         self._changed_at, self.refusal = now, ""
 
     def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
@@ -111,8 +110,8 @@ class Autoscaler:
         return self._late(now, rules, load) or self._fewer(now, rules, load)
 
     def _more(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return a decision to add the replicas that the expected demand needs, or None if there are enough
-        replicas."""
+        """Return a decision to add the replicas required by the expected demand, or None if there are
+        enough."""
         needed = min(math.ceil(self.expected.replicas / TARGET_USE), rules.max_replicas)
         if needed <= load.replicas or now - self._refused_at < REFUSED_S:
             return None

@@ -1,6 +1,5 @@
-"""Describes the models that are loaded or can be loaded, and groups models that must be loaded together into
-bundles. `appliance.models.residency` decides which bundles to load and unload, based on these
-descriptions."""
+"""Describes the loaded and loadable models, and groups models that must be loaded together into bundles.
+`appliance.models.residency` decides which bundles to load and unload, based on these descriptions."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
 
 _GPU_FACTOR, _GPU_BYTES = 1.1, 2 << 30
-"""When a replica on a GPU stops, the memory that it frees is estimated as this multiple of its weights and KV
-cache, plus a constant for its context and working memory. A high estimate is harmless, because the free
-memory is read again before the next load."""
+"""The memory freed by stopping a GPU replica is estimated as this multiple of its weights and KV cache, plus
+a constant for its context and working memory. A high estimate is harmless, because the free memory is read
+again before the next load."""
 
 
 def _host_bytes(settings: Mapping[str, ModelSettings]) -> dict[str, int]:
@@ -30,7 +29,7 @@ def _host_bytes(settings: Mapping[str, ModelSettings]) -> dict[str, int]:
 
 @dataclass
 class UnitTimes:
-    """When a model was loaded and used, in seconds of the monotonic clock."""
+    """When a model was loaded and used, in seconds on the monotonic clock."""
 
     load_began_at: float = 0.0
     ready_at: float = 0.0
@@ -40,7 +39,7 @@ class UnitTimes:
 
 
 class Bundles:
-    """The bundles of all models. All methods must be called on the event loop's thread."""
+    """The bundles of all models. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -51,9 +50,9 @@ class Bundles:
         requests: RequestManager,
         clock: Callable[[], float],
     ) -> None:
-        """`settings` is a function that returns the settings in effect."""
+        """`settings` is a function that returns the current settings."""
         self.incomplete: set[tuple[str, ...]] = set()
-        """Bundles that are only partly loaded. Their remaining models are loaded next."""
+        """Partly loaded bundles, whose remaining models are loaded next."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -62,12 +61,12 @@ class Bundles:
         self._clock = clock
         self._times: dict[str, UnitTimes] = {}
         self._host_bytes: dict[str, int] = {}
-        """Predicted host memory of one replica of each model; 0 for models on GPUs."""
+        """Predicted host memory per replica of each model; 0 for models on GPUs."""
 
     # ── units ──
 
     def observe(self) -> None:
-        """Record which models are in use. Must be called frequently."""
+        """Record which models are in use. Call this frequently."""
         now = self._clock()
         for unit in self.units():
             times, traffic = self.times(unit), self._requests.state.models.get(unit)
@@ -92,11 +91,11 @@ class Bundles:
         ]
 
     def times(self, unit: str) -> UnitTimes:
-        """Return the times at which the model was loaded and used. The caller may change them."""
+        """Return when the model was loaded and used. The caller may modify the result."""
         return self._times.setdefault(unit, UnitTimes(used_at=self._clock()))
 
     def note_load(self, unit: str) -> None:
-        """Record that a load of the model begins now."""
+        """Record that the model is now being loaded."""
         times = self.times(unit)
         times.load_began_at, times.ready_at = self._clock(), 0.0
 
@@ -111,7 +110,7 @@ class Bundles:
         return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
 
     def kept(self, unit: str) -> str:
-        """Return the reason why the model always stays loaded, or an empty string."""
+        """Return why the model always stays loaded, or an empty string."""
         settings = self._manager.settings_of(unit)
         if settings is None:
             return ""
@@ -127,14 +126,14 @@ class Bundles:
         return self._manager.settings_of(unit) is None or bool(self.kept(unit))
 
     def is_leaving(self, unit: str) -> bool:
-        """Return whether the model is still being removed from memory. New settings may already require the
-        model again."""
+        """Return whether the model is still being removed from memory, even if new settings require it
+        again."""
         leaves = self._manager.is_parked(unit) or unit not in self._manager.models
         return leaves and self.occupies_memory(unit)
 
     def leaves_at(self, unit: str) -> float:
-        """Return the time at which the model's time to live ends if no more requests arrive, or infinity if
-        there is no limit."""
+        """Return when the model's time to live ends if no more requests arrive, or infinity if there is no
+        limit."""
         times, settings = self.times(unit), self._manager.settings_of(unit)
         idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
         traffic = self._requests.state.models.get(unit)
@@ -144,8 +143,7 @@ class Bundles:
         return traffic.uses.leaves_at(idle_s, times.load_began_at, not_before)
 
     def _waiting_since(self, unit: str) -> float | None:
-        """Return the time at which requests began to wait for the model to be loaded, or None if no requests
-        are waiting."""
+        """Return when requests began to wait for the model to be loaded, or None if none are waiting."""
         now, traffic = self._clock(), self._requests.state.models.get(unit)
         if traffic is None or not traffic.queued:
             return None
@@ -185,7 +183,7 @@ class Bundles:
         )
 
     def loaded_with(self, unit: str) -> tuple[str, ...]:
-        """Return the models that are loaded together with this model, including this model."""
+        """Return the models that are loaded together with this one, including itself."""
         name = self._name(unit)
         for group in self._settings().groups.values():
             if group.load == "all" and name in group.models:
@@ -205,7 +203,7 @@ class Bundles:
         )
 
     def next_unit(self, wanted: Bundle) -> str:
-        """Return the bundle's next model to load or wake, or an empty string if there is none."""
+        """Return the bundle's next model to load or wake, or an empty string."""
         left = (
             unit for unit in wanted.units if self._manager.is_parked(unit) and not self.occupies_memory(unit)
         )
@@ -215,8 +213,8 @@ class Bundles:
         return unit if self._manager.is_declared(unit) else split_target(unit)[0]
 
     def _unit(self, name: str) -> str:
-        """Return the model or version that answers requests for the model name, or an empty string if there
-        is no such model."""
+        """Return the model or version that answers requests for this name, or an empty string if there is no
+        such model."""
         target = self._routing.target_of(name)
         if target is not None:
             return unit_name(*target)
@@ -230,8 +228,8 @@ class Bundles:
         return 0 if settings is None else (await self._manager.shortage_of(unit, settings)).bytes
 
     async def measure(self, bundles: list[Bundle], wanted: str) -> list[Bundle]:
-        """Predict how much memory the models on the CPU need. Return the bundles, each with the amount of
-        memory that becomes available for the model `wanted` if the bundle is unloaded."""
+        """Predict how much memory the models on the CPU need. Return the bundles, each with the memory that
+        unloading it would make available to the model `wanted`."""
         settings = {
             unit: one
             for bundle in bundles
@@ -246,12 +244,11 @@ class Bundles:
         ]
 
     def _memory_bytes(self, unit: str, wanted: str) -> int:
-        """Return the memory, in bytes, that becomes available for the model `wanted` if the model `unit` is
-        unloaded.
+        """Return the memory, in bytes, that unloading `unit` would make available to `wanted`.
 
         If `wanted` is asleep, only memory of its own GPUs counts, because `wanted` wakes on these GPUs. If
         `unit` is asleep and `wanted` runs on the CPU, the host memory of `unit` becomes available. If `unit`
-        is asleep and `wanted` runs on GPUs, the GPU memory that the processes of `unit` still hold becomes
+        is asleep and `wanted` runs on GPUs, the GPU memory still held by the processes of `unit` becomes
         available.
         """
         asleep = self._manager.is_parked_asleep(wanted)

@@ -1,4 +1,4 @@
-"""Limits the CPU time and the memory of replicas with control groups (cgroup v2).
+"""Limits replicas' CPU time and memory with control groups (cgroup v2).
 
 The service manager must have delegated the service's own cgroup to the service; systemd does so with
 `Delegate=`. The service then creates this tree below its cgroup:
@@ -30,21 +30,21 @@ LIMITS_REMEDY = (
 
 
 class ReplicaLimits(NamedTuple):
-    """The limits of one replica. Each limit applies to all ranks of the replica together."""
+    """One replica's limits. Each limit applies to all of the replica's ranks together."""
 
     cpus: float | None = None
-    """CPU time that the replica may use per second, as a number of CPUs."""
+    """CPU time per second that the replica may use, as a number of CPUs."""
     memory_bytes: int | None = None
 
 
 def limits_of(settings: ModelSettings) -> ReplicaLimits:
-    """Return the limits that a model's settings define for each replica."""
+    """Return the per-replica limits defined by a model's settings."""
     memory_gb = settings.memory_limit_gb
     return ReplicaLimits(settings.cpu_limit, None if memory_gb is None else int(memory_gb * 1e9))
 
 
 class ReplicaCgroups:
-    """The control groups of all replicas."""
+    """All replicas' control groups."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class ReplicaCgroups:
         """The service's own cgroup, or None until its controllers have been enabled for its children."""
 
     def limit(self, replica: str, pids: Iterable[int], limits: ReplicaLimits) -> str:
-        """Apply limits to a replica's processes. If this is not possible, return the reason; the processes
-        then run without limits."""
+        """Apply limits to a replica's processes. If this is impossible, return the reason; the processes then
+        run without limits."""
         if limits == ReplicaLimits():
             return ""
         try:
@@ -73,8 +73,8 @@ class ReplicaCgroups:
             (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
             memory = "max" if limits.memory_bytes is None else str(limits.memory_bytes)
             (group / "memory.max").write_text(memory)
-            # If memory runs out, the kernel then kills all ranks at once. Otherwise, the surviving ranks
-            # would wait for the killed ones.
+            # If memory runs out, make the kernel kill all ranks at once. Otherwise, the surviving ranks would
+            # wait for the killed ones.
             (group / "memory.oom.group").write_text("1")
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -27,7 +27,7 @@ _EXPECTED = "a folder with config.json, tokenizer.json and *.safetensors"
 
 
 class FolderFault(Exception):
-    """Raised if something is wrong with a model folder. `remedy` explains how to fix it."""
+    """Raised if there is a problem with a model folder. `remedy` explains how to fix it."""
 
     def __init__(self, description: str, remedy: str) -> None:
         super().__init__(description)
@@ -35,8 +35,8 @@ class FolderFault(Exception):
 
 
 def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
-    """Check the files of a model folder. If `weights` is false, weight files may be missing. Raises
-    FolderFault for the first problem."""
+    """Check a model folder's files. If `weights` is false, weight files may be missing. Raises FolderFault
+    for the first problem found."""
     _check_kind(folder, reader)
     for path in _needed(folder, weights):
         if unreadable := unreadable_reason(path, reader):
@@ -102,8 +102,8 @@ def _gguf(path: Path) -> FolderFault:
 
 
 def _snapshots(repository: Path) -> list[Path]:
-    """Return the snapshots of a repository in a hub cache. The snapshot of the branch main is first, followed
-    by the others, newest first."""
+    """Return a repository's snapshots in a hub cache: the snapshot of the main branch first, then the others,
+    newest first."""
     try:
         found = [path for path in (repository / "snapshots").iterdir() if path.is_dir()]
         found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -117,8 +117,7 @@ def _snapshots(repository: Path) -> list[Path]:
 
 
 def _needed(folder: Path, weights: bool) -> list[Path]:
-    """Return the paths of the files that the service reads from the folder. Some of the files may not
-    exist."""
+    """Return the paths of the files that the service reads from the folder. Some may not exist."""
     found = [folder / name for name in SMALL_FILES]
     return found + sorted(folder.glob("*.safetensors")) if weights else found
 
@@ -140,7 +139,7 @@ def _check_content(path: Path, folder: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Check that all weight files exist and have the sizes that their headers give."""
+    """Check that all weight files exist and have the sizes given in their headers."""
     index = folder / sizing.INDEX
     if (
         not index.exists()
@@ -162,7 +161,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the names of all weight files that the checkpoint's index lists. If the index is not valid, the
+    """Return the names of all weight files listed in the checkpoint's index. If the index is invalid, the
     list is empty, and `read_entries` reports the problem."""
     try:
         names = json.loads(index.read_bytes())["weight_map"].values()

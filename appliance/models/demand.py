@@ -1,5 +1,5 @@
-"""Predicts how many replicas a model will need, from its load in the last few minutes and on the previous
-day. Demand is measured in replicas: 1.5 means that the load would fully use one and a half replicas."""
+"""Predicts how many replicas a model will need, from its load over the last few minutes and on the previous
+day. Demand is measured in replicas: 1.5 means that the load would fully occupy one and a half replicas."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from typing import NamedTuple
 
 _RECENT_S, _TREND_S = 10.0, 300.0
-"""Period over which the current demand is averaged, and period over which its trend is computed."""
+"""Periods over which the current demand is averaged and its trend is computed."""
 _MIN_TREND_S = 30.0
-"""A trend is used only if demands have been recorded for at least this long."""
+"""The trend is used only if demand has been recorded for at least this long."""
 _MAX_GROWTH = 2.0
-"""The trend predicts at most this multiple of the current demand."""
+"""The trend's prediction is capped at this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
 """The prediction also considers the same time on the previous day: the highest demand from the current time
@@ -23,7 +23,7 @@ class Demand(NamedTuple):
 
     replicas: float
     reason: str
-    """Explanation of the demand, for operators."""
+    """Explanation for operators."""
 
 
 class DemandForecast:
@@ -32,13 +32,13 @@ class DemandForecast:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
-        """Times and demands of the last `_TREND_S` seconds."""
+        """Times and demands over the last `_TREND_S` seconds."""
         self._minutes: dict[int, float] = {}
         """Highest mean demand in each minute of the last day, keyed by the minute's number on the monotonic
         clock."""
 
     def add(self, now: float, demand: float) -> None:
-        """Add the current demand. Call this at regular intervals of about a second."""
+        """Add the current demand. Call this about once a second, at regular intervals."""
         self._recent.append((now, demand))
         while self._recent[0][0] < now - _TREND_S:
             self._recent.popleft()
@@ -80,8 +80,8 @@ class DemandForecast:
         return best
 
     def _slope(self) -> float:
-        """Return the growth of the demand per second, computed by linear regression, or 0 if too few demands
-        have been recorded."""
+        """Return the demand's growth per second, computed by linear regression, or 0 if too little has been
+        recorded."""
         if len(self._recent) < 2 or self._recent[-1][0] - self._recent[0][0] < _MIN_TREND_S:
             return 0.0
         count = len(self._recent)

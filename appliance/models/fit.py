@@ -1,4 +1,4 @@
-"""Predicts whether a replica of a model fits into memory, without loading the model. The prediction uses
+"""Predicts whether a replica fits into memory, without loading the model. The prediction uses
 `engine.sizing`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine import sizing
 from engine.messages import BLOCK_TOKENS, KvDType, ModelDType, WeightsDType
 
 _LENGTHS = (1024, 4096, 16_384, 65_536)
-"""Sequence lengths in tokens for which the number of concurrent sequences is shown, in addition to the
+"""Sequence lengths, in tokens, for which the number of concurrent sequences is shown, in addition to the
 maximum length."""
 
 
@@ -29,14 +29,13 @@ class UnfitError(Exception):
 
 
 class MachineMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of this machine, and how much of it all processes currently use."""
+    """This machine's memory, and how much of it is currently in use."""
 
     gpus: list[DetectedGpu]
     available_bytes: int
-    """Host memory that is available to new processes, limited by the machine and by the cgroups of this
-    process."""
+    """Host memory available to new processes, as limited by the machine and this process's cgroups."""
     total_bytes: int
-    """Total host memory of the machine."""
+    """The machine's total host memory."""
 
     def idle(self) -> MachineMemory:
         """Return a copy in which other processes use no memory."""
@@ -48,24 +47,23 @@ class MachineMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted memory of each rank of a replica, in bytes."""
+    """The predicted memory per rank of a replica, in bytes."""
 
     model_type: str
     parameters: int
     gpus: list[DetectedGpu]
-    """The GPUs for which the prediction was made. Empty if the model runs on the CPU."""
+    """The GPUs for which the prediction was made; empty if the model runs on the CPU."""
     ranks: int
     dtype: ModelDType
     weights: WeightsDType
     kv_cache_dtype: KvDType
     max_model_len: int
-    """Length in tokens of the longest sequence that the settings or the checkpoint allow."""
+    """Maximum sequence length, in tokens, allowed by the settings or the checkpoint."""
     max_num_seqs: int
     kv_blocks: int
     """The configured number of KV blocks, or as many blocks as fit."""
     total_bytes: int
-    """Memory of the device of each rank. On a CPU, this is the available memory divided by the number of
-    ranks."""
+    """Device memory per rank. On a CPU, this is the available memory divided by the number of ranks."""
     used_bytes: int
     """GPU memory used by other processes. Always 0 on a CPU."""
     usable_bytes: int
@@ -84,15 +82,15 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens that the KV cache holds."""
+        """KV cache capacity in tokens."""
         return self.kv_blocks * BLOCK_TOKENS
 
     def sequences(self, tokens: int) -> int:
-        """Return the number of sequences of this length that can run at the same time."""
+        """Return the number of sequences of this length that can run concurrently."""
         return min(self.max_num_seqs, self.kv_blocks // -(-tokens // BLOCK_TOKENS))
 
     def lengths(self) -> list[int]:
-        """Return the sequence lengths for which it is useful to show `sequences`, in ascending order."""
+        """Return the sequence lengths worth showing `sequences` for, in ascending order."""
         longest = min(self.max_model_len, self.kv_tokens)
         return [*(length for length in _LENGTHS if length < longest), longest] if longest else []
 
@@ -110,10 +108,9 @@ def read_memory() -> MachineMemory:
 
 
 def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ()) -> MemoryFit:
-    """Predict a replica's memory.
-
-    `chosen` contains the numbers of the GPUs that the replica would use; by default, the GPUs with the most
-    free memory. Raises UnfitError for a checkpoint or settings that cannot run at all.
+    """Predict a replica's memory. `chosen` holds the numbers of the GPUs that the replica would use; by
+    default, those with the most free memory. Raises UnfitError for a checkpoint or settings that cannot run
+    at all.
     """
     ranks = model.tensor_parallel_size
     on_gpu = model.device == "cuda" or (model.device == "auto" and bool(memory.gpus))
@@ -177,12 +174,12 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
 
 
 class MemoryShortage(NamedTuple):
-    """The additional memory that a model needs to run alongside the running replicas."""
+    """The memory that a model lacks to run alongside the running replicas."""
 
     bytes: int = 0
     """Missing memory in bytes, summed over all ranks; 0 if the model fits."""
     reason: str = ""
-    """Reason why the model does not fit into memory, with the values; empty if the model fits."""
+    """Why the model does not fit into memory, with the values; empty if it fits."""
 
 
 def shortage_beside(
@@ -194,14 +191,14 @@ def shortage_beside(
     limit_bytes: int | None = None,
 ) -> MemoryShortage:
     """Return how much memory is missing to run `count` more replicas with these settings alongside the
-    running replicas. On GPUs, only one replica is checked, because additional replicas get other GPUs.
+    running replicas. On GPUs, only one replica is checked, because each additional one gets different GPUs.
 
     - `chosen`: the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
     - `others`: the settings of each running replica.⏎- `limit_bytes`: the maximum memory of all replicas on
       the CPU together, if there is a limit.
 
     On a GPU, the replica must have as much memory as it would have if no other replica used the GPU.
-    Otherwise its KV cache would be smaller for its entire lifetime. This function calls NVML and reads from
+    Otherwise, its KV cache would be smaller for its entire lifetime. This function calls NVML and reads from
     the kernel, so it must not run on the event loop.
     """
     memory = read_memory()
@@ -212,8 +209,8 @@ def shortage_beside(
     try:
         wanted = fit(model, alone, chosen)
     except UnfitError:
-        # Report no shortage: the replica's load will fail immediately with the reason, and the running
-        # replicas continue.
+        # Report no shortage: the load will fail immediately with the reason, and the running replicas
+        # continue.
         return MemoryShortage()
     on_gpu = bool(wanted.gpus)
     free = min(_free(memory.gpus[gpu.number]) for gpu in wanted.gpus) if on_gpu else wanted.usable_bytes
@@ -238,9 +235,9 @@ def shortage_beside(
 
 
 def shortage_to_wake(needs: Iterable[tuple[Sequence[int], int]]) -> MemoryShortage:
-    """Return how much GPU memory is missing to wake sleeping replicas. `needs` contains, for each replica,
-    the numbers of its GPUs and the memory that the replica has released, summed over its ranks. This function
-    calls NVML, so it must not run on the event loop."""
+    """Return how much GPU memory is missing to wake sleeping replicas. `needs` holds, for each replica, the
+    numbers of its GPUs and the memory it has released, summed over its ranks. This function calls NVML, so it
+    must not run on the event loop."""
     needed: Counter[int] = Counter()
     for numbers, freed_bytes in needs:
         for number in numbers:

@@ -1,5 +1,5 @@
-"""Verifies that a replica that has ended has returned its memory: its processes no longer exist, and the
-driver assigns no GPU memory to them."""
+"""Verifies that a stopped replica has freed its memory: its processes no longer exist, and the driver
+attributes no GPU memory to them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from appliance.models.gpus import gpu_processes
 log = logging.getLogger(__name__)
 
 _RETURNED_WITHIN_S = 10.0
-"""Time limit for the return of the memory after the processes have exited or were killed."""
+"""Time limit for the memory to be freed after the processes have exited or been killed."""
 _CHECKED_WITHIN_S = 15.0
 """Time limit for the check itself, which is longer because an NVML call may hang."""
 _POLL_S = 0.1
 
 GpuProcesses = Callable[[], Mapping[int, Collection[int]]]
-"""A function that returns the ids of the processes that use memory on each GPU, by the GPU's number."""
+"""A function that returns the ids of the processes using memory on each GPU, by GPU number."""
 
 
 async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu_processes) -> str:
-    """Call `held_reason` in a thread, and return its result. If the check itself fails or hangs, return a
-    message about this."""
+    """Call `held_reason` in a thread and return its result. If the check itself fails or hangs, return a
+    message saying so."""
     try:
         return await in_own_thread(
             lambda: held_reason(pids, processes_on_gpus=processes_on_gpus), _CHECKED_WITHIN_S
@@ -33,11 +33,11 @@ async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu
     except TimeoutError:
         return (
             f"its processes were stopped, but the GPU driver did not answer within {_CHECKED_WITHIN_S:g} s, "
-            "so it is not known whether their memory was returned: check the GPUs with nvidia-smi"
+            "so it is not known whether their memory was freed: check the GPUs with nvidia-smi"
         )
     except Exception as error:
         log.exception("could not check whether the GPU memory was freed")
-        return f"its processes were stopped, but it is not known whether their memory was returned: {error}"
+        return f"its processes were stopped, but it is not known whether their memory was freed: {error}"
 
 
 def held_reason(
@@ -45,14 +45,13 @@ def held_reason(
     within_s: float = _RETURNED_WITHIN_S,
     processes_on_gpus: GpuProcesses = gpu_processes,
 ) -> str:
-    """Wait until the memory of a replica that has ended is returned, but at most `within_s` seconds. Return a
-    description of the memory that is still held, with a remedy, or an empty string if all memory was
-    returned. This function reads from the kernel and calls NVML, so it must not run on the event loop.
+    """Wait at most `within_s` seconds for a stopped replica's memory to be freed. Return a description of the
+    memory still held, with a remedy, or an empty string if all of it was freed. This function reads from the
+    kernel and calls NVML, so it must not run on the event loop.
 
-    `pids` contains the process ids of the replica's ranks. Each rank leads a session, which also contains the
-    processes that the rank starts. In a container, NVML may list no processes or use the machine's process
-    ids. In this case, only the processes are checked: the kernel returns the GPU memory of a process when the
-    process ends.
+    `pids` holds the process ids of the replica's ranks. Each rank leads a session that also contains the
+    processes it starts. In a container, NVML may list no processes or use the machine's process ids. In that
+    case, only the processes are checked: the kernel frees a process's GPU memory when the process ends.
     """
     deadline = time.monotonic() + within_s
     while problem := _held(pids, processes_on_gpus):
@@ -66,14 +65,14 @@ def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
     if remaining := _members(pids):
         processes = ", ".join(f"{pid} (state {state})" for pid, state in remaining.items())
         return (
-            f"its memory is not free, because these processes still exist although they were killed: "
+            f"its memory was not freed, because these processes still exist although they were killed: "
             f"{processes}: a process in state D waits for a device or a disk, so check the kernel's log "
             "(dmesg) for device and disk errors; if the process never ends, restart the machine"
         )
     for number, listed in processes_on_gpus().items() if pids else ():
         if held := sorted(set(pids) & set(listed)):
             return (
-                f"the memory of GPU {number} was not returned: the driver still lists process {held[0]}, "
+                f"the memory of GPU {number} was not freed: the driver still lists process {held[0]}, "
                 "which has ended: check the GPU with nvidia-smi and the kernel's log (dmesg); if the process "
                 "stays in the list, restart the machine"
             )
@@ -81,8 +80,8 @@ def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
 
 
 def _members(sessions: Collection[int]) -> dict[int, str]:
-    """Return the state of each process in these sessions, by process id. A zombie is included only if some of
-    its threads are still running; otherwise it holds no memory."""
+    """Return the state of each process in these sessions, by process id. Zombies are included only if some of
+    their threads are still running; otherwise they hold no memory."""
     found = {}
     for entry in Path("/proc").iterdir() if sessions else ():
         if not entry.name.isdecimal():

@@ -1,4 +1,4 @@
-"""The methods of the front pool that are called when the served models change."""
+"""The front pool's methods for changes to the served models."""
 
 from __future__ import annotations
 

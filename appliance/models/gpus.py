@@ -1,7 +1,6 @@
-"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so it uses no GPU memory.
-
-A GPU that is split into MIG instances is replaced by its instances, each of which can run a rank like a
-separate GPU. GPUs and instances are numbered together, in the order of the machine's GPUs."""
+"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so it uses no GPU memory. A GPU split into
+MIG instances is replaced by its instances, each of which can run a rank like a separate GPU. GPUs and
+instances are numbered together, in the order of the machine's GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class DetectedGpu(NamedTuple):
-    """A GPU or a MIG instance, as currently reported by NVML."""
+    """A GPU or MIG instance, as currently reported by NVML."""
 
     number: int
     name: str
@@ -22,13 +21,13 @@ class DetectedGpu(NamedTuple):
 
 
 class GpuReport(NamedTuple):
-    """The machine's GPUs. If a driver seems to be installed but NVML does not respond, `error` gives the
+    """The machine's GPUs. If a driver appears to be installed but NVML does not respond, `error` gives the
     reason."""
 
     gpus: list[DetectedGpu]
     driver: str = ""
     cuda: str = ""
-    """Newest CUDA version that the driver supports."""
+    """Newest CUDA version supported by the driver."""
     error: str = ""
 
 
@@ -56,8 +55,8 @@ def find_gpus() -> GpuReport:
 
 
 def gpu_processes() -> dict[int, set[int]]:
-    """Return the ids of the processes that use memory on each GPU or MIG instance, by the GPU's or instance's
-    number. The result is empty if NVML does not list any processes."""
+    """Return the ids of the processes using memory on each GPU or MIG instance, by its number. The result is
+    empty if NVML lists no processes."""
     import pynvml
 
     try:
@@ -77,7 +76,7 @@ def gpu_processes() -> dict[int, set[int]]:
 
 
 class NvmlDevice(NamedTuple):
-    """A GPU or a MIG instance, as accepted by NVML's functions."""
+    """A GPU or MIG instance, as accepted by NVML's functions."""
 
     handle: Any
     gpu: Any
@@ -100,8 +99,8 @@ def devices() -> Iterator[NvmlDevice]:
 
 
 def mig_instances(nvml: Any, gpu: Any) -> list[Any] | None:
-    """Return the handles of a GPU's MIG instances, or None if the GPU is not split. `nvml` is the module of
-    NVML's functions, and `gpu` is a handle."""
+    """Return the handles of a GPU's MIG instances, or None if the GPU is not split. `nvml` is the NVML
+    module, and `gpu` is a handle."""
     split = False
     with contextlib.suppress(nvml.NVMLError):  # GPUs without MIG raise an error
         split = nvml.nvmlDeviceGetMigMode(gpu)[0] == nvml.NVML_DEVICE_MIG_ENABLE
@@ -109,7 +108,7 @@ def mig_instances(nvml: Any, gpu: Any) -> list[Any] | None:
         return None
     found = []
     for instance in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-        with contextlib.suppress(nvml.NVMLError):  # no instance has this index
+        with contextlib.suppress(nvml.NVMLError):  # there is no instance with this index
             found.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, instance))
     return found
 

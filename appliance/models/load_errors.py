@@ -11,16 +11,16 @@ class LoadError(Exception):
 
 
 class MemoryShortageError(LoadError):
-    """Raised if a model version does not fit into memory alongside the models that are loaded."""
+    """Raised if a model version does not fit into memory alongside the loaded models."""
 
 
 def not_loaded(unit: str) -> LoadError:
-    """Return the error for an operation on a model that would have to be loaded but is not."""
+    """Return the error for an operation that requires a loaded model."""
     return LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
 
 
 async def outcome(task: asyncio.Task[None], unit: str) -> None:
-    """Wait for a task to end. Raise the task's exception, or LoadError if the task is cancelled."""
+    """Wait for a task to finish. Raises the task's exception, or LoadError if the task is cancelled."""
     await asyncio.wait([task])
     if task.cancelled():
         raise LoadError(f"the operation on {unit} was cancelled")

@@ -1,4 +1,4 @@
-"""Derives the rate and the remaining time of a replica's load from its progress reports."""
+"""Derives a load's rate and remaining time from the replica's progress reports."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from engine.rank_messages import Progress
 
 _LOG_EVERY_S = 10.0
 _MIN_RATE_S = 0.5
-"""Time for which a stage of loading must have run before its rate is reported."""
+"""How long a loading stage must have run before its rate is reported."""
 
 
 class LoadProgress:
-    """The progress of one start of a replica. Times are in seconds of a monotonic clock."""
+    """The progress of one replica start. Times are in seconds on a monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._latest = Progress("start")
         self._stage_began = self._logged_at = now
 
     def report(self, progress: Progress, now: float) -> str:
-        """Process a replica's progress report. Return a line for the log if the replica has begun a new
-        stage, otherwise an empty string."""
+        """Handle a replica's progress report. Return a log line if the replica has begun a new stage,
+        otherwise an empty string."""
         former, self._latest = self._latest, progress
         if progress.stage == former.stage:
             return ""
@@ -30,7 +30,7 @@ class LoadProgress:
         return f"{self._begun()}; {former.stage}{amount} took {seconds:.1f} s"
 
     def due(self, now: float) -> str:
-        """Return a line for the log if no line has been logged for 10 seconds, otherwise an empty string."""
+        """Return a log line if none has been logged for 10 seconds, otherwise an empty string."""
         if now - self._logged_at < _LOG_EVERY_S:
             return ""
         self._logged_at = now
@@ -58,7 +58,7 @@ class LoadProgress:
 
 
 def load_text(status: LoadStatus) -> str:
-    """Return the progress of a load in one line, such as "read 43% of 15.0 GiB, 2.1 GiB/s, 4 s left"."""
+    """Return a load's progress in one line, such as "read 43% of 15.0 GiB, 2.1 GiB/s, 4 s left"."""
     parts = [status.stage]
     if status.total:
         parts[0] += f" {percent(status.done / status.total)} of {_amount(status.total, status.unit)}"

@@ -1,5 +1,4 @@
-"""The model manager, which manages the served models and their replicas, and changes both while the service
-is running.
+"""The model manager, which manages the served models and their replicas and changes both at run time.
 
               Controller (start, check, stop), Reloader (change), RequestCanceller (cancel)
                   │
@@ -13,9 +12,9 @@ is running.
                   ▼                     ▼
     RequestManager (models and replicas to which requests may go), FrontChannels (FrontPool), publish()
 
-The settings define how many replicas a model has and how they run. A unit is what is loaded as a whole: a
-model in the settings or one version of a registered model. The model manager knows which units should be
-loaded with which settings. `appliance.models.unit_changes` starts and stops replicas accordingly, and
+The settings define how many replicas a model has and how they run. A unit is loaded as a whole: a model in
+the settings or one version of a registered model. The model manager knows which units should be loaded with
+which settings. `appliance.models.unit_changes` starts and stops replicas accordingly, and
 `appliance.models.retirement` ends replicas that are no longer needed.
 """
 
@@ -50,12 +49,12 @@ from appliance.traffic.request_manager import RequestManager
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_LOADS = 2
-"""Number of failed starts after which a registered version is considered impossible to load. The second start
-is worthwhile because the first one also fails if another process has not freed its memory yet."""
+"""Number of failed starts after which a registered version is considered unloadable. A second start is
+worthwhile because the first one also fails if another process has not freed its memory yet."""
 
 
 class ModelManager:
-    """All models and replicas. All methods must be called on the event loop's thread."""
+    """All models and replicas. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -73,29 +72,29 @@ class ModelManager:
     ) -> None:
         """Create the manager without starting any replicas.
 
-        - `settings` is a function that returns the settings in effect.
-        - `publish` is called when the list of served models or the readiness of a model may have changed.
+        - `settings` is a function that returns the current settings.
+        - `publish` is called when the list of served models or a model's readiness may have changed.
         - `note` reports a problem (its location and description) to the operator.
         - `preflight` checks a model's files.
         - `files_check` compares the files of a registered version with its manifest.
-        - `broken` maps each model whose files have a problem to that problem.
+        - `broken` maps each model with faulty files to the problem.
         """
         self.models = {model.name: model for model in served}
-        """The models that are loaded or being loaded, as the fronts know them. The key is the name of a model
-        in the settings, or NAME@VERSION for a version in the registry."""
+        """The models that are loaded or being loaded, as known to the fronts. Keys are model names from the
+        settings, or NAME@VERSION for versions in the registry."""
         self.replicas: list[Replica] = []
         self._settings = settings
         self._declared = dict(settings().models)
         """The models in the settings."""
         self._wanted = dict(self._declared)
-        """The settings of every model and version that should be loaded."""
+        """Settings of every model and version that should be loaded."""
         self._requests = requests
         self._publish = publish
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
         self._grace_s: dict[str, float] = {}
-        """Time in seconds that the requests of a model have to finish while the model is being unloaded.
-        Contains only models for which this time differs from the settings."""
+        """Time in seconds that a model's requests have to finish while it is being unloaded. Contains only
+        models for which this differs from the settings."""
         self._parked: dict[str, Parked] = {}
         self._returning: set[str] = set()
         """Models that were parked and are being loaded or woken."""
@@ -103,7 +102,7 @@ class ModelManager:
         checks = StartChecks(preflight, files_check)
         self._factory = ReplicaFactory(settings, self.connections, self._placement, checks, launch)
         self.sleeping = UnitSleep(self.of, self.connections.update, publish)
-        """Puts all replicas of a model to sleep, and wakes them."""
+        """Puts all of a model's replicas to sleep, and wakes them."""
         self.retirements = ReplicaRetirements(
             self.replicas,
             self._parked,
@@ -138,7 +137,7 @@ class ModelManager:
                 self._new(name, wanted)
 
     def start(self) -> None:
-        """Start every replica, except the replicas of models whose files have a problem."""
+        """Start every replica, except those of models with faulty files."""
         for replica in self.replicas:
             if problem := self._broken.get(replica.model):
                 replica.refuse(problem)
@@ -152,8 +151,8 @@ class ModelManager:
         await asyncio.gather(*(replica.stop(STOP_S) for replica in self.replicas))
 
     def check(self) -> None:
-        """Kill hanging replicas, and add and remove replicas as the load requires. Must be called a few times
-        per second."""
+        """Kill hung replicas, and add and remove replicas as the load requires. Call this a few times per
+        second."""
         for replica in self.replicas:
             replica.check()
         self._scaling.check()
@@ -163,9 +162,8 @@ class ModelManager:
         return [replica for replica in self.replicas if replica.model == model]
 
     def unusable(self, model: str) -> str:
-        """Return the reason why no replica of the model can start until an operator corrects the model's
-        files or settings. Return an empty string if a replica can start, or if the model has ever had a ready
-        replica."""
+        """Return why no replica of the model can start until an operator corrects its files or settings.
+        Return an empty string if a replica can start, or if the model has ever had a ready replica."""
         replicas = self.of(model)
         if model in self.connections.was_ready or not replicas:
             return ""
@@ -180,26 +178,25 @@ class ModelManager:
         return name in self._declared
 
     def fallback(self, unit: str) -> str:
-        """Return the name of the model that answers requests if this model cannot, or an empty string if
-        there is none."""
+        """Return the name of this model's fallback, or an empty string if there is none."""
         wanted = self._wanted.get(unit)
         return "" if wanted is None else wanted.fallback or ""
 
     def failure(self, unit: str) -> str:
-        """Return the reason why no replica of the model can start, or an empty string."""
+        """Return why no replica of the model can start, or an empty string."""
         replicas = self.of(unit)
         return replicas[0].failure if replicas and all(replica.failure for replica in replicas) else ""
 
     def remedy(self, unit: str) -> str:
-        """Return what an operator can do about the model's `failure`, or an empty string."""
+        """Return the remedy for the model's `failure`, or an empty string."""
         return next(filter(None, map(replica_remedy, self.of(unit))), "")
 
     def retry(self, unit: str) -> list[str]:
-        """Start those replicas of the model that are waiting for their next start, and return their names."""
+        """Start the model's replicas that are waiting for their next start, and return their names."""
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
-        """Apply the time limits after which a replica is killed, as set in the settings."""
+        """Apply the time limits, from the settings, after which a replica is killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -214,10 +211,9 @@ class ModelManager:
     # ── changing the served models ──
 
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
-        """Serve these models with these settings from now on. Return a description of each change.
-
-        `served` must contain descriptions of all new models. Models whose settings have not changed are left
-        as they are, except that settings that could not be loaded before are tried again.
+        """Serve these models with these settings from now on. Return a description of each change. `served`
+        must describe all new models. Models with unchanged settings are left alone, except that settings that
+        previously failed to load are retried.
         """
         described = {model.name: model for model in served}
         former, self._declared = self._declared, dict(wanted)
@@ -241,8 +237,8 @@ class ModelManager:
         return changes
 
     def _redescribe(self, name: str, wanted: ModelSettings, described: ServedModel | None) -> None:
-        """Apply the settings of a model that do not require new replicas. `described` is the model's
-        description under these settings if a text setting has changed, otherwise None."""
+        """Apply a model's settings that do not require new replicas. `described` is the model's description
+        under these settings if a text setting has changed, otherwise None."""
         known = msgspec.structs.replace(self.models[name], required=wanted.required)
         if described is not None and described.folder == known.folder:
             known = msgspec.structs.replace(
@@ -273,11 +269,10 @@ class ModelManager:
         self._parked[unit.name] = Parked()
 
     def park(self, unit: str, *, asleep: bool = False) -> None:
-        """Release the memory of a model, but keep accepting requests for it.
-
-        Running requests have `DRAIN_S` to finish. Requests that take longer continue when the model is loaded
-        again. By default, the model's replicas are stopped. If `asleep` is set, the replicas are put to sleep
-        instead, but they are still stopped if a request takes longer or a replica cannot sleep.
+        """Release a model's memory, but keep accepting requests for it. Running requests have `DRAIN_S` to
+        finish; any that take longer continue once the model is reloaded. By default, the model's replicas are
+        stopped. If `asleep` is set, they are put to sleep instead, unless a request takes longer or a replica
+        cannot sleep.
         """
         self._parked[unit] = Parked(asyncio.get_running_loop().time() + DRAIN_S, asleep)
         self._changes.begin(unit)
@@ -290,21 +285,20 @@ class ModelManager:
         self._changes.begin(unit)
 
     def returned(self, unit: str) -> None:
-        """Record that the model has been loaded or woken, or that this has failed."""
+        """Record that loading or waking the model has succeeded or failed."""
         self._returning.discard(unit)
 
     async def end_sleep(self, unit: str) -> None:
-        """If the model is asleep because it is parked, stop its replicas, and return when they have stopped.
-        The model stays parked, and can then be loaded on other GPUs."""
+        """If the model is parked and asleep, stop its replicas, and return when they have stopped. The model
+        stays parked, and can then be loaded on different GPUs."""
         if self.is_parked_asleep(unit):
             log.info("unloading %s: its GPUs do not have enough memory to wake it", unit)
             self.park(unit)
             await self._changes.ended(unit)
 
     async def stay_asleep(self, unit: str) -> bool:
-        """If the model is asleep or going to sleep because it is parked, end the parking but leave the model
-        asleep: from now on, only `sleeping.wake` wakes it. The model must have no requests. Return whether
-        the model is asleep."""
+        """If the model is parked and is asleep or going to sleep, unpark it but leave it asleep: from now on,
+        only `sleeping.wake` wakes it. The model must have no requests. Return whether it is asleep."""
         while self._is_to_sleep(unit) and self._changes.in_progress(unit):
             await self._changes.ended(unit)
         if not self.is_parked_asleep(unit):
@@ -319,8 +313,8 @@ class ModelManager:
         return bool(replicas) and all(replica.sleeping.asleep for replica in replicas)
 
     def parked_host_bytes(self) -> dict[str, int]:
-        """Return, for each parked model that is asleep or going to sleep, how much host memory its weights
-        occupy."""
+        """Return the host memory occupied by the weights of each parked model that is asleep or going to
+        sleep."""
         return {
             unit: sum(replica.weight_bytes for replica in self.of(unit))
             for unit, parked in self._parked.items()
@@ -333,8 +327,7 @@ class ModelManager:
         return parked is not None and parked.asleep
 
     def is_parked(self, unit: str) -> bool:
-        """Return whether the model accepts requests although it has no awake replicas, or soon will have
-        none."""
+        """Return whether the model accepts requests although it has, or soon will have, no awake replicas."""
         return unit in self._parked
 
     def accepts_early(self, unit: str) -> bool:
@@ -343,18 +336,17 @@ class ModelManager:
         return unit in self._parked or unit in self._returning
 
     def settings_of(self, unit: str) -> ModelSettings | None:
-        """Return the settings of a model that is loaded, parked or being loaded, or None for other models."""
+        """Return the settings of a loaded, parked or loading model, or None for any other."""
         return self._wanted.get(unit)
 
     def loaded(self, unit: str) -> bool:
-        """Return whether all replicas of the model are ready."""
+        """Return whether all of the model's replicas are ready."""
         wanted = self._wanted.get(unit)
         ready = [replica for replica in self.of(unit) if replica.answers]
         return wanted is not None and len(ready) >= self._scaling.count(unit, wanted)
 
     def load_failure(self, unit: str) -> str:
-        """Return the reason why the model cannot be loaded, or an empty string if the model may still become
-        ready."""
+        """Return why the model cannot be loaded, or an empty string if it may still become ready."""
         for replica in self.of(unit):
             if replica.sleeping.asleep:
                 continue
@@ -363,8 +355,8 @@ class ModelManager:
         return ""
 
     async def unload(self, unit: str, grace_s: float) -> None:
-        """Stop accepting requests for the model, let its requests finish within `grace_s` seconds, and stop
-        its replicas. Replicas that do not stop in time are killed."""
+        """Stop accepting requests for the model, allow its requests `grace_s` seconds to finish, and stop its
+        replicas. Replicas that do not stop in time are killed."""
         if unit not in self._wanted:
             return
         del self._wanted[unit]
@@ -374,7 +366,7 @@ class ModelManager:
 
     @property
     def load_timeout_s(self) -> float:
-        """Time limit in seconds for the check of a model's files, and for a load that makes no progress."""
+        """Time limit in seconds for checking a model's files, and for a load that makes no progress."""
         return self._settings().load_timeout_s
 
     def finished(self, unit: str) -> bool:
@@ -383,7 +375,7 @@ class ModelManager:
 
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
         """Return how much memory is missing to run `count` more replicas with these settings alongside the
-        running replicas. By default, `count` is the number of replicas that a load of the model starts."""
+        running replicas. By default, `count` is the number of replicas started when the model is loaded."""
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load the model
@@ -399,8 +391,7 @@ class ModelManager:
         )
 
     async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
-        """Return how much memory is missing to load the model or, if it is parked and asleep, to wake the
-        model."""
+        """Return how much memory is missing to load the model or, if it is parked and asleep, to wake it."""
         replicas = self.of(unit)
         if not self.is_parked_asleep(unit) or any(replica.group is None for replica in replicas):
             return await self.shortage(settings)
@@ -411,15 +402,14 @@ class ModelManager:
         return await asyncio.to_thread(shortage_to_wake, needs)
 
     async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return the reason why `count` replicas with these settings cannot run alongside the running
-        replicas, or an empty string if they can."""
+        """Return why `count` replicas with these settings cannot run alongside the running replicas, or an
+        empty string if they can."""
         return (await self.shortage(settings, count)).reason
 
     # ── replicas by load (ScaledModels) ──
 
     def scalable(self) -> dict[str, ModelSettings]:
-        """Return the settings of every model, except models that are asleep or whose replicas are
-        changing."""
+        """Return the settings of all models, except those that are asleep or whose replicas are changing."""
         asleep = {replica.model for replica in self.replicas if replica.sleeping.begun}
         units = self.models.keys() - asleep - self._parked.keys()
         return {
@@ -429,7 +419,7 @@ class ModelManager:
         }
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the model has its target number of replicas."""
+        """Start and stop replicas until the model has its target number."""
         if unit in self._wanted:
             self._changes.begin(unit)
 

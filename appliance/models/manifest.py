@@ -1,12 +1,11 @@
 """The manifest of a model's folder: the size and the SHA-256 of each file. Creating a manifest takes as long
-as reading the files. Checking a manifest reads at most `_WHOLE_BYTES` of each file, except for a larger file
-whose modification time has changed. Neither may be done on the event loop.
+as reading the files. Checking one reads at most `_WHOLE_BYTES` of each file, except for larger files whose
+modification time has changed. Neither may be done on the event loop.
 
-For a large file, only samples of the contents are compared. The samples reveal that a file was replaced by
-another file of the same size, because training changes every part of the weights. They do not reveal a change
-of a few bytes outside the samples, but this also changes the modification time. A copy or `touch` changes the
-modification time, too, but not the contents. If only the modification time has changed, the whole file is
-therefore read.
+For large files, only samples of the contents are compared. Samples detect a replacement of the same size,
+because training changes every part of the weights. They do not detect a change of a few bytes elsewhere, but
+such a change also updates the modification time. Copying or `touch` updates the modification time without
+changing the contents, so if only the modification time has changed, the whole file is read.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from appliance.background import in_own_thread
 from store.models import ModelFile
 
 _READERS = 4
-"""Number of files that are hashed at the same time. Hashing releases the GIL."""
+"""Number of files hashed concurrently. Hashing releases the GIL."""
 _WHOLE_BYTES = 32 << 20
-"""Maximum size of a file whose contents are compared completely with the manifest before each start of a
-replica. For larger files, the size and the samples are compared."""
+"""Maximum size of a file whose contents are fully compared with the manifest before each replica start. For
+larger files, the size and samples are compared."""
 _SAMPLES, _SAMPLE_BYTES = 32, 64 << 10
 """Number and size of the samples of a large file: 2 MiB in total, regardless of the file's size. The first
 sample is at the beginning of the file, the last one at its end, and the others at equal distances between
@@ -37,7 +36,7 @@ class ManifestError(Exception):
 
 
 def read_manifest(folder: str) -> tuple[ModelFile, ...]:
-    """Return the manifest of the files in a folder. Hidden files and subfolders are left out. Raises
+    """Return the manifest of the files in a folder, without hidden files and subfolders. Raises
     ManifestError."""
     try:
         paths = _files(Path(folder))
@@ -48,10 +47,9 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 
 
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
-    """Check that the files in a folder still match the manifest. For a large file, the size and the samples
-    are compared, and also the SHA-256 if the modification time differs. Samples and modification times are
-    not compared if the manifest was created by an older release, which did not store them. Raises
-    ManifestError."""
+    """Check that the files in a folder still match the manifest. For large files, the size and samples are
+    compared, as is the SHA-256 if the modification time differs. Manifests created by older releases contain
+    no samples or modification times, so these are not compared. Raises ManifestError."""
     known = {file.name: file for file in files}
     try:
         paths = {_name(path): path for path in _files(Path(folder))}
@@ -86,8 +84,8 @@ def difference(folder: str, files: tuple[ModelFile, ...]) -> str:
 
 
 async def find_problem(check: Callable[[], str], folder: str, timeout_s: float) -> str:
-    """Check a model's files in a thread, and wait at most `timeout_s`, because a disk may not respond.
-    `check` returns the problem, or an empty string if there is none."""
+    """Check a model's files in a thread, waiting at most `timeout_s`, because a disk may not respond. `check`
+    returns the problem, or an empty string if there is none."""
     try:
         return await in_own_thread(check, timeout_s)
     except TimeoutError:
@@ -95,7 +93,7 @@ async def find_problem(check: Callable[[], str], folder: str, timeout_s: float) 
 
 
 def not_checked(folder: str, timeout_s: float) -> str:
-    """Return the error message for files whose check did not end in time."""
+    """Return the error message for files that could not be checked in time."""
     return (
         f"the files in {folder} could not be read within {timeout_s:g} s: check that their disk responds; if "
         "it is only slow, raise load_timeout_s"
@@ -107,13 +105,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _name(path: Path) -> str:
-    """Return a file's name as it appears in the manifest. The result can be stored as text even if the name
-    is not valid UTF-8."""
+    """Return a file's name as it appears in the manifest, which can be stored as text even if the name is not
+    valid UTF-8."""
     return os.fsencode(path.name).decode(errors="backslashreplace")
 
 
 def _describe(path: Path) -> ModelFile:
-    # Read the modification time first, so that a later check detects a change made while the file is being
+    # Read the modification time first, so that a later check detects changes made while the file is being
     # read.
     status = path.stat()
     samples = _samples(path, status.st_size) if status.st_size > _WHOLE_BYTES else ""
@@ -126,10 +124,10 @@ def _sha256(path: Path) -> str:
 
 
 def _samples(path: Path, size: int) -> str:
-    """Return the SHA-256 (hex) of the samples of a large file."""
+    """Return the SHA-256 (hex) of a large file's samples."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        # Tell the kernel about random access. Otherwise, it would read ahead at each sample.
+        # Advise the kernel of random access, since it would otherwise read ahead at each sample.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         for number in range(_SAMPLES):
             file.seek(number * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))

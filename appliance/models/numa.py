@@ -1,4 +1,4 @@
-"""Reads the NUMA nodes of this machine from sysfs: the node of each GPU, and the CPUs of each node."""
+"""Reads this machine's NUMA topology from sysfs: each GPU's node, and each node's CPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def node_of_bus(bus: str, root: Path = _PCI) -> int:
-    """Return the NUMA node of a PCI device, or -1 if it is unknown. `bus` is an address as NVML reports it,
+    """Return the NUMA node of a PCI device, or -1 if it is unknown. `bus` is an address in NVML's format,
     such as "00000000:1b:00.0"."""
     domain, _, rest = bus.lower().partition(":")
     try:
@@ -20,8 +20,8 @@ def node_of_bus(bus: str, root: Path = _PCI) -> int:
 
 
 def cpus_near(nodes: set[int], root: Path = _NODES) -> tuple[int, ...]:
-    """Return the CPUs of these NUMA nodes that this process may use. Return an empty set if a node is
-    unknown, if the machine has only one node, or if this process may use none of the nodes' CPUs."""
+    """Return the CPUs of these NUMA nodes that this process may use. The set is empty if a node is unknown,
+    if the machine has only one node, or if this process may use none of the CPUs."""
     if -1 in nodes or len(list(root.glob("node[0-9]*"))) < 2:
         return ()
     near: set[int] = set()
@@ -34,7 +34,7 @@ def cpus_near(nodes: set[int], root: Path = _NODES) -> tuple[int, ...]:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Parse a list of CPUs such as "0-3,8". Raises ValueError."""
+    """Parse a CPU list such as "0-3,8". Raises ValueError."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

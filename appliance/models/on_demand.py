@@ -1,10 +1,10 @@
-"""Loads models at their first request, unloads models that have not been used for a while or puts them to
-sleep, and swaps models that do not fit into memory together. `appliance.models.residency` makes the
-decisions, based on the descriptions in `appliance.models.bundles`, and this module carries them out.
+"""Loads models on their first request, unloads idle models or puts them to sleep, and swaps models that do
+not fit into memory together. `appliance.models.residency` makes the decisions, based on the descriptions in
+`appliance.models.bundles`, and this module carries them out.
 
 A model or version that accepts requests is in one of three states:
 
-- unknown to the fronts, which is possible only for a registered version. At its first request, the fronts
+- unknown to the fronts, which is possible only for a registered version. On its first request, the fronts
   read its tokenizer (`ModelOperations.introduce`), and the request is queued.
 - parked: requests wait in the queue until the model is loaded or, if its replicas are asleep, woken.
 - in memory.
@@ -53,15 +53,15 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _RETRY_S = 30.0
-"""After an on-demand load of a model has failed, requests for the model are refused for this long. The next
-request after that repeats the load."""
+"""How long requests for a model are refused after an on-demand load has failed. The next request after that
+retries the load."""
 _FORGET_S = 600.0
-"""Time after which a version that was loaded on demand and then unloaded is removed from the fronts, so that
-its tokenizer does not occupy memory. The time is counted from the version's last request."""
+"""Time after its last request at which an unloaded on-demand version is removed from the fronts, so that its
+tokenizer does not occupy memory."""
 
 
 class OnDemand:
-    """Decides which models are in memory. All methods must be called on the event loop's thread."""
+    """Decides which models are in memory. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class OnDemand:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loads: Counter[str] = Counter()
-        """Number of on-demand loads since the service started, by model or version."""
+        """Number of on-demand loads since startup, by model or version."""
         self.evictions: Counter[tuple[str, EvictionReason]] = Counter()
-        """Number of times that a model was unloaded or put to sleep without a command, by model or version
-        and reason (`REASONS`)."""
+        """Number of times that a model was automatically unloaded or put to sleep, by model or version and
+        reason (`REASONS`)."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -90,10 +90,9 @@ class OnDemand:
         self._sleep_limit = SleepLimit(settings, manager, self._bundles)
         self._introducing: set[str] = set()
         self._at_start = [name for name in manager.models if manager.is_parked(name)]
-        """Models in the settings that are loaded after the required models, as far as they fit into
-        memory."""
+        """Models in the settings that are loaded after the required ones, if they fit into memory."""
         self._loads: dict[str, asyncio.Task[None]] = {}
-        """Loads that operators' commands have started."""
+        """Loads started by operators' commands."""
         self._changing = asyncio.Lock()
         """Held while a model is being loaded or unloaded."""
         self._background = Background()
@@ -113,15 +112,13 @@ class OnDemand:
     # ── for operators ──
 
     async def load(self, record: VersionRecord) -> None:
-        """Load a version as `ModelOperations.load` does. If the version does not fit into memory, first
-        unload idle models that may be unloaded. If the version is already being loaded, wait for that load.
-        Raises LoadError."""
+        """Load a version as `ModelOperations.load` does. If it does not fit into memory, first unload idle
+        models that may be unloaded. If it is already being loaded, wait for that load. Raises LoadError."""
         await self._shared_load(unit_name(record.model, record.version), record)
 
     async def load_declared(self, unit: str) -> None:
-        """Load a model that is in the settings but not required. If the model does not fit into memory, first
-        unload idle models that may be unloaded. If the model is already being loaded, wait for that load.
-        Raises LoadError."""
+        """Load an optional model from the settings. If it does not fit into memory, first unload idle models
+        that may be unloaded. If it is already being loaded, wait for that load. Raises LoadError."""
         await self._shared_load(unit, None)
 
     async def _shared_load(self, unit: str, record: VersionRecord | None) -> None:
@@ -131,13 +128,13 @@ class OnDemand:
         await outcome(task, unit)
 
     def is_loading(self, unit: str) -> bool:
-        """Return whether an operator's command is loading the model. The load may still be waiting for the
-        load of another model."""
+        """Return whether an operator's command is loading the model, even if it is still waiting for a
+        different model's load."""
         return unit in self._loads
 
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
-        """Unload a version as `ModelOperations.unload` does. If the version is being loaded, cancel the load,
-        even if it is still waiting for the load of another version."""
+        """Unload a version as `ModelOperations.unload` does. If it is being loaded, cancel the load, even if
+        it is still waiting for a different version's load."""
         if (task := self._loads.get(unit_name(record.model, record.version))) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -157,14 +154,14 @@ class OnDemand:
             self._bundles.incomplete.add(self._bundles.loaded_with(unit))
 
     def _settings_of(self, unit: str, record: VersionRecord | None) -> ModelSettings:
-        """Return the settings of a model or version. A version may be unknown to the model manager."""
+        """Return the settings of a model or version, which may be unknown to the model manager."""
         if record is None:
             return self._settings().models[unit]
         return self._operations.settings_of(record.folder, record.settings)
 
     def expires_at(self, unit: str) -> float | None:
-        """Return the unix time at which the model is unloaded if no more requests arrive, or None if the
-        model stays loaded."""
+        """Return the unix time at which the model will be unloaded if no more requests arrive, or None if it
+        stays loaded."""
         leaves_at = self._bundles.leaves_at(unit)
         if leaves_at == math.inf or self._bundles.kept(unit) or not self._bundles.occupies_memory(unit):
             return None
@@ -182,9 +179,8 @@ class OnDemand:
     # ── requests ──
 
     def wanted(self, name: str) -> None:
-        """Handle requests that wait in a front because the version that would answer them is asleep or not
-        loaded. Fronts call this repeatedly while the requests wait, so a call may be ignored while an
-        operation is in progress."""
+        """Handle requests waiting in a front for a version that is asleep or not loaded. Fronts call this
+        repeatedly while requests wait, so a call may be ignored while an operation is in progress."""
         target = self._routing.target_of(name)
         if target is None:
             return
@@ -206,7 +202,7 @@ class OnDemand:
 
     async def _wake(self, unit: str, record: VersionRecord) -> None:
         """Wake a sleeping version for which requests are waiting in the fronts. If there is not enough memory
-        to wake the version, unload it; it is then loaded when its turn comes. Raises LoadError."""
+        to wake it, unload it; it is then loaded in its turn. Raises LoadError."""
         await self._operations.finish_sleep(unit)
         if unit not in self._operations.asleep:
             return
@@ -214,7 +210,7 @@ class OnDemand:
         try:
             await self.load(record)
         except MemoryShortageError as error:
-            log.info("unloading %s, which will be loaded again: %s", unit, error)
+            log.info("unloading %s, which will be reloaded: %s", unit, error)
             await self._operations.unload(record, 0.0)
 
     # ── the loop ──
@@ -230,12 +226,11 @@ class OnDemand:
             await asyncio.sleep(_POLL_S)
 
     def _observe(self) -> None:
-        """Record which models are in use, and remove versions from the fronts that are no longer needed
-        there."""
+        """Record which models are in use, and remove versions that are no longer needed from the fronts."""
         self._bundles.observe()
         versions = self._operations.registry.current.versions
         for unit in [unit for unit in self._routing.usable if version_key(unit) not in versions]:
-            # A request introduced the version to the fronts while a command was deleting the version.
+            # A request introduced the version to the fronts while a command was deleting it.
             self._routing.usable.discard(unit)
             self._background.run(self._manager.unload(unit, 0.0))
         for unit in [unit for unit in self._bundles.units() if self._is_forgettable(unit)]:
@@ -280,7 +275,7 @@ class OnDemand:
             await self._introduce_member(wanted, unknown[0])
             return
         if not unit:
-            return  # The models that are not loaded are still being removed from memory.
+            return  # The unloaded models are still being removed from memory.
         step = next_step(
             self._clock(),
             wanted,
@@ -300,7 +295,7 @@ class OnDemand:
         elif isinstance(step, Refuse):
             asleep = [unit for unit in wanted.units if self._manager.is_parked_asleep(unit)]
             if asleep and not step.excluded:
-                # GPUs other than those on which the model is asleep may have enough memory to load it.
+                # GPUs other than the sleeping model's own may have enough memory to load it.
                 for unit in asleep:
                     await self._manager.end_sleep(unit)
                 return
@@ -309,7 +304,7 @@ class OnDemand:
                 self._fail(unit, step.reason)
 
     async def _introduce_member(self, wanted: Bundle, unit: str) -> None:
-        """Let the fronts accept requests for a version that must be loaded together with another version."""
+        """Let the fronts accept requests for a version that must be loaded together with another one."""
         try:
             await self._operations.introduce(self._operations.registry.current.versions[version_key(unit)])
         except LoadError as error:
@@ -337,15 +332,15 @@ class OnDemand:
     async def _evict(
         self, units: tuple[str, ...], reason: EvictionReason, explanation: str, wanted: tuple[str, ...] = ()
     ) -> None:
-        """Unload models or put them to sleep, and wait until their memory is free. The wait lasts at most
-        `DRAIN_S` plus the time limit for replicas to go to sleep plus the time to stop them. `wanted`
-        contains the models that need the memory."""
+        """Unload models or put them to sleep, and wait until their memory is free. The wait is limited to
+        `DRAIN_S` plus the time limits for putting replicas to sleep and stopping them. `wanted` holds the
+        models that need the memory."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._bundles.incomplete.discard(units)
         for unit in leaving:
             asleep = await self._sleep_limit.may_sleep(unit, wanted)
             if self._bundles.stays(unit):
-                continue  # Meanwhile, a command or new settings have changed the model.
+                continue  # A command or new settings have changed the model in the meantime.
             log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", explanation)
             if self._bundles.occupies_memory(unit):
                 self.evictions[unit, reason] += 1
@@ -370,16 +365,15 @@ class OnDemand:
             log.info("%s is not loaded at startup, because it does not fit; its first request loads it", unit)
             return
         self._bundles.note_load(unit)
-        # If this load fails, the model is shown as failed, and the next request for the model repeats the
-        # load.
+        # If this load fails, the model is shown as failed, and its next request retries the load.
         with contextlib.suppress(LoadError):
             await self._operations.bring_back(unit)
             self._bundles.incomplete.add(bundle.units)
         self._bundles.times(unit).ready_at = self._clock()
 
     async def _free_memory(self, unit: str, settings: ModelSettings) -> None:
-        """Unload idle models until the model `unit` fits into memory or no more models can be unloaded. If
-        `unit` is asleep and cannot wake on its own GPUs, but can be loaded on other GPUs, unload it first."""
+        """Unload idle models until `unit` fits into memory or no more models can be unloaded. If `unit` is
+        asleep and cannot wake on its own GPUs but can be loaded on others, unload it first."""
         wanted = Bundle((unit,), waiting_since=self._clock())
 
         async def next_towards(shortage: MemoryShortage, target: str) -> Step:
@@ -412,7 +406,7 @@ class OnDemand:
     # ── failures ──
 
     def _fail(self, unit: str, explanation: str) -> None:
-        """Refuse requests for the model until the next attempt to load it is due."""
+        """Refuse requests for the model until its next load attempt is due."""
         log.warning("%s could not be loaded on demand: %s", unit, explanation)
         self._routing.failures[unit] = self._routing.problems[unit] = explanation
         record = self._operations.registry.current.versions.get(version_key(unit))
@@ -424,7 +418,7 @@ class OnDemand:
         asyncio.get_running_loop().call_later(_RETRY_S, self._forgive, unit)
 
     def _forgive(self, unit: str) -> None:
-        """Accept requests for the model again after a failed load."""
+        """Resume accepting requests for the model after a failed load."""
         if self._routing.problems.pop(unit, None) is None:
             return
         if unit in self._requests.state.models and not self._manager.failure(unit):
@@ -432,8 +426,8 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     def _repaired(self, unit: str) -> None:
-        """Handle a change to the files of a version whose latest load failed. If requests for the version
-        load it on demand, accept its requests again. Otherwise, repeat the load."""
+        """Handle a change to the files of a version whose latest load failed. If the version is loaded on
+        demand, resume accepting its requests. Otherwise, retry the load."""
         record = self._operations.registry.current.versions.get(version_key(unit))
         if record is None:
             return

@@ -1,8 +1,8 @@
-"""Loads and unloads the versions of registered models, puts them to sleep and wakes them.
+"""Loads, unloads, puts to sleep and wakes versions of registered models.
 
 A version is loaded in four steps: its files are compared with the manifest, its replicas are started, every
 front reads its tokenizer, and only then do model names resolve to the version (`Routing.usable`). If a step
-fails, the models that were running before are not affected.
+fails, running models are not affected.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _FRONTS_WITHIN_S = 120.0
-"""Time limit for fronts to read the tokenizer of a model that has been loaded."""
+"""Time limit for fronts to read a newly loaded model's tokenizer."""
 
 
 class ModelOperations:
-    """The operations on registered versions. All methods must be called on the event loop's thread."""
+    """Operations on registered versions. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class ModelOperations:
         note: Callable[[str, str], None],
         model_flags: Mapping[str, Any],
     ) -> None:
-        """`note` reports a problem to the operator. `model_flags` contains the values of command-line options
-        for models. They apply to versions that do not have the corresponding setting."""
+        """`note` reports a problem to the operator. `model_flags` holds the command-line options for models,
+        which apply to versions without the corresponding setting."""
         self.registry = registry
         self.failures = routing.failures
-        """Models and versions whose latest load failed, with the reason for each failure."""
+        """Models and versions whose latest load failed, with the reasons."""
         self.draining: set[str] = set()
-        """Versions that are finishing their requests before they are unloaded or put to sleep."""
+        """Versions that are finishing their requests before being unloaded or put to sleep."""
         self.asleep: set[str] = set()
-        """Versions that are loaded but asleep: they have released their memory."""
+        """Versions that are loaded but asleep, having released their memory."""
         self.on_repair: Callable[[str], None] = lambda unit: None
-        """Called when the files of a version whose latest load failed have changed."""
+        """Called when the files of a version that failed to load have changed."""
         self._watches: dict[str, StartTimer] = {}
-        """Timers that watch the files of versions whose latest load failed."""
+        """Timers that watch the files of versions that failed to load."""
         self._manager = manager
         self._routing = routing
         self._fronts = fronts
@@ -70,7 +70,7 @@ class ModelOperations:
         self._sleeps: dict[str, asyncio.Task[None]] = {}
         self._wakes: dict[str, asyncio.Task[None]] = {}
         self._ending: set[str] = set()
-        """Versions that have no more requests and whose replicas are being stopped."""
+        """Versions without remaining requests whose replicas are being stopped."""
         self._one_at_a_time = asyncio.Lock()
         """Held while a version is being loaded, so that two loads do not rely on the same free memory."""
         self._background = Background()
@@ -79,13 +79,13 @@ class ModelOperations:
     # ── start and stop ──
 
     def restore(self) -> None:
-        """Load the versions that were loaded when the service stopped."""
+        """Reload the versions that were loaded when the service stopped."""
         for record in self.registry.current.versions.values():
             if record.loaded_at is not None:
                 self._background.run(self._restore(record))
 
     def stop(self) -> None:
-        """Cancel the operations that are in progress."""
+        """Cancel all operations in progress."""
         for tasks in (self._loads, self._unloads, self._sleeps, self._wakes):
             for task in tasks.values():
                 task.cancel()
@@ -113,7 +113,7 @@ class ModelOperations:
         watch.start(math.inf, lambda: self.on_repair(unit), changed)
 
     def forget_failure(self, unit: str) -> None:
-        """Discard the record that the version could not be loaded."""
+        """Forget that the version could not be loaded."""
         self.failures.pop(unit, None)
         if (watch := self._watches.pop(unit, None)) is not None:
             watch.stop()
@@ -130,10 +130,10 @@ class ModelOperations:
         return unit in self._loads
 
     async def load(self, record: VersionRecord) -> None:
-        """Load a version, and return when every front can send requests to it. If it is the default version
-        of a model or a target of the model's split, requests for the model wait during the load, unless
-        another target can answer them. If the version is already being loaded, wait for that load. A sleeping
-        version is woken. Raises LoadError."""
+        """Load a version, and return when every front can send requests to it. If it is a model's default
+        version or a target of its split, requests for the model wait during the load, unless another target
+        can answer them. If the version is already being loaded, wait for that load. If it is asleep, wake it.
+        Raises LoadError."""
         unit = unit_name(record.model, record.version)
         if unit in self.asleep or unit in self._sleeps:
             await self.wake(record)
@@ -151,7 +151,7 @@ class ModelOperations:
                 return
             if not self._manager.failure(unit):
                 return
-            # The version's replicas have failed since it was loaded. Load it again from the beginning.
+            # The version's replicas have failed since it was loaded. Reload it from scratch.
             self._routing.usable.discard(unit)
             await self._manager.unload(unit, 0.0)
         task = self._shared(self._loads, unit, lambda: self._load(unit, record))
@@ -163,16 +163,16 @@ class ModelOperations:
         unit: str,
         begin: Callable[[], Coroutine[Any, Any, None]],
     ) -> asyncio.Task[None]:
-        """Return the version's task in `tasks`. If there is none, create it from `begin()`."""
+        """Return the version's task in `tasks`, creating it with `begin()` if there is none."""
         if (task := tasks.get(unit)) is None:
             task = tasks[unit] = asyncio.get_running_loop().create_task(begin())
             task.add_done_callback(lambda _: tasks.pop(unit, None))
         return task
 
     async def _hold_until(self, task: asyncio.Task[None], record: VersionRecord) -> None:
-        """Wait for a task that makes a version usable. If it is the default version of a model or a target of
-        the model's split, requests for the model wait during the task. Raises the task's exception, or
-        LoadError if the task is cancelled."""
+        """Wait for a task that makes a version usable. If it is a model's default version or a target of its
+        split, requests for the model wait in the meantime. Raises the task's exception, or LoadError if the
+        task is cancelled."""
         registry, unit = self.registry.current, unit_name(record.model, record.version)
         split = registry.splits.get(record.model)
         answers = registry.models[record.model].default_version == record.version or (
@@ -190,7 +190,7 @@ class ModelOperations:
         await outcome(task, unit)
 
     async def _keep(self, unit: str, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
-        """Keep a version that was about to be unloaded, and route requests to it again."""
+        """Keep a version that was about to be unloaded, and resume routing requests to it."""
         unloading.cancel()
         await asyncio.wait([unloading])
         self._routing.usable.add(unit)
@@ -243,8 +243,8 @@ class ModelOperations:
             raise LoadError(problem)
 
     async def _check_memory(self, unit: str, settings: ModelSettings) -> None:
-        """Raise NoRoomError if the model does not fit into memory. If it is asleep, and only GPUs other than
-        its own have enough memory, stop its replicas, so that the model can be loaded on the other GPUs."""
+        """Raise NoRoomError if the model does not fit into memory. If it is asleep and only GPUs other than
+        its own have enough memory, stop its replicas, so that it can be loaded on those GPUs."""
         manager = self._manager
         refusal = (await manager.shortage_of(unit, settings)).reason
         if refusal and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).reason:
@@ -256,7 +256,7 @@ class ModelOperations:
             )
 
     async def _fronts_ready(self, unit: str) -> None:
-        """Wait until every front has read the tokenizer of the version. Raises LoadError."""
+        """Wait until every front has read the version's tokenizer. Raises LoadError."""
         in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
         if reason := self._fronts.problem_with(unit):
             raise LoadError(f"{unit} could not be loaded by {reason}")
@@ -264,16 +264,16 @@ class ModelOperations:
             raise LoadError(f"the fronts did not read the tokenizer of {unit} within {_FRONTS_WITHIN_S:g} s")
 
     def settings_of(self, folder: str, settings: Mapping[str, Any]) -> ModelSettings:
-        """Return the complete settings of a version. Values that the version does not specify are taken from
-        the command-line options."""
+        """Return a version's complete settings. Values that it does not specify are taken from the
+        command-line options."""
         values = {"required": False} | self._model_flags | dict(settings) | {"folder": folder}
         return msgspec.convert(values, ModelSettings)
 
     # ── load on demand ──
 
     async def introduce(self, record: VersionRecord) -> None:
-        """Accept requests for a version without loading it. The fronts read the version's tokenizer, and its
-        requests wait in the queue. Raises LoadError."""
+        """Accept requests for a version without loading it. The fronts read its tokenizer, and its requests
+        wait in the queue. Raises LoadError."""
         unit = unit_name(record.model, record.version)
         if (unloading := self._unloads.get(unit)) is not None:
             await asyncio.wait([unloading])
@@ -290,8 +290,7 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def load_declared(self, unit: str) -> None:
-        """Load a model that is in the settings but not required, and return when it is ready. Raises
-        LoadError."""
+        """Load an optional model from the settings, and return when it is ready. Raises LoadError."""
         settings = self._manager.settings_of(unit)
         if settings is not None and self._manager.is_parked(unit):
             await self._check_memory(unit, settings)
@@ -305,8 +304,8 @@ class ModelOperations:
 
     async def bring_back(self, unit: str) -> None:
         """Load or wake a model that accepts requests without being loaded. If this fails, raise LoadError and
-        return the model to its unloaded state, without sleeping replicas. However, if replicas of a model in
-        the settings are waiting for corrected files, they keep waiting."""
+        return the model to its unloaded state, without sleeping replicas. Replicas of a model in the settings
+        that are waiting for corrected files keep waiting, however."""
         record = self.registry.current.versions.get(version_key(unit))
         async with self._one_at_a_time:
             try:
@@ -325,8 +324,8 @@ class ModelOperations:
     # ── unload ──
 
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
-        """Stop routing requests to a version, let its requests finish within `grace_s` seconds, and unload
-        it. A load or another operation in progress on the version is cancelled."""
+        """Stop routing requests to a version, allow its requests `grace_s` seconds to finish, and unload it.
+        Any operation in progress on the version is cancelled."""
         unit = unit_name(record.model, record.version)
         self.forget_failure(unit)
         for tasks in (self._loads, self._sleeps, self._wakes):
@@ -362,7 +361,7 @@ class ModelOperations:
         return task
 
     async def _drain(self, unit: str, record: VersionRecord, grace_s: float) -> None:
-        """Wait until no request uses the version, and then unload it."""
+        """Wait until no request uses the version, then unload it."""
         await self._fronts.routed()
         await self._store_loaded(record, False)
         await self._finish_requests(unit, grace_s)
@@ -392,10 +391,10 @@ class ModelOperations:
         return unit in self._wakes
 
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
-        """Stop routing requests to a loaded version, let its requests finish within `grace_s` seconds, and
-        release its memory. A version that is being woken is put to sleep afterwards. A version that is
-        already asleep or going to sleep for another reason counts as put to sleep by this command from now
-        on. Raises LoadError if the version is not loaded or stays awake."""
+        """Stop routing requests to a loaded version, allow its requests `grace_s` seconds to finish, and
+        release its memory. A version that is being woken is put to sleep afterwards. A version already asleep
+        or going to sleep for a different reason now counts as put to sleep by this command. Raises LoadError
+        if the version is not loaded or stays awake."""
         unit = unit_name(record.model, record.version)
         if (waking := self._wakes.get(unit)) is not None:
             await asyncio.wait([waking])
@@ -436,9 +435,9 @@ class ModelOperations:
         log.info("%s is asleep", unit)
 
     async def wake(self, record: VersionRecord) -> None:
-        """Restore the memory of a sleeping version, and return when every front can send requests to it. A
-        version that is going to sleep is kept awake. If there is not enough memory, raise NoRoomError; for
-        other problems, raise LoadError. In both cases, the version stays asleep."""
+        """Restore a sleeping version's memory, and return when every front can send requests to it. A version
+        that is going to sleep is kept awake. Raises NoRoomError if there is not enough memory, and LoadError
+        for other problems; in both cases, the version stays asleep."""
         unit = unit_name(record.model, record.version)
         if (sleeping := self._sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)
@@ -450,7 +449,7 @@ class ModelOperations:
 
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
         """If the version is going to sleep but its requests are still finishing, cancel the operation.
-        Otherwise, wait for the operation to end."""
+        Otherwise, wait for it to complete."""
         if not self._manager.finished(unit):
             sleeping.cancel()
         await asyncio.wait([sleeping])
@@ -475,7 +474,8 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def _until_loaded(self, unit: str) -> None:
-        """Wait until all replicas of the version are ready. Raises LoadError if they cannot become ready."""
+        """Wait until all of the version's replicas are ready. Raises LoadError if they cannot become
+        ready."""
         while not self._manager.loaded(unit):
             if reason := self._manager.load_failure(unit):
                 raise LoadError(f"{unit} could not be loaded: {reason}")
@@ -494,7 +494,7 @@ class ModelOperations:
 
 
 def changed_files(registry: Registry, unit: str) -> str:
-    """Return how the files of a version differ from the version's manifest. Return an empty string if the
-    files match, or if `unit` is a model in the settings. Called in a thread."""
+    """Return how a version's files differ from its manifest, or an empty string if they match or if `unit` is
+    a model in the settings. Called in a thread."""
     record = registry.versions.get(version_key(unit))
     return "" if record is None else difference(record.folder, record.files)

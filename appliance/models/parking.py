@@ -1,4 +1,4 @@
-"""The state of a model that accepts requests although it has no awake replicas."""
+"""The state of models that accept requests without awake replicas."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Parked:
     drain_ends_at: float = 0.0
     """Time on the event loop's clock until which running requests may finish."""
     asleep: bool = False
-    """Whether the model's replicas are put to sleep instead of being stopped."""
+    """Whether to put the model's replicas to sleep instead of stopping them."""
 
     @property
     def drain_left_s(self) -> float:
-        """Time in seconds that the running requests have left to finish."""
+        """Time in seconds left for running requests to finish."""
         return max(0.0, self.drain_ends_at - asyncio.get_running_loop().time())

@@ -11,18 +11,18 @@ from appliance.models.topology import NO_TOPOLOGY, Topology, choose_gpus, descri
 
 
 class GpuPlacement:
-    """Assigns GPUs to replicas. A replica keeps its GPUs until it is stopped, even when it is restarted."""
+    """Assigns GPUs to replicas. A replica keeps its GPUs across restarts until it is stopped."""
 
     def __init__(self, topology: Topology, free_bytes: Callable[[], Sequence[int]] | None = None) -> None:
-        """If `topology` is empty, this object does not choose GPUs, and every replica uses the first visible
-        GPUs. `free_bytes` returns the free memory of each GPU; by default, it is read from NVML."""
+        """If `topology` is empty, no GPUs are assigned, and every replica uses the first visible GPUs.
+        `free_bytes` returns each GPU's free memory, by default from NVML."""
         self._topology = topology
         self._free_bytes = free_bytes or _free_bytes
         self._of: dict[str, list[int]] = {}
 
     def take(self, replica: str, device: str, count: int) -> list[int]:
-        """Return the numbers of the replica's GPUs. If the replica has no GPUs yet, choose them first. The
-        list is empty if this object does not choose GPUs."""
+        """Return the numbers of the replica's GPUs, choosing them first if it has none. The list is empty if
+        no GPUs are assigned."""
         if device == "cpu":
             return []
         if replica not in self._of:
@@ -30,8 +30,8 @@ class GpuPlacement:
         return self._of[replica]
 
     def choose(self, count: int) -> list[int]:
-        """Return the numbers of the GPUs that a new replica would get, or an empty list if this object does
-        not choose GPUs. May be called in any thread."""
+        """Return the numbers of the GPUs that a new replica would get, or an empty list if no GPUs are
+        assigned. May be called from any thread."""
         used = [gpu for gpus in list(self._of.values()) for gpu in gpus]
         replicas = [used.count(gpu) for gpu in range(len(self._topology.uuids))]
         if not replicas:
@@ -39,12 +39,12 @@ class GpuPlacement:
         return choose_gpus(self._topology, count, replicas, self._free_bytes())
 
     def release(self, replica: str) -> None:
-        """Release the GPUs of a replica that has been stopped."""
+        """Release a stopped replica's GPUs."""
         self._of.pop(replica, None)
 
     def cpus(self, gpus: Sequence[int]) -> tuple[int, ...]:
-        """Return the CPUs in these GPUs' NUMA nodes. The result is empty if the machine has only one node, or
-        if the nodes are unknown."""
+        """Return the CPUs in these GPUs' NUMA nodes; empty if the machine has only one node or the nodes are
+        unknown."""
         nodes = self._topology.nodes
         return cpus_near({nodes[gpu] for gpu in gpus}) if gpus and nodes else ()
 
@@ -58,16 +58,15 @@ class GpuPlacement:
 
 
 def machine_topology(environment: Mapping[str, str] = os.environ) -> Topology:
-    """Return the GPUs among which the service may choose. The topology is empty if CUDA_VISIBLE_DEVICES is
-    set, because that variable already selects GPUs."""
+    """Return the GPUs that the service may choose from; empty if CUDA_VISIBLE_DEVICES is set, since that
+    already selects GPUs."""
     return NO_TOPOLOGY if "CUDA_VISIBLE_DEVICES" in environment else read_topology()
 
 
 def numbered(devices: Sequence[str], gpus: Sequence[int]) -> list[str]:
-    """Return the device names of a replica's ranks, with the machine's GPU numbers.
-
-    Each rank numbers only the GPUs that it can see, starting at 0. For example, if `gpus` begins with 5, the
-    first rank's "cuda:0 NVIDIA H200" is returned as "cuda:5 NVIDIA H200".
+    """Return the device names of a replica's ranks, using the machine's GPU numbers. Each rank numbers only
+    the GPUs it can see, starting at 0. For example, if `gpus` begins with 5, the first rank's "cuda:0 NVIDIA
+    H200" is returned as "cuda:5 NVIDIA H200".
     """
     if len(devices) != len(gpus) or not all(device.startswith("cuda:") for device in devices):
         return list(devices)

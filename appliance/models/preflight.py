@@ -1,7 +1,7 @@
 """Checks whether a model can be served, before anything is loaded or changed.
 
-The commands `appliance config check`, `config reload`, `serve` and `doctor` and the commands that add models
-all run these checks. The checks read files but no weights.
+`appliance config check`, `config reload`, `serve`, `doctor` and the commands that add models all run these
+checks, which read files but no weights.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from appliance.settings import ModelSettings
 
 _MIN_TOKENS = 1
 _MAX_COMPILE_S = 60.0
-"""Time limit for compiling the chat templates. The limit is generous, because a check may run on a machine
-under load."""
+"""Time limit for compiling the chat templates. It is generous because a check may run on a machine under
+load."""
 
 
 class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check of a model. If the finding is a problem, the model cannot be served."""
+    """The result of one check of a model. A model with a problem cannot be served."""
 
     level: Literal["ok", "warning", "problem"]
     text: str
-    """The result of the check, with the measured values."""
+    """The result, with the measured values."""
     remedy: str = ""
-    """Remedy for the problem; empty if there is none."""
+    """The remedy for the problem; empty if there is none."""
 
     def __str__(self) -> str:
         return f"{self.text}: {self.remedy}" if self.remedy else self.text
@@ -46,20 +46,20 @@ def check_model(
     *,
     compile_text: bool = True,
 ) -> list[ModelFinding]:
-    """Check a model's folder and settings. Checking stops at the first problem, because later checks depend
-    on earlier ones.
+    """Check a model's folder and settings, stopping at the first problem, because later checks depend on
+    earlier ones.
 
-    - `memory`: the memory of this machine. A model that needs more memory than the machine has is a problem.
-      A model that needs more than is currently free is a warning.
+    - `memory`: the memory of this machine. Needing more memory than the machine has is a problem; needing
+      more than is currently free is a warning.
     - `reader`: the user that runs the service.
-    - `compile_text`: whether to load the tokenizer and compile the templates. Loading takes about a second
-      for a large vocabulary, and must not run on the event loop's thread.
+    - `compile_text`: whether to load the tokenizer and compile the templates. This takes about a second for a
+      large vocabulary, and must not be done on the event loop thread.
     """
     return list(_check(model, memory, reader, compile_text))
 
 
 def problem_of(findings: list[ModelFinding]) -> ModelFinding | None:
-    """Return the problem among the findings, or None if the model can be served."""
+    """Return the problem in the findings, or None if the model can be served."""
     return next((finding for finding in findings if finding.level == "problem"), None)
 
 
@@ -107,7 +107,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
     if model.chat_template and (unreadable := unreadable_reason(Path(model.chat_template), reader)):
         yield _problem(unreadable.description, unreadable.remedy)
         return
-    # The tokenizer library is imported only when a model is checked.
+    # Import the tokenizer library only when a model is checked.
     from appliance.text.template_files import read_template_sources
     from appliance.text.tokenizer_files import TokenizerFilesError, read_tokenizer_files
 
@@ -138,7 +138,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
 
 
 def _compile_text(folder: Path, sources: dict[str, str], special_tokens: dict[str, str]) -> None:
-    """Load the tokenizer and compile the templates in the same way as a front. Raises TokenizerFilesError."""
+    """Load the tokenizer and compile the templates as a front does. Raises TokenizerFilesError."""
     from appliance.text.template_process import TemplateProcess
     from appliance.text.tokenizer import Tokenizer
 
@@ -154,14 +154,13 @@ def _compile_text(folder: Path, sources: dict[str, str], special_tokens: dict[st
 
 
 def _check_memory(model: ModelSettings, machine: MemoryFit, now: MemoryFit) -> Iterator[ModelFinding]:
-    """Compare the predicted memory of the model with the total memory of the machine and with its free
-    memory."""
+    """Compare the model's predicted memory with the machine's total and free memory."""
     if shortage := shortage_of(model, machine):
         yield shortage
     elif shortage := shortage_of(model, now):
         yield ModelFinding(
             level="warning",
-            text=f"not enough memory is free at the moment: {shortage.text}",
+            text=f"not enough memory is currently free: {shortage.text}",
             remedy=shortage.remedy,
         )
     else:
@@ -187,7 +186,7 @@ def shortage_of(model: ModelSettings, found: MemoryFit) -> ModelFinding | None:
 
 
 def limited_length(model: ModelSettings, found: MemoryFit) -> ModelFinding | None:
-    """Return a warning if the KV cache limits sequences to fewer tokens than the checkpoint allows."""
+    """Return a warning if the KV cache limits sequences to less than the checkpoint allows."""
     if found.kv_tokens >= found.max_model_len or model.max_model_len is not None:
         return None
     return ModelFinding(
@@ -199,7 +198,7 @@ def limited_length(model: ModelSettings, found: MemoryFit) -> ModelFinding | Non
 
 
 def describe(found: MemoryFit) -> str:
-    """Return the model's type and its memory calculation in one line."""
+    """Return the model's type and memory calculation in one line."""
     used = f", of which other processes use {of_bytes(found.used_bytes)}" if found.used_bytes else ""
     return (
         f"{found.model_type}, {found.parameters / 1e6:,.1f} M parameters in "

@@ -1,7 +1,7 @@
 """Runs the checks of `appliance.models.preflight` in a separate process.
 
-The core uses this process while it serves requests. Otherwise, reading a large tokenizer would block the
-core's event loop for about a second, and a damaged file could crash the core.
+The core uses this process while serving requests. Otherwise, reading a large tokenizer would block its event
+loop for about a second, and a damaged file could crash it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from appliance.settings import ModelSettings
 from engine.client import run_module
 
 _TIMEOUT_S = 120.0
-"""Time limit for the checks of all models."""
+"""Time limit for checking all models."""
 
 Findings = dict[str, list[ModelFinding]]
-"""The findings about each model, keyed by the model's name."""
+"""The findings, by model name."""
 
 
 Check = Callable[[Mapping[str, ModelSettings]], Findings]
 
 
 def check_files_here(models: Mapping[str, ModelSettings]) -> Findings:
-    """Check the models in this process, without loading tokenizers or compiling templates. This takes tens of
+    """Check the models in-process, without loading tokenizers or compiling templates. This takes tens of
     milliseconds per model."""
     memory, reader = read_memory(), this_process()
     return {name: check_model(model, memory, reader, compile_text=False) for name, model in models.items()}
 
 
 def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
-    """Run all checks of the models in a separate process, and wait for the result. A process that does not
-    end in time, or that ends without a result, is reported as a problem with every model."""
+    """Run all checks of the models in a separate process, and wait for the result. If the process does not
+    finish in time or returns no result, report a problem for every model."""
     if not models:
         return {}
     try:
@@ -53,16 +53,16 @@ def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
 
 
 class ModelChecks(NamedTuple):
-    """The checks that the core runs. Both checks block, so they must not run on the event loop's thread."""
+    """The checks that the core runs. Both of them block, so they must not run on the event loop thread."""
 
     files: Check = check_files_here
-    """Quick checks, which run before the service starts and before a failed replica is started again."""
+    """Quick checks, run before the service starts and before a failed replica is restarted."""
     everything: Check = check_apart
-    """All checks, which run before the settings of a running service change."""
+    """All checks, run before a running service's settings change."""
 
     def problem(self, name: str, model: ModelSettings) -> str:
-        """Return the problem that the quick checks find, with its remedy, or an empty string if there is no
-        problem."""
+        """Return the problem found by the quick checks, with its remedy, or an empty string if there is
+        none."""
         found = problem_of(self.files({name: model})[name])
         return str(found) if found is not None else ""
 
@@ -71,7 +71,7 @@ MODEL_CHECKS = ModelChecks()
 
 
 def main() -> None:
-    """Check the models on standard input, and print the findings as JSON."""
+    """Check the models read from standard input, and print the findings as JSON."""
     models = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, ModelSettings])
     memory, reader = read_memory(), this_process()
     findings = {name: check_model(model, memory, reader) for name, model in models.items()}

@@ -12,9 +12,9 @@ from appliance.ownership import SERVICE_USER, user_name
 from appliance.rundir import unit_is_installed
 
 _UNIT_USER = "appliance"
-"""The service's user according to systemd/appliance.service."""
+"""The service's user in systemd/appliance.service."""
 _HIDDEN_BY_UNIT = (Path("/home"), Path("/root"), Path("/run/user"))
-"""Directories that the systemd unit hides from the service with ProtectHome=."""
+"""Directories hidden from the service by the systemd unit's ProtectHome=."""
 
 
 class FileReader(NamedTuple):
@@ -23,7 +23,7 @@ class FileReader(NamedTuple):
     uid: int
     groups: frozenset[int]
     is_this_process: bool
-    """Whether this process runs as the user. In this case, the kernel can check the user's permissions."""
+    """Whether this process runs as the user, so that the kernel can check permissions."""
 
 
 class Unreadable(NamedTuple):
@@ -34,13 +34,13 @@ class Unreadable(NamedTuple):
 
 
 def this_process() -> FileReader:
-    """Return the user that this process runs as."""
+    """Return this process's user."""
     return FileReader(os.geteuid(), frozenset((os.getegid(), *os.getgroups())), is_this_process=True)
 
 
 def service_user() -> FileReader:
-    """Return the user that runs the service. The result is the user of this process, unless root runs a
-    command on a machine where the service runs as another user."""
+    """Return the service's user: this process's user, unless root runs a command on a machine where the
+    service runs as a different user."""
     if os.geteuid() == 0:
         named = os.environ.get(SERVICE_USER) or (_UNIT_USER if unit_is_installed() else "")
         try:
@@ -54,9 +54,8 @@ def service_user() -> FileReader:
 
 
 def unreadable_reason(path: Path, reader: FileReader) -> Unreadable | None:
-    """Return the reason why the user cannot read an existing file or list an existing directory. Return None
-    if the user can, or if the path does not exist. Symbolic links are followed, because a hub cache consists
-    of links."""
+    """Return why the user cannot read an existing file or list an existing directory, or None if the user can
+    or the path does not exist. Symbolic links are followed, because a hub cache consists of links."""
     if _readable(path, reader):
         return None
     real = Path(os.path.realpath(path))
@@ -97,9 +96,8 @@ def _readable(path: Path, reader: FileReader) -> bool:
 
 
 def _allowed(path: Path, reader: FileReader, wanted: int) -> bool:
-    """Return whether the mode bits of a path give the user these rights (os.R_OK, os.X_OK). Return true if
-    the path does not exist. Access control lists are considered only if the user is the user of this
-    process."""
+    """Return whether a path's mode bits grant the user these rights (os.R_OK, os.X_OK), or true if the path
+    does not exist. Access control lists are considered only if the user is this process's user."""
     if reader.is_this_process:
         try:
             return os.access(path, wanted, effective_ids=True) or not os.path.lexists(path)

@@ -1,5 +1,5 @@
-"""Finds references to unknown models in the settings and in the registry. References are fallbacks, and the
-targets of aliases, splits and shadows."""
+"""Finds references to unknown models in the settings and the registry: fallbacks, and the targets of aliases,
+splits and shadows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from store.registry import read_registry
 
 
 def stored_registry(state_dir: str) -> Registry:
-    """Return the models in the registry of the service with this state directory. The registry is empty if no
-    service has used the directory yet. Raises StoreError."""
+    """Return the model registry stored in this state directory; empty if no service has used the directory
+    yet. Raises StoreError."""
     try:
         return read_registry(Path(state_dir) / "control.db")
     except MissingDatabaseError:
@@ -45,11 +45,9 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
 
 
 def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield a description of each registry record that refers to an unknown model, with the problem and its
-    remedy.
-
-    A model is unknown if it is neither in the registry nor in `declared`, the models in the settings: for
-    example, if the model was removed from the settings.
+    """Yield the problem and remedy for each registry record that refers to an unknown model. A model is
+    unknown if it is neither in the registry nor in `declared` (the models in the settings), for example
+    because it was removed from the settings.
     """
 
     def is_known(target: str) -> bool:
@@ -62,23 +60,23 @@ def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[t
         if not is_known(alias.target):
             yield (
                 f"alias {alias.name}",
-                f"its target {alias.target!r} is not a model, so applications cannot use the alias: run: "
-                f"appliance models alias {alias.name} TARGET",
+                f"its target {alias.target!r} is not a model, so applications cannot use the alias; run "
+                f"`appliance models alias {alias.name} TARGET`",
             )
     for split in registry.splits.values():
         for target in split.weights:
             if not is_known(target):
                 yield (
                     f"split of {split.name}",
-                    f"its target {target!r} is not a model, so it gets no requests: run: appliance models "
-                    f"split {split.name} with other targets, or with --clear",
+                    f"its target {target!r} is not a model, so it gets no requests; run `appliance models "
+                    f"split {split.name}` with different targets or --clear",
                 )
     for shadow in registry.shadows.values():
         if not is_known(shadow.target):
             yield (
                 f"shadow of {shadow.name}",
-                f"its target {shadow.target!r} is not a model, so nothing is copied: run: appliance models "
-                f"shadow {shadow.name} with another target, or with --clear",
+                f"its target {shadow.target!r} is not a model, so nothing is copied; run `appliance models "
+                f"shadow {shadow.name}` with a different target or --clear",
             )
     names = {*declared, *registry.models, *registry.aliases}
     for version in registry.versions.values():
@@ -87,5 +85,5 @@ def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[t
             yield (
                 f"{version.model}@{version.version}",
                 f"its fallback {fallback!r} is not a model or alias, so it is not used: add a model or an "
-                f"alias with this name, or add a version of {version.model} with another fallback",
+                f"alias with this name, or add a version of {version.model} with a different fallback",
             )

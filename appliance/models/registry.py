@@ -22,8 +22,8 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the models' problems as settings faults. Each fault names the setting that contains the
-    model's folder."""
+    """Return the models' problems as settings faults, each for the setting that contains the model's
+    folder."""
     return [
         _fault(loaded, name, finding)
         for name, found in findings.items()
@@ -33,7 +33,7 @@ def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
 
 
 def model_warnings(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the warnings about models in the same form as `model_faults`."""
+    """Return warnings about models, in the same form as `model_faults`."""
     return [
         _fault(loaded, name, finding)
         for name, found in findings.items()
@@ -55,10 +55,9 @@ def _fault(loaded: Loaded, name: str, finding: ModelFinding) -> Fault:
 def describe_models(
     loaded: Loaded, former: Settings | None = None, broken: Collection[str] = ()
 ) -> list[ServedModel]:
-    """Describe the models that are not in `former`, or whose text settings differ from those in `former`.
-
-    The folders of models in `broken` may not be readable, so their descriptions contain only the name and the
-    folder. Raises SettingsError for any other folder that cannot be read.
+    """Describe the models that are not in `former` or whose text settings differ from those in `former`. The
+    folders of models in `broken` may be unreadable, so their descriptions contain only the name and folder.
+    Raises SettingsError for any other unreadable folder.
     """
     served, faults = [], []
     for name, model in loaded.settings.models.items():
@@ -103,10 +102,8 @@ def describe_models(
 
 
 def describe(name: str, settings: ModelSettings) -> ServedModel:
-    """Describe a model for fronts before any replica is ready.
-
-    Numbers that the model's configuration does not contain are 0 until a replica is ready. Raises OSError if
-    the folder or the chat template cannot be read.
+    """Describe a model to fronts before any replica is ready. Values missing from the model's configuration
+    are 0 until then. Raises OSError if the folder or the chat template cannot be read.
     """
     folder = Path(settings.folder)
     config = _config(folder / "config.json")
@@ -129,8 +126,8 @@ def describe(name: str, settings: ModelSettings) -> ServedModel:
 
 
 def fingerprint(folder: Path, chat_template: str | None = None) -> str:
-    """Return 12 hex digits that identify the contents of the folder's files and, if the settings replace the
-    chat template, of the replacement."""
+    """Return 12 hex digits that identify the contents of the folder's files and of any chat template set in
+    the settings."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name.startswith("."):
@@ -146,14 +143,14 @@ def fingerprint(folder: Path, chat_template: str | None = None) -> str:
                 digest.update(file.read(_SAMPLE_BYTES))
     if chat_template is not None:
         path = Path(chat_template)
-        if not path.is_file():  # reading a device or a named pipe may never end
+        if not path.is_file():  # reading a device or named pipe may block forever
             raise FileNotFoundError(errno.ENOENT, "not a regular file", chat_template)
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def _config(path: Path) -> dict[str, Any]:
-    # The engine reports the name of a broken file and the problem when it loads the model.
+    # The engine reports a broken file by name when it loads the model.
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, FileNotFoundError):

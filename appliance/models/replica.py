@@ -1,7 +1,6 @@
-"""Starts a replica, supervises it, and restarts it after it has exited.
-
-A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops the processes of a
-replica, one per rank. Events of a replica are passed to its `ReplicaEvents`.
+"""Starts a replica, supervises it, and restarts it after it exits. A replica is one running copy of a model.
+`engine.client.ReplicaGroup` starts and stops its processes, one per rank. A replica's events are passed to
+its `ReplicaEvents`.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ log = logging.getLogger(__name__)
 
 _AFTER_FATAL_S = 5.0
 _KILLED_WITHIN_S = 30.0
-"""Time limit for processes to exit after SIGKILL. A process that waits for a device or a disk (process state
-D) may take longer."""
+"""Time limit for processes to exit after SIGKILL. A process waiting for a device or disk (process state D)
+may take longer."""
 _SLEEP_WITHIN_S = 120.0
 """Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, the first sleep of
-a replica with 15 GiB of weights took 3.43 s (docs/performance.md), so the limit is sufficient for several
-hundred GiB. While a model goes to sleep to make room for another one, no other model can be loaded."""
+a replica with 15 GiB of weights took 3.43 s (docs/performance.md), so the limit is enough for several hundred
+GiB. While a model goes to sleep to make room for another one, no other model can be loaded."""
 _CHECK_AGAIN_S = 10.0
-"""Interval at which the files of a model with a known problem are checked again."""
+"""Interval at which the files of a model with a known problem are rechecked."""
 
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
@@ -52,16 +51,15 @@ Launch = Callable[
 
 
 class Replica:
-    """Supervises one replica. All methods must be called on the event loop's thread.
+    """Supervises one replica. All methods must be called on the event loop thread.
 
-    A ready replica can sleep. The processes and the credit account of a sleeping replica continue to exist,
-    but the replica must not get requests. If the processes exit while the replica is asleep, they are started
-    again when the replica is woken.
+    A ready replica can sleep. A sleeping replica keeps its processes and credit account, but must not be sent
+    requests. If its processes exit while it is asleep, they are restarted when it is woken.
 
     A replica's state is first "starting", then "loading", then "ready". When its processes exit, it is
-    "restarting" and then "starting" again. A replica that was stopped permanently is "stopped". The state is
-    "failed" instead of "restarting" if the checkpoint is bad, if the memory or the device that the replica
-    needs was missing at two starts in a row, or if its circuit breaker is open (`appliance.models.restarts`).
+    "restarting" and then "starting" again. A permanently stopped replica is "stopped". The state is "failed"
+    instead of "restarting" if the checkpoint is bad, if the required memory or device was missing at two
+    consecutive starts, or if its circuit breaker is open (`appliance.models.restarts`).
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class Replica:
         self.model = model
         self.name = name
         self.settings = settings
-        """The model's settings at the time when the replica was created."""
+        """The model's settings when the replica was created."""
         self.spec = settings.spec(name)
         self.state: ReplicaState = "stopped"
         self.restarts = 0
@@ -89,17 +87,17 @@ class Replica:
         """Number of failed starts since the replica was last ready."""
         self.last_error = ""
         self.failure = ""
-        """Reason why requests are refused instead of waiting for this replica. The reason is set in the state
-        "failed", and cleared when the replica becomes ready or exits for another reason."""
+        """Why requests are refused instead of waiting for this replica. Set in the state "failed", and
+        cleared when the replica becomes ready or exits for a different reason."""
         self.bad_checkpoint = False
         """Whether `failure` is a problem with the model's files or settings."""
         self.fallback = ""
-        """Reason why the replica runs on the CPU instead of a GPU."""
+        """Why the replica runs on the CPU instead of a GPU."""
         self.incarnation = 0
         """Number of starts so far."""
         self.steps = StepTotals()
         self.described: ServedModel | None = None
-        """The model's description, read from its folder at the replica's latest start."""
+        """The model's description, as read from its folder at the replica's latest start."""
         self.sleeping = ReplicaSleep()
         self.resources = resources
         self.heartbeat = ReplicaHeartbeat()
@@ -107,11 +105,11 @@ class Replica:
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.latest_report: Report | None = None
-        """The latest report from the processes of the latest start."""
+        """The latest report since the latest start."""
         self.account: CreditAccount | None = None
-        """Credits of the replica while it is ready; None otherwise. Each start gets a new account."""
+        """The replica's credits while it is ready; None otherwise. Each start gets a new account."""
         self.retiring = False
-        """Whether the replica is finishing its requests and will then be stopped permanently."""
+        """Whether the replica is finishing its requests before being stopped permanently."""
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
         self._events = events
@@ -142,12 +140,12 @@ class Replica:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory for the weights, in bytes, or 0 if the replica is not ready."""
+        """Weight memory in bytes, or 0 if the replica is not ready."""
         return 0 if self.info is None else self.info.weight_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Memory for the KV cache, in bytes, or 0 if the replica is not ready."""
+        """KV cache memory in bytes, or 0 if the replica is not ready."""
         return 0 if self.info is None else self.info.kv_bytes
 
     @property
@@ -196,8 +194,8 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         """Stop the replica permanently.
 
-        A replica that is not ready is killed: it has no requests, and it reads no messages while it loads. If
-        its processes do not exit although they were killed, return after `_KILLED_WITHIN_S`.
+        A replica that is not ready is killed: it has no requests, and reads no messages while loading. If its
+        processes do not exit even when killed, return after `_KILLED_WITHIN_S`.
         """
         self._stopping = True
         self._next_start.stop()
@@ -217,20 +215,19 @@ class Replica:
         self.state = "stopped"
 
     async def sleep(self) -> str:
-        """Release the memory of the weights and the KV cache. The replica must have no requests. If the
-        replica stays awake, return the reason. A replica that does not go to sleep within `_SLEEP_WITHIN_S`
-        is killed."""
+        """Release the weight and KV cache memory. The replica must have no requests. If it stays awake,
+        return the reason. If it does not go to sleep within `_SLEEP_WITHIN_S`, kill it."""
         if self.account is None or self.group is None:
             return f"{self.name} is {self.operator_state}"
         return await self.sleeping.change(self.group, True, min(_SLEEP_WITHIN_S, self.load_timeout_s))
 
     def _awake_group(self) -> ReplicaGroup | None:
-        """Return the replica's processes if the replica is ready and awake, otherwise None."""
+        """Return the replica's processes if it is ready and awake, otherwise None."""
         return self.group if self.account is not None and not self.sleeping.asleep else None
 
     async def wake(self) -> str:
-        """Restore the memory of a sleeping replica. If its processes have ended, start them again, and do not
-        wait until the model is loaded. If the replica stays asleep, return the reason."""
+        """Restore a sleeping replica's memory. If its processes have exited, restart them without waiting for
+        the model to load. If the replica stays asleep, return the reason."""
         if not self.sleeping.asleep:
             return ""
         if self.group is None:
@@ -242,8 +239,8 @@ class Replica:
         return await self.sleeping.change(self.group, False, self.load_timeout_s)
 
     def refuse(self, problem: str) -> None:
-        """Do not start the replica, because a check has found a problem with the files of its model. The
-        files are checked again regularly, and the replica is started when they are correct."""
+        """Do not start the replica, because a check has found a problem with its model's files. The files are
+        rechecked regularly, and the replica is started once they are correct."""
         if self._stopping or self.retiring:
             return
         if problem != self.failure:
@@ -270,13 +267,13 @@ class Replica:
         return True
 
     def kill(self, reason: str) -> None:
-        """Kill the replica's processes. The replica is then restarted."""
+        """Kill the replica's processes, after which it is restarted."""
         if self.group is not None:
             self.group.kill(reason)
 
     def check(self) -> None:
-        """Detect that the replica has stopped reporting, and kill a replica that hangs. Must be called a few
-        times per second."""
+        """Detect when the replica stops reporting, and kill it if it hangs. Call this a few times per
+        second."""
         silent_s = self.heartbeat.silent_s
         if self.state == "ready":
             if self.heartbeat.falls_silent():
@@ -315,8 +312,7 @@ class Replica:
         elif isinstance(message, MemoryChanged):
             self.sleeping.changed(message)
         elif isinstance(message, Fatal) and self._fatal is None:
-            # The error that was reported first is the cause. The errors of the other ranks are its
-            # consequences.
+            # The first error reported is the cause; the other ranks' errors are its consequences.
             self._fatal = message
             group = self.group
             if group is not None:
@@ -396,16 +392,15 @@ class Replica:
         return self.settings.cpu_fallback and self.spec.device != "cpu" and not self.fallback
 
     def _restart(self) -> None:
-        """Start the replica, unless the files of its model version have changed since the version was
-        added."""
+        """Start the replica, unless its model version's files have changed since the version was added."""
         self._background.run(self._start_unless(self._checks.find_change))
 
     def _check_files(self) -> None:
-        """Check the files of a failed replica's model, and start the replica if no problem is found."""
+        """Check the model's files after a failure, and start the replica if no problem is found."""
         self._background.run(self._start_unless(self._checks.find_problem))
 
     async def _start_unless(self, check: Callable[[str, ModelSettings, float], Awaitable[str]]) -> None:
-        """Start the replica unless `check`, which is a method of `StartChecks`, finds a problem."""
+        """Start the replica unless `check`, a method of `StartChecks`, finds a problem."""
         problem = await check(self.model, self.settings, self.load_timeout_s)
         if self._stopping or self.retiring or self.state not in ("restarting", "failed"):
             return
@@ -418,17 +413,17 @@ class Replica:
 
     @property
     def load_status(self) -> LoadStatus | None:
-        """Progress of the load, or None if the replica is not loading."""
+        """Load progress, or None if the replica is not loading."""
         return self._load.status(time.monotonic()) if self.state == "loading" else None
 
     @property
     def next_start_s(self) -> float:
-        """Time in seconds until the replica's next start, if the replica is waiting for it."""
+        """Time in seconds until the replica's next start, if it is waiting for one."""
         return self._next_start.left_s
 
     @property
     def breaker(self) -> BreakerState:
-        """State of the circuit breaker."""
+        """The circuit breaker's state."""
         return self._restarts.breaker(self.state == "failed", self._serving_s)
 
     @property

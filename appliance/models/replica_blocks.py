@@ -1,4 +1,4 @@
-"""Reads the state of a replica's KV blocks. The replica determines this state only on request."""
+"""Reads the state of a replica's KV blocks, which the replica computes only on request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from engine.client import ReplicaGroup
 from engine.rank_messages import BlockUse
 
 _EVERY_S = 1.0
-"""The replica is asked again only if its latest answer is older than this."""
+"""The replica is queried again only if its latest answer is older than this."""
 _WAIT_S = 0.5
 """Maximum time to wait for an answer. If a step takes longer, the previous answer is used again."""
 
 
 class BlockUseReader:
-    """Asks one replica for the state of its KV blocks, at most once per second. The answer is given to all
-    callers that are waiting. All methods must be called on the event loop's thread."""
+    """Queries one replica for the state of its KV blocks, at most once per second. All waiting callers
+    receive the answer. All methods must be called on the event loop thread."""
 
     def __init__(self, awake_group: Callable[[], ReplicaGroup | None]) -> None:
         """`awake_group` returns the replica's processes if the replica is ready and awake, and otherwise
@@ -42,8 +42,7 @@ class BlockUseReader:
 
     def recent(self, every_s: float) -> BlockUse | None:
         """Return the latest answer without waiting, or None if the replica is not ready, is asleep, or has
-        never answered. If the answer is older than `every_s`, ask the replica for a new answer, which a later
-        call returns."""
+        never answered. If it is older than `every_s`, request a new answer, which a later call returns."""
         if (group := self._awake_group()) is None:
             return None
         if self._latest is None or time.monotonic() - self._at >= every_s:
@@ -56,12 +55,12 @@ class BlockUseReader:
         self._end(message)
 
     def reset(self) -> None:
-        """Forget the answers of a replica whose processes have ended."""
+        """Forget the answers of a replica whose processes have exited."""
         self._latest = None
         self._end(None)
 
     def _ask(self, group: ReplicaGroup) -> asyncio.Future[BlockUse | None]:
-        """Ask the replica for the state of its blocks, unless it has not answered an earlier question yet."""
+        """Query the replica for the state of its blocks, unless an earlier query is still unanswered."""
         if self._pending is None:
             self._pending = asyncio.get_running_loop().create_future()
             group.ask_blocks()

@@ -1,4 +1,4 @@
-"""Connects replicas with the request manager and the fronts: handles the events of all replicas."""
+"""Connects replicas with the request manager and the fronts, by handling all replicas' events."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class FrontChannels(Protocol):
     """Connects fronts with replicas."""
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Open a channel between a replica that is ready and every front, including fronts that start later.
-        `open_channel` returns the replica's end of a channel to the front with the given name, as a
-        descriptor. Raises OSError."""
+        """Open a channel between a ready replica and every front, including fronts that start later.
+        `open_channel` returns a descriptor: the replica's end of a channel to the named front. Raises
+        OSError."""
 
     def disconnect_replica(self, name: str) -> None:
-        """Stop opening channels to a replica that has exited."""
+        """Stop opening channels to an exited replica."""
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle that a front has closed its channel to a running replica."""
+        """Handle a front closing its channel to a running replica."""
 
 
 class ReplicaConnections:
     """Implements `appliance.models.replica_events.ReplicaEvents`. All methods must be called on the event
-    loop's thread."""
+    loop thread."""
 
     def __init__(
         self,
@@ -49,11 +49,10 @@ class ReplicaConnections:
         publish: Callable[[], None],
         note: Callable[[str, str], None],
     ) -> None:
-        """`models` contains the descriptions of the models, which this class updates. `failure` is a function
-        that returns the reason why no replica of a model can start. `publish` and `note` are the callbacks of
-        the model manager."""
+        """`models` holds the model descriptions, which this class updates. `failure` returns why no replica
+        of a model can start. `publish` and `note` are the model manager's callbacks."""
         self.was_ready: set[str] = set()
-        """Models that have had at least one ready replica since the service started."""
+        """Models that have had a ready replica since startup."""
         self.stalls = StallLog()
         self._models = models
         self._failure = failure
@@ -79,14 +78,13 @@ class ReplicaConnections:
         except OSError as error:
             replica.kill(f"its channels to the fronts could not be created: {error}")
             return
-        # The channels are opened first, because a front needs its channel before a request is dispatched to
-        # the replica.
+        # Open the channels first, because a front needs its channel before a request is dispatched to the
+        # replica.
         self.update(replica)
         self._publish()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        # Look up the tenant first, because processing the report may end the request that is named in the
-        # report.
+        # Look up the tenant first, because processing the report may end the request it names.
         request_id = report.longest_step.request_id if report.longest_step is not None else ""
         request = self._requests.state.in_flight.get(request_id)
         self.stalls.add(replica.name, time.time(), report, request.tenant if request is not None else "")
@@ -116,8 +114,8 @@ class ReplicaConnections:
         self._note(replica.name, description)
 
     def update(self, replica: Replica) -> None:
-        """Dispatch requests to the replica if it may get new requests now; otherwise, stop dispatching to it.
-        Must be called when the result of `Replica.answers` may have changed."""
+        """Start or stop dispatching requests to the replica, depending on `Replica.answers`. Call this
+        whenever that result may have changed."""
         if (account := replica.account) is None:
             return
         self._requests.retire_replica(account)  # so that the replica is not added twice
@@ -136,8 +134,7 @@ class ReplicaConnections:
                 self._publish()
 
     def learn(self, replica: Replica) -> None:
-        """Update the description of the replica's model from the replica's reports and from the model's
-        folder."""
+        """Update the model's description from the replica's reports and the model's folder."""
         known = self._models.get(replica.model)
         if known is None:
             return

@@ -1,4 +1,4 @@
-"""The events that a replica reports. `appliance.models.replica_connections` handles them."""
+"""Replica events. `appliance.models.replica_connections` handles them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaEvents(Protocol):
-    """Receives the events of a replica."""
+    """Receives a replica's events."""
 
     def replica_starting(self, replica: Replica) -> None:
         """Called before the replica's processes read the model's folder."""
@@ -20,18 +20,18 @@ class ReplicaEvents(Protocol):
         """Called when the replica has begun to accept submissions. `replica.account` is new."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        """Called for each report of the replica, which contains its heartbeat, its credits, and the finished
+        """Called for each of the replica's reports, which contain its heartbeat, credits and finished
         submissions."""
 
     def replica_silence_changed(self, replica: Replica) -> None:
-        """Called when a ready replica has not reported in time, and when it reports again."""
+        """Called when a ready replica fails to report in time, and when it resumes reporting."""
 
     def replica_exited(self, replica: Replica) -> None:
         """Called when a ready replica has exited. `replica.account` is no longer valid."""
 
     def replica_changed(self, replica: Replica) -> None:
-        """Called when a replica has exited and will be started again. If `replica.failure` is set, an
-        operator must fix its cause before a start can succeed."""
+        """Called when a replica has exited and will be restarted. If `replica.failure` is set, an operator
+        must fix its cause before a start can succeed."""
 
     def replica_problem(self, replica: Replica, description: str) -> None:
-        """Called when there is a problem that should be reported to the operator."""
+        """Called when there is a problem to report to the operator."""

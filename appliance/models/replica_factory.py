@@ -1,4 +1,4 @@
-"""Creates replicas with the settings of the service."""
+"""Creates replicas with the service's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.settings import ModelSettings, Settings
 
 
 class ReplicaFactory:
-    """Creates replicas, and numbers the replicas of each model."""
+    """Creates replicas, numbering those of each model."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class ReplicaFactory:
         checks: StartChecks,
         launch: Launch,
     ) -> None:
-        """`settings` is a function that returns the settings in effect. `events` receives the events of all
-        replicas."""
+        """`settings` is a function that returns the current settings. `events` receives all replicas'
+        events."""
         self._settings = settings
         self._events = events
         self._placement = placement

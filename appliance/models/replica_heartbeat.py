@@ -8,21 +8,20 @@ from engine.rank_messages import LongStep, RankOutbound
 
 SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
-second. If a replica has announced a long step, the predicted time of the step is added to this limit."""
+second. If a replica has announced a long step, the step's predicted time is added to this limit."""
 _MAX_STEP_FACTOR = 10.0
-"""Factor for the hang limit: a replica is considered hung if a step takes longer than its predicted time
-multiplied by this factor."""
+"""A replica is considered hung if an announced step takes longer than this multiple of its predicted time."""
 
 
 class ReplicaHeartbeat:
-    """Records when a replica's processes sent their latest message."""
+    """Tracks when a replica's processes last sent a message."""
 
     def __init__(self) -> None:
         self.silent = False
-        """Whether the replica is ready but has not sent a message for `SILENT_AFTER_S`."""
+        """Whether the replica is ready but has sent no message for `SILENT_AFTER_S`."""
         self._latest_at = 0.0
         self._expected_s = 0.0
-        """Predicted duration of a long step that the replica has announced."""
+        """Predicted duration of a long step announced by the replica."""
 
     @property
     def silent_s(self) -> float:
@@ -30,8 +29,8 @@ class ReplicaHeartbeat:
         return time.monotonic() - self._latest_at
 
     def hang_limit_s(self, timeout_s: float) -> float:
-        """Return how long the replica may go without sending a message before it is killed, in seconds. The
-        result is `timeout_s`, or longer if the replica has announced a longer step."""
+        """Return how many seconds the replica may go without sending a message before it is killed:
+        `timeout_s`, or more if it has announced a longer step."""
         return max(timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     def start(self) -> None:
@@ -51,7 +50,7 @@ class ReplicaHeartbeat:
         return was_silent
 
     def falls_silent(self) -> bool:
-        """Check a ready replica. Return whether it has become silent since the last call."""
+        """Return whether a ready replica has become silent since the last call."""
         if self.silent or self.silent_s <= SILENT_AFTER_S + self._expected_s:
             return False
         self.silent = True

@@ -1,4 +1,4 @@
-"""The GPUs of one replica, and the CPU and memory limits of its processes."""
+"""One replica's GPUs, and its processes' CPU and memory limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.messages import ReplicaSpec
 
 
 class ReplicaResources:
-    """Assigns GPUs to one replica, and limits its processes. All methods must be called on the event loop's
+    """Assigns GPUs to one replica, and limits its processes. All methods must be called on the event loop
     thread."""
 
     def __init__(self, replica: str, placement: GpuPlacement, cgroups: ReplicaCgroups, run_dir: Path) -> None:
@@ -23,7 +23,7 @@ class ReplicaResources:
         """The numbers of the replica's GPUs, in rank order. Empty if the replica runs on the CPU, or if the
         service did not choose its GPUs."""
         self.without_limits = ""
-        """Reason why the CPU and memory limits in the settings have no effect."""
+        """Why the CPU and memory limits in the settings have no effect."""
         self._replica = replica
         self._placement = placement
         self._cgroups = cgroups
@@ -32,7 +32,7 @@ class ReplicaResources:
 
     @property
     def links(self) -> str:
-        """Description of the links between the GPUs."""
+        """A description of the links between the GPUs."""
         return self._placement.links(self.gpus)
 
     def assign(self, spec: ReplicaSpec) -> ReplicaSpec:
@@ -48,19 +48,19 @@ class ReplicaResources:
         return spec
 
     def numbered(self, devices: Sequence[str]) -> list[str]:
-        """Return the device names of the replica's ranks, with the machine's GPU numbers."""
+        """Return the device names of the replica's ranks, using the machine's GPU numbers."""
         return numbered(devices, self.gpus)
 
     def limit(self, pids: list[int], limits: ReplicaLimits) -> str:
-        """Apply the limits to the replica's processes. If this is not possible, return the reason, unless it
-        is the same as at the previous start."""
+        """Apply the limits to the replica's processes. If this is impossible, return the reason, unless it is
+        the same as at the previous start."""
         self._memory_kills = self._cgroups.memory_kills(self._replica)
         former, self.without_limits = self.without_limits, self._cgroups.limit(self._replica, pids, limits)
         return "" if self.without_limits == former else self.without_limits
 
     def reached_memory_limit(self) -> bool:
-        """Return whether the kernel has killed processes of the replica because of the memory limit since the
-        latest call of `limit`."""
+        """Return whether the kernel has killed any of the replica's processes because of the memory limit
+        since the last call to `limit`."""
         return self._cgroups.memory_kills(self._replica) > self._memory_kills
 
     def release_gpus(self) -> None:
@@ -68,6 +68,6 @@ class ReplicaResources:
         self._placement.release(self._replica)
 
     def release(self) -> None:
-        """Release the GPUs and the control group of a replica whose processes have exited."""
+        """Release the GPUs and control group of a replica whose processes have exited."""
         self.release_gpus()
         self._cgroups.remove(self._replica)

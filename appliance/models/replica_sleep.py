@@ -1,5 +1,4 @@
-"""The sleep state of one replica: whether the replica is asleep, and the change of this state that is in
-progress."""
+"""One replica's sleep state: whether it is asleep, and any transition in progress."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from engine.rank_messages import MemoryChanged
 
 
 class ReplicaSleep:
-    """Puts a replica's processes to sleep, and wakes them. All methods must be called on the event loop's
+    """Puts a replica's processes to sleep, and wakes them. All methods must be called on the event loop
     thread."""
 
     def __init__(self) -> None:
@@ -20,37 +19,37 @@ class ReplicaSleep:
         """Whether the replica is asleep, about to go to sleep, or waking up. `appliance.models.unit_sleep`
         sets this field."""
         self.asleep = False
-        """Whether the replica has released its memory. This stays true until the memory is restored."""
+        """Whether the replica has released its memory. Stays true until the memory is restored."""
         self.sleeps = self.wakes = 0
-        """Number of times that the replica has gone to sleep, and number of times that it was woken."""
+        """Number of times that the replica has gone to sleep and been woken."""
         self.wake_s = 0.0
-        """Total time that the engine needed to wake, in seconds."""
+        """Total time that the engine has taken to wake, in seconds."""
         self._latest = MemoryChanged(False)
         self._since = 0.0
         self._pending: asyncio.Future[MemoryChanged] | None = None
 
     @property
     def freed_bytes(self) -> int:
-        """Device memory that the sleeping replica has released, in bytes."""
+        """Device memory released by the sleeping replica, in bytes."""
         return self._latest.freed_bytes if self.asleep else 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that holds copies of the sleeping replica's weights, in bytes."""
+        """Host memory holding copies of the sleeping replica's weights, in bytes."""
         return self._latest.host_bytes if self.asleep else 0
 
     @property
     def detail(self) -> str:
-        """Explanation of a sleeping replica's state, for operators."""
+        """Explanation of the sleep state, for operators."""
         if not self._latest.asleep:
-            return "its processes have ended; waking loads the model again"
+            return "its processes have exited; waking reloads the model"
         held = f"; weights in host memory: {of_bytes(self.host_bytes)}" if self.host_bytes else ""
         minutes = (time.monotonic() - self._since) / 60
         return f"asleep for {minutes:.0f} min, {of_bytes(self.freed_bytes)} released{held}"
 
     async def change(self, group: ReplicaGroup, asleep: bool, timeout_s: float) -> str:
-        """Put the replica to sleep if `asleep` is true; otherwise, wake it. If this fails, return the reason,
-        otherwise an empty string. A replica that does not answer within `timeout_s` is killed."""
+        """Put the replica to sleep if `asleep` is true, or wake it otherwise. Return the reason if this
+        fails, otherwise an empty string. A replica that does not answer within `timeout_s` is killed."""
         self._pending = asyncio.get_running_loop().create_future()
         try:
             group.change_memory(asleep)
@@ -85,9 +84,9 @@ class ReplicaSleep:
         self._answer(message)
 
     def ended(self, reason: str) -> bool:
-        """Handle the exit of the replica's processes. Return whether the replica stays asleep. In this case,
-        its processes are started again only when the replica is woken, because another model may now be using
-        the memory."""
+        """Handle the exit of the replica's processes. Return whether the replica stays asleep. If so, its
+        processes are restarted only when it is woken, because a different model may now be using the
+        memory."""
         waking = self._pending is not None
         self._latest = MemoryChanged(False)
         self.asleep = self.asleep and not waking

@@ -56,7 +56,7 @@ def replica_detail(replica: Replica) -> str:
 
 
 def replica_remedy(replica: Replica) -> str:
-    """Return how an operator can fix a persistent failure of the replica, or an empty string if no action is
+    """Return how an operator can fix the replica's persistent failure, or an empty string if no action is
     needed."""
     if replica.breaker != "open":
         return ""
@@ -91,8 +91,8 @@ def _reported_fields(replica: Replica) -> dict[str, Any]:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values in `source` of the fields that exist both in `kind` and in `ReplicaStatus`. The
-    result is empty if `source` is None."""
+    """Return the values in `source` of the fields that `kind` shares with `ReplicaStatus`; empty if `source`
+    is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)
@@ -100,7 +100,7 @@ def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[s
 
 
 def _hit_rate(report: Report | None) -> float | None:
-    """Return the share of prompt tokens found in the prefix cache; None before the first prompt."""
+    """Return the prefix cache hit rate of prompt tokens; None before the first prompt."""
     if report is None or not report.prompt_tokens:
         return None
     return report.cached_tokens / report.prompt_tokens

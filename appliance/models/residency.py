@@ -1,15 +1,14 @@
 """Decides which models are loaded when they do not all fit in memory. The decision is a pure function of the
 models' state and the time.
 
-Models that wait for memory are served in the order in which their oldest requests began to wait for a load.
-To make room for the first waiting model, other models are evicted: first models without requests, starting
-with the least recently used; then sleeping models; then models with requests. An evicted model is put to
-sleep or unloaded; a model that is already asleep is unloaded. A model stays in memory for at least
-`min_residence_s` after it began to load or wake up, unless the first waiting model has already waited
-`DRAIN_S` longer than that. In any case, it stays for at least `MIN_SERVICE_S` after it became ready. A model
-with requests stays until the first waiting model has waited for `min_residence_s`. During an eviction,
-running requests have `DRAIN_S` to finish; any requests not finished by then continue when their model is
-loaded again.
+Models waiting for memory are served in the order in which their oldest requests began to wait for a load. To
+make room for the first waiting model, other models are evicted: first models without requests, starting with
+the least recently used; then sleeping models; then models with requests. An evicted model is put to sleep or
+unloaded; a model that is already asleep is unloaded. A model stays in memory for at least `min_residence_s`
+after it began to load or wake up, unless the first waiting model has already waited `DRAIN_S` longer than
+that. It always stays for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the
+first waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to
+finish; any that have not finished by then continue when their model is reloaded.
 
 If two models compete for memory and only one of them fits, they are swapped at most once every
 `min_residence_s`. A request waits for at most `min_residence_s` (or the load time plus `MIN_SERVICE_S`, if
@@ -25,43 +24,43 @@ from typing import Literal, NamedTuple, get_args
 
 DRAIN_S = 5.0
 """Time that running requests have to finish before their model is unloaded. Requests that take longer
-continue when the model is loaded again."""
+continue when the model is reloaded."""
 MIN_SERVICE_S = 1.0
-"""Minimum time for which a model answers requests after it has become ready, even if loading it took longer
-than `min_residence_s`."""
+"""Minimum time for which a model answers requests after becoming ready, even if loading it took longer than
+`min_residence_s`."""
 
 
 class Bundle(NamedTuple):
-    """Models that are loaded and unloaded together. Most bundles contain only one model. All times are in
-    seconds on the monotonic clock."""
+    """Models that are loaded and unloaded together. Most bundles contain only one model. Times are in seconds
+    on the monotonic clock."""
 
     units: tuple[str, ...]
     """Names of the models in the bundle."""
     loaded: bool = False
-    """Whether all models of the bundle are ready."""
+    """Whether all of the bundle's models are ready."""
     in_memory: bool = False
-    """Whether at least one model of the bundle occupies memory."""
+    """Whether any of the bundle's models occupies memory."""
     asleep: bool = False
-    """Whether all models of the bundle that are in memory are asleep. A sleeping model still occupies some
-    GPU memory."""
+    """Whether all of the bundle's models in memory are asleep. A sleeping model still occupies some GPU
+    memory."""
     busy: bool = False
     """Whether requests for the bundle's models are running or waiting."""
     waiting_since: float | None = None
     """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later;
     None if no request is waiting. If only the request's waiting time counted, a model with a long queue would
-    be loaded again immediately after its eviction."""
+    be reloaded immediately after its eviction."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
     """When the latest request for the bundle's models arrived or ended."""
     memory_bytes: int = 0
-    """Memory that the bundle's loaded models occupy, in bytes."""
+    """Memory occupied by the bundle's loaded models, in bytes."""
     kept: str = ""
-    """Reason why the bundle always stays loaded, such as "'chat' is pinned"; empty if it may be unloaded."""
+    """Why the bundle always stays loaded, such as "'chat' is pinned"; empty if it may be unloaded."""
 
     def evictable_at(self, waiting_since: float, min_residence_s: float) -> float:
-        """Return the earliest time at which this bundle may be unloaded to make room for another bundle,
-        whose oldest request has waited since `waiting_since`."""
+        """Return the earliest time at which this bundle may be unloaded to make room for one whose oldest
+        request has been waiting since `waiting_since`."""
         if self.asleep:
             return 0.0
         residence_ends_at = self.load_began_at + min_residence_s
@@ -85,45 +84,43 @@ class Evict(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Step: refuse requests for these models, because the models cannot be loaded."""
+    """Step: refuse requests for these models, which cannot be loaded."""
 
     units: tuple[str, ...]
     reason: str
     excluded: bool = False
-    """Whether the reason is that a group forbids loading these models together with a model that stays
-    loaded."""
+    """Whether a group forbids loading these models together with a model that stays loaded."""
 
 
 class Wait(NamedTuple):
-    """Step: do nothing until this time, unless the state of the models changes."""
+    """Step: do nothing until this time, unless the models' state changes."""
 
     until: float
 
 
 class Residency(NamedTuple):
-    """Whether a model is in memory and awake, how often the model was loaded or woken on demand, and how
-    often it was unloaded or put to sleep automatically. The numbers are counted since the service started."""
+    """Whether a model is in memory and awake, and how often it has been loaded or woken on demand and
+    automatically unloaded or put to sleep since startup."""
 
     in_memory: bool
     loads: int
     """Number of times that the model was loaded or woken on demand."""
     evictions: Mapping[EvictionReason, int]
-    """Number of times that the model was unloaded or put to sleep automatically, by reason. Unloading a model
-    that is already asleep is not counted again."""
+    """Number of times that the model was automatically unloaded or put to sleep, by reason. Unloading a
+    sleeping model is not counted again."""
 
 
 EvictionReason = Literal["memory", "group", "idle"]
 REASONS: tuple[EvictionReason, ...] = get_args(EvictionReason)
-"""Reasons for evicting a model: another model needs the memory, a group forbids loading the model together
-with another model, or the model has been idle for its time to live."""
+"""Reasons for evicting a model: another model needs the memory, a group forbids loading both, or the model
+has been idle for its time to live."""
 
 
 Step = LoadUnits | Evict | Refuse | Wait
 
 
 def first_waiting(bundles: Iterable[Bundle]) -> Bundle | None:
-    """Return the bundle to load next: among the bundles that are not loaded, the one with the oldest waiting
-    request."""
+    """Return the bundle to load next: the unloaded bundle with the oldest waiting request."""
     waiting = [one for one in bundles if one.waiting_since is not None and not one.loaded]
     return min(waiting, key=lambda one: (one.waiting_since, one.units), default=None)
 
@@ -164,8 +161,7 @@ def next_step(
             + (f" ({kept})" if kept else ""),
         )
     for one in reversed(list(chosen)):
-        # A model that was chosen earlier need not be evicted if a model that was chosen later frees enough
-        # memory on its own.
+        # A model chosen earlier need not be evicted if one chosen later frees enough memory on its own.
         if freed - one.memory_bytes >= missing_bytes:
             chosen.remove(one)
             freed -= one.memory_bytes
@@ -179,6 +175,6 @@ def next_step(
 
 
 def expired(now: float, bundle: Bundle, leaves_at: float) -> bool:
-    """Return whether a loaded bundle without requests should be unloaded because its time to live ended at
+    """Return whether an idle, loaded bundle should be unloaded because its time to live ended at
     `leaves_at`."""
     return now >= leaves_at and bundle.loaded and not bundle.busy and not bundle.kept

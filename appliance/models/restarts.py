@@ -1,8 +1,7 @@
-"""Decides whether and when a replica is started again after its processes have exited.
-
-After most exits, the replica is restarted after a short delay, which grows with repeated exits. There are two
-exceptions. If a load failed for a reason that only an operator can correct, such as a damaged file, the
-delays are longer. A circuit breaker stops the restarts of a replica that exits repeatedly.
+"""Decides whether and when a replica is restarted after its processes have exited. Usually, it is restarted
+after a short delay, which grows with repeated exits. There are two exceptions. If a load failed for a reason
+that only an operator can correct, such as a damaged file, the delays are longer. A circuit breaker stops the
+restarts of a replica that exits repeatedly.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from engine.rank_messages import FatalKind
 
 _RETRY_FIRST_S = 5.0
 _RETRY_MAX_S = 300.0
-"""The first and the maximum delay before a replica is started again after its load failed for an known
-reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
-replaced or the mount is available again."""
+"""Initial and maximum delay before a replica is restarted after its load failed for a known reason, such as a
+damaged file or a missing mount. A restart can succeed only once the file has been replaced or the mount is
+back."""
 WATCH_S = 5.0
-"""Interval at which a model's files are checked for changes while its replica is waiting for the next
-start."""
+"""Interval at which a model's files are checked for changes while its replica is waiting to be restarted."""
 
 
 class Exit(NamedTuple):
@@ -33,10 +31,9 @@ class Exit(NamedTuple):
 
     reason: str
     kind: FatalKind | None
-    """The `kind` of the replica's `Fatal` message, or None if it sent none."""
+    """The `kind` of the replica's `Fatal` message, or None if there was none."""
     served_s: float | None
-    """Time in seconds between the replica becoming ready and its exit, or None if the replica did not become
-    ready."""
+    """Time in seconds from the replica becoming ready to its exit, or None if it never became ready."""
 
 
 class Restart(NamedTuple):
@@ -44,40 +41,36 @@ class Restart(NamedTuple):
 
     delay_s: float
     failure: str = ""
-    """Reason why requests are refused until the next start. If the reason is empty, requests wait for the
-    next start."""
+    """Why requests are refused until the next start. If empty, requests wait for it."""
     bad_checkpoint: bool = False
     """Whether `failure` is a problem with the model's files or settings."""
 
 
 class Restarts:
-    """The restarts of one replica, with its circuit breaker.
-
-    The breaker is closed at first. The breaker opens when the replica has exited `max_deaths` times within
-    `window_s` of service. After `retry_s`, the replica is started once more, and the breaker is half-open.
-    The breaker closes when the replica has served for `window_s`, and opens again if the replica exits
-    earlier.
+    """One replica's restarts and circuit breaker. The breaker is initially closed. It opens when the replica
+    has exited `max_deaths` times within `window_s` of service. After `retry_s`, the replica is started once
+    more, with the breaker half-open. The breaker closes when the replica has served for `window_s`, and
+    reopens if it exits earlier.
     """
 
     def __init__(
         self, rules: Callable[[], RestartSettings], draw: Callable[[], float] = random.random
     ) -> None:
-        """`rules` is a function that returns the settings in effect. `draw` returns a random number between 0
+        """`rules` is a function that returns the current settings. `draw` returns a random number between 0
         and 1."""
         self._rules = rules
         self._backoff = Backoff(draw=draw)
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S, draw)
         self._expected_failures = 0
-        """Number of consecutive loads that failed for a known reason, such as a damaged file."""
+        """Number of consecutive load failures with a known reason, such as a damaged file."""
         self._served_s = 0.0
-        """Total time in seconds that all earlier incarnations of the replica served requests."""
+        """Total service time of all earlier incarnations, in seconds."""
         self._deaths: list[float] = []
-        """The unexpected exits. For each exit, the value of `_served_s` at that time is stored."""
+        """The value of `_served_s` at each unexpected exit."""
         self._open = False
 
     def reset(self) -> None:
-        """Forget all exits. Call this when an operator has requested a start, or when the model's files have
-        changed."""
+        """Forget all exits. Call this when an operator requests a start or the model's files have changed."""
         self._deaths.clear()
         self._open, self._expected_failures = False, 0
         self._backoff.reset()
@@ -89,8 +82,7 @@ class Restarts:
         self._retry.reset()
 
     def exited(self, exit: Exit) -> Restart:
-        """Record an exit of the replica. Return when the replica is started again, and whether requests are
-        refused until then."""
+        """Record an exit. Return when to restart the replica, and whether to refuse requests until then."""
         served_s = exit.served_s or 0.0
         self._served_s += served_s
         if exit.kind not in (None, "internal") and exit.served_s is None:
@@ -111,8 +103,8 @@ class Restarts:
         )
 
     def _after_expected(self, exit: Exit) -> Restart:
-        # Wait before the next start. The processes that exited may still hold memory and devices, and a
-        # damaged file is unlikely to have been replaced so quickly.
+        # Wait before restarting. The exited processes may still hold memory and devices, and a damaged file
+        # is unlikely to have been replaced so quickly.
         self._expected_failures += 1
         if exit.kind == "checkpoint" or self._expected_failures > 1:
             return Restart(self._retry.delay_s(0.0), exit.reason, exit.kind == "checkpoint")
@@ -133,7 +125,7 @@ class Restarts:
 
 
 class StartTimer:
-    """Calls a function after a delay, or as soon as the files of a folder change."""
+    """Calls a function after a delay, or as soon as the files in a folder change."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
@@ -145,8 +137,8 @@ class StartTimer:
         return max(0.0, self._due_at - asyncio.get_running_loop().time())
 
     def start(self, delay_s: float, begin: Callable[[], None], watch: Watch | None = None) -> None:
-        """Call `begin` after the delay. A pending start is cancelled first. If the files of `watch` change
-        before the delay ends, `watch.changed` and `begin` are called immediately."""
+        """Call `begin` after the delay, replacing any pending start. If the files of `watch` change before
+        then, `watch.changed` and `begin` are called immediately."""
         self.stop()
         loop = asyncio.get_running_loop()
         self._due_at = loop.time() + delay_s
@@ -170,7 +162,7 @@ class StartTimer:
 
 
 class Watch(NamedTuple):
-    """A folder that a `StartTimer` watches. A change to one of its files ends the delay."""
+    """A folder watched by a `StartTimer`. A change to one of its files ends the delay."""
 
     folder: str
     changed: Callable[[], None]
@@ -178,8 +170,7 @@ class Watch(NamedTuple):
 
 
 def _files(folder: str) -> frozenset[tuple[str, int, int]]:
-    """Return the name, size and date of each file in a folder. The result is empty if the folder cannot be
-    read."""
+    """Return the name, size and date of each file in a folder; empty if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             stats = [(entry.name, entry.stat()) for entry in entries]

@@ -1,5 +1,5 @@
-"""Retires replicas: lets them finish their requests, stops them, and verifies that they have returned their
-memory."""
+"""Retires replicas: lets them finish their requests, stops them, and verifies that their memory has been
+freed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 STOP_S = 2.0
 """How long a replica may take to stop before it is killed."""
 _RETURNED_AGAIN_S = 30.0
-"""Interval of the checks whether a stopped replica that still held memory has returned the memory."""
+"""Interval at which to check whether a stopped replica that still held memory has freed it."""
 
 
 class ReplicaRetirements:
-    """Retires replicas. All methods must be called on the event loop's thread."""
+    """Retires replicas. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -35,13 +35,11 @@ class ReplicaRetirements:
         publish: Callable[[], None],
         note: Callable[[str, str], None],
     ) -> None:
-        """`replicas` contains all replicas; this class removes replicas that have been stopped. `parked`
-        contains the parked models. `drain_grace_s` returns the setting with this name. `update` is called
-        when the result of `Replica.answers` has changed. `publish` and `note` are the callbacks of the model
-        manager."""
+        """`replicas` holds all replicas, from which this class removes stopped ones. `parked` holds the
+        parked models. `drain_grace_s` returns the setting of that name. `update` is called when the result of
+        `Replica.answers` has changed. `publish` and `note` are the model manager's callbacks."""
         self.unreturned: dict[str, str] = {}
-        """For each model, a description of the memory that is still held after the model's replica was
-        stopped."""
+        """By model, a description of memory still held after a replica was stopped."""
         self._replicas = replicas
         self._parked = parked
         self._drain_grace_s = drain_grace_s
@@ -53,7 +51,7 @@ class ReplicaRetirements:
         self._background = Background()
 
     def stop(self) -> None:
-        """Cancel the retirements that are in progress."""
+        """Cancel all retirements in progress."""
         for task in list(self._tasks.values()):
             task.cancel()
 
@@ -63,8 +61,7 @@ class ReplicaRetirements:
         await asyncio.shield(self.begin(replica))
 
     def begin(self, replica: Replica) -> asyncio.Task[None]:
-        """Start retiring a replica, unless its retirement has already begun. Return the task that retires the
-        replica."""
+        """Start retiring a replica, unless this has already begun. Return the task."""
         if (task := self._tasks.get(replica)) is None:
             replica.retiring = True
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
@@ -98,19 +95,19 @@ class ReplicaRetirements:
         """Return how many seconds the replica's requests have to finish, or None if there is no limit."""
         if (parked := self._parked.get(replica.model)) is not None:
             return parked.drain_left_s
-        # If no other replica serves the model, requests that have not finished within the grace period
-        # continue on the replica that replaces this one.
+        # If no other replica serves the model, requests that outlast the grace period continue on this one's
+        # replacement.
         alone = not any(
             other.account for other in self._replicas if other.model == replica.model and not other.retiring
         )
         return self._drain_grace_s() if alone else None
 
     async def _until_returned(self, unit: str, reason: str, pids: list[int]) -> None:
-        """Wait until the memory of the model has been returned, then remove the model from `unreturned`."""
+        """Wait until the model's memory has been freed, then remove it from `unreturned`."""
         while self.unreturned.get(unit) == reason:
             await asyncio.sleep(_RETURNED_AGAIN_S)
             if not await find_held(pids):
                 if self.unreturned.get(unit) == reason:
                     del self.unreturned[unit]
-                log.info("the memory of %s was returned", unit)
+                log.info("the memory of %s has been freed", unit)
                 return

@@ -1,9 +1,7 @@
-"""The names that applications can use, and the unit of loading that answers requests for each name.
-
-A unit of loading is either a model in the settings or a version of a model in the registry. In the first
-case, the unit has the model's name; in the second case, it is called NAME@VERSION. The name of a registered
-model resolves to its default version. An alias resolves to a model or to one of its versions. A split
-distributes the requests for a name over several units.
+"""The names that applications can use, and the unit that answers requests for each name. A unit is loaded as
+a whole: a model in the settings, named after the model, or a version of a registered model, named
+NAME@VERSION. The name of a registered model resolves to its default version. An alias resolves to a model or
+to one of its versions. A split distributes a name's requests over several units.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from store.models import Registry, SplitRecord
 
 
 def unit_name(model: str, version: int) -> str:
-    """Return the unit name of a registered version: NAME@VERSION."""
+    """Return a registered version's unit name: NAME@VERSION."""
     return f"{model}@{version}"
 
 
 def split_target(target: str) -> tuple[str, int | None]:
-    """Split NAME@VERSION into its two parts. If NAME has no version, the version is None."""
+    """Split NAME@VERSION into its parts. Without a version, the second part is None."""
     name, at, version = target.rpartition("@")
     if at and name and version.isascii() and version.isdecimal() and len(version) < 10:
         return name, int(version)
@@ -42,15 +40,15 @@ class Routing:
 
     def __init__(self, registry: Callable[[], Registry], models: ModelManager) -> None:
         self.usable: set[str] = set()
-        """Registered versions that are loaded and that every front knows. Names may resolve to them."""
+        """Registered versions that are loaded and known to every front. Names may resolve to them."""
         self.held: set[str] = set()
-        """Names of registered models whose requests are waiting because a version is being loaded."""
+        """Names of registered models whose requests are waiting for a version to be loaded."""
         self.failures: dict[str, str] = {}
-        """Models and versions whose latest load failed, with the reason for each failure. `GET /v1/models`
-        does not list them, but a request for one of them starts another load."""
+        """Models and versions whose latest load failed, with the reasons. `GET /v1/models` does not list
+        them, but requesting one of them starts another load."""
         self.problems: dict[str, str] = {}
-        """Models and versions whose latest load on demand failed, with the reason for each failure. Their
-        requests are refused until the next attempt is due."""
+        """Models and versions whose latest on-demand load failed, with the reasons. Their requests are
+        refused until the next attempt is due."""
         self.sleeps: Callable[[str], bool] = lambda unit: False
         """Returns whether a version is asleep or going to sleep."""
         self._registry = registry
@@ -76,18 +74,17 @@ class Routing:
         return list(routes.values())
 
     def names(self) -> set[str]:
-        """Return the names and aliases of all models, whether or not they are loaded."""
+        """Return the names and aliases of all models, loaded or not."""
         registry = self._registry()
         return {*filter(self._models.is_declared, self._models.models), *registry.models, *registry.aliases}
 
     def unit_of(self, name: str) -> str:
-        """Return the model or version that answers requests for the name, or an empty string if there is
-        none."""
+        """Return the model or version that answers requests for the name, or an empty string."""
         return next((route.unit for route in self.routes() if route.name == name), "")
 
     def target_of(self, name: str) -> tuple[str, int] | None:
-        """Return the registered model and version to which a name resolves, whether or not the version is
-        loaded. Return None for other names."""
+        """Return the registered model and version to which a name resolves, loaded or not. Return None for
+        other names."""
         registry = self._registry()
         alias = registry.aliases.get(name)
         model, version = split_target(name if alias is None or name in registry.models else alias.target)
@@ -116,8 +113,7 @@ class Routing:
         return unit_name(name, version) if (name, version) in registry.versions else ""
 
     def answers(self, unit: str) -> bool:
-        """Return whether names can resolve to this model or version, because it is loaded and has not
-        failed."""
+        """Return whether names can resolve to this model or version: it is loaded and has not failed."""
         loaded = unit in self.usable or (unit in self._models.models and self._models.is_declared(unit))
         return loaded and not (self._models.failure(unit) or unit in self.failures)
 
@@ -143,8 +139,8 @@ class Routing:
         )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
-        """Return the route of a name whose requests are split between several targets. Targets that are not
-        loaded or have failed are left out, and the remaining targets share the requests."""
+        """Return the route of a name whose requests are split between several targets. Unloaded and failed
+        targets are omitted, and the remaining ones share the requests."""
         arms = [
             Arm(unit, weight, target)
             for target, weight in split.weights.items()

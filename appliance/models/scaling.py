@@ -1,6 +1,6 @@
-"""Adds and removes replicas of models whose number of replicas depends on the load.
-`appliance.models.autoscaler` makes the decisions. This module measures the load, checks that there is enough
-memory, and keeps a list of the changes for operators."""
+"""Adds and removes replicas of autoscaled models. `appliance.models.autoscaler` makes the decisions. This
+module measures the load, checks that there is enough memory, and keeps a list of the changes for
+operators."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _KEPT_CHANGES = 20
 _UNKNOWN_LOAD_S = 30.0
-"""Assumed time to load a replica until the first replica has been loaded."""
+"""Assumed load time until the first replica has been loaded."""
 
 
 class ScaledModels(Protocol):
     """The models whose replicas can be added and removed."""
 
     def scalable(self) -> Mapping[str, ModelSettings]:
-        """Return the settings of every model, except models whose replicas are currently being changed."""
+        """Return the settings of all models, except those whose replicas are currently being changed."""
 
     def of(self, model: str) -> list[Replica]:
         """Return the replicas of a model."""
@@ -38,12 +38,11 @@ class ScaledModels(Protocol):
         """Start and stop replicas until the model has its target number of replicas."""
 
     async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return the reason why `count` more replicas do not fit in memory, or an empty string if they
-        do."""
+        """Return why `count` more replicas do not fit in memory, or an empty string if they do."""
 
 
 class _Scaled:
-    """A model whose number of replicas depends on the load."""
+    """An autoscaled model."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
@@ -55,7 +54,7 @@ class _Scaled:
 
 
 class ModelScaling:
-    """Scales all models. All methods must be called on the event loop's thread."""
+    """Scales all models. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -65,8 +64,8 @@ class ModelScaling:
         note: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`traffic` returns the requests of each model, and `rules` returns the settings in effect. `note`
-        reports a problem to the operator."""
+        """`traffic` returns each model's requests, and `rules` returns the current settings. `note` reports a
+        problem to the operator."""
         self._models = models
         self._traffic = traffic
         self._rules = rules
@@ -77,8 +76,8 @@ class ModelScaling:
         self._background = Background()
 
     def check(self) -> None:
-        """Change the number of replicas of each model that needs more or fewer replicas. Must be called at
-        least once per second."""
+        """Adjust the number of replicas of each model that needs more or fewer. Call this at least once per
+        second."""
         now = self._clock()
         if now - self._checked_at < _EVERY_S:
             return
@@ -97,7 +96,7 @@ class ModelScaling:
                 self._background.run(self._change(unit, settings, scaled, decision))
 
     def forget(self, unit: str) -> None:
-        """Forget the load of a model that is no longer served."""
+        """Forget a model that is no longer served."""
         self._units.pop(unit, None)
 
     def count(self, unit: str, settings: ModelSettings) -> int:
@@ -162,11 +161,9 @@ class ModelScaling:
     async def _that_fit(
         self, unit: str, settings: ModelSettings, former: int, wanted: int
     ) -> tuple[int, str]:
-        """Return how many replicas fit into memory, up to `wanted`. If fewer than `wanted` fit, also return
-        the reason."""
+        """Return how many replicas fit into memory, up to `wanted`, and the reason if fewer fit."""
         refusal = ""
-        # Only ready replicas are subtracted, because replicas that are starting have not allocated all of
-        # their memory yet.
+        # Subtract only ready replicas, because starting replicas have not allocated all of their memory yet.
         ready = sum(replica.answers for replica in self._models.of(unit))
         while wanted > former:
             if not (found := await self._models.shortage_beside(settings, wanted - min(ready, former))):

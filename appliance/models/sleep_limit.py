@@ -1,4 +1,4 @@
-"""Limits the host memory that holds the weights of models that were put to sleep without a command."""
+"""Limits the host memory for the weights of models put to sleep automatically."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ log = logging.getLogger(__name__)
 
 
 class SleepLimit:
-    """Enforces the setting `on_demand.sleeping_memory_gb`. All methods must be called on the event loop's
+    """Enforces the setting `on_demand.sleeping_memory_gb`. All methods must be called on the event loop
     thread."""
 
     def __init__(self, settings: Callable[[], Settings], manager: ModelManager, bundles: Bundles) -> None:
-        """`settings` is a function that returns the settings in effect."""
+        """`settings` is a function that returns the current settings."""
         self._settings = settings
         self._manager = manager
         self._bundles = bundles
 
     async def may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
-        """Return whether a model that must release its memory is to be put to sleep instead of being
-        unloaded.
-
-        To stay within the limit, other models that were put to sleep without a command are unloaded if
-        necessary (`unload_down_to`). They are unloaded before it is known whether the model's replicas can
-        sleep, because the limit must never be exceeded. `wanted` contains the models that need the memory.
+        """Return whether a model that must release its memory should be put to sleep instead of being
+        unloaded. If necessary to stay within the limit, other automatically sleeping models are unloaded
+        (`unload_down_to`). This happens before it is known whether the model's replicas can sleep, because
+        the limit must never be exceeded. `wanted` holds the models that need the memory.
         """
         replicas = self._manager.of(unit)
         if not self._bundles.occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
@@ -42,18 +40,17 @@ class SleepLimit:
         return sum(self._manager.parked_host_bytes().values()) <= capacity
 
     async def unload_down_to(self, limit_bytes: int, wanted: tuple[str, ...] = ()) -> None:
-        """Of the models that were put to sleep without a command, unload the least recently used until the
-        weights of the others fit into `limit_bytes`. Models that will be woken soon are not unloaded, even if
-        the weights do not fit: the models in `wanted`, and models with waiting requests."""
+        """Unload automatically sleeping models, least recently used first, until the weights of the rest fit
+        into `limit_bytes`. Models that will be woken soon (those in `wanted` and those with waiting requests)
+        are not unloaded, even if the weights do not fit."""
         while sum(self._manager.parked_host_bytes().values()) > limit_bytes:
             if not (unused := self._unused(wanted)):
                 return
             await self._unload(min(unused, key=lambda one: self._bundles.times(one).used_at))
 
     def limit_bytes(self) -> int:
-        """Return how much host memory may hold weights of models that were put to sleep without a command.
-        The result is `on_demand.sleeping_memory_gb` minus the memory of models that were put to sleep by a
-        command."""
+        """Return how much host memory the weights of automatically sleeping models may occupy:
+        `on_demand.sleeping_memory_gb` minus the memory of models put to sleep by a command."""
         parked = self._manager.parked_host_bytes()
         others = [replica for replica in self._manager.replicas if replica.model not in parked]
         limit_bytes = int(self._settings().on_demand.sleeping_memory_gb * 1e9)
@@ -65,7 +62,7 @@ class SleepLimit:
         await wait_until(lambda: not self._bundles.is_leaving(unit), None)
 
     def _unused(self, wanted: tuple[str, ...]) -> list[str]:
-        """Return the models that were put to sleep without a command and that may be unloaded."""
+        """Return the automatically sleeping models that may be unloaded."""
         return [
             unit
             for unit in self._manager.parked_host_bytes()

@@ -1,4 +1,4 @@
-"""Totals over the steps that a replica has executed."""
+"""Totals over a replica's executed steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from engine.rank_messages import Report
 
 
 class StepTotal:
-    """Totals for one kind of step, over all starts of a replica."""
+    """Totals for one kind of step, over all of a replica's starts."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.seconds = 0.0
         self.idle_s = 0.0
-        """Time that the GPU or CPU device spent waiting for the host before steps of this kind."""
+        """Time that the device spent waiting for the host before steps of this kind."""
 
     def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
         """Add a number of steps, given their mean duration and mean waiting time."""
@@ -50,7 +50,7 @@ class StepTotals:
         self.longest = LongestSteps()
 
     def add(self, report: Report) -> None:
-        """Add the steps of a report. A report covers the steps since the previous report."""
+        """Add a report's steps: those since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
         if report.longest_step is not None:

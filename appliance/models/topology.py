@@ -1,4 +1,4 @@
-"""Reads the links between this machine's GPUs, and chooses GPUs for a replica.
+"""Reads the links between this machine's GPUs, and chooses GPUs for replicas.
 
 The links are read from NVML, which creates no CUDA context. The choice of GPUs is a pure function of plain
 data.
@@ -62,17 +62,17 @@ class GpuLink(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """The GPUs of a machine, in the order of their numbers. A GPU that is split into MIG instances is
-    replaced by its instances."""
+    """The GPUs of a machine, in the order of their numbers. A GPU split into MIG instances is replaced by its
+    instances."""
 
     uuids: list[str]
     links: dict[tuple[int, int], GpuLink]
-    """Links by the numbers of their two GPUs, lower number first. MIG instances have no links."""
+    """Links, keyed by their two GPU numbers, lower first. MIG instances have no links."""
     nodes: tuple[int, ...] = ()
-    """NUMA node of each GPU, or -1 if it is unknown. Empty if no node is known."""
+    """NUMA node of each GPU, or -1 if unknown. Empty if no node is known."""
     instances: frozenset[int] = frozenset()
-    """Numbers of the MIG instances. A process can use only one MIG instance, so MIG instances run only
-    replicas with one rank."""
+    """Numbers of the MIG instances. A process can use only one MIG instance, so they can run only single-rank
+    replicas."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
         """Return the links between these GPUs, one for each linked pair."""
@@ -90,17 +90,16 @@ def choose_gpus(
 ) -> list[int]:
     """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if there are fewer GPUs.
 
-    `replicas` contains the number of replicas on each GPU, and `free` the free memory of each GPU in bytes
-    (empty if unknown). GPUs are left out if they would offer less than 90% of the free memory that other GPUs
-    offer. Of the rest, GPUs with the fewest replicas are chosen. Ties are broken by these criteria, in this
-    order: the lowest cost of the slowest link, the lowest cost over all links, the most NVLinks, and the
-    lowest numbers.
+    `replicas` holds the number of replicas per GPU, and `free` the free memory per GPU in bytes (empty if
+    unknown). GPUs that offer less than 90% of the other GPUs' free memory are excluded. Of the rest, those
+    with the fewest replicas are chosen. Ties are broken by these criteria, in this order: the lowest cost of
+    the slowest link, the lowest cost over all links, the most NVLinks, and the lowest numbers.
     """
     numbers = range(len(topology.uuids))
     usable = [gpu for gpu in numbers if count == 1 or gpu not in topology.instances]
     groups: list[tuple[int, ...]] = list(combinations(usable, count)) if count > 0 else []
     if len(free) == len(numbers):
-        # The GPU with the least free memory determines the KV cache size of every rank.
+        # The GPU with the least free memory determines every rank's KV cache size.
         most = max((min(free[gpu] for gpu in group) for group in groups), default=0)
         groups = [group for group in groups if min(free[gpu] for gpu in group) >= _SIMILAR_FREE * most]
 
@@ -118,7 +117,7 @@ def choose_gpus(
 
 def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
     """Describe the links between these GPUs. If the links differ, include the number of GPU pairs for each
-    kind of link. The result is empty for a single GPU."""
+    kind. Empty for a single GPU."""
     texts = [link.text for link in sorted(topology.between(gpus), key=lambda link: link._cost)]
     kinds = list(dict.fromkeys(texts))
     if len(kinds) <= 1:
@@ -155,7 +154,7 @@ def _read() -> Topology:
     for a, b in combinations(whole, 2):
         nvlinks = remotes[a].count(buses[b])
         if not nvlinks and _p2p(whole[a], whole[b], P2P_NVLINK):
-            # The links of both GPUs all lead to NVSwitches.
+            # Both GPUs' links all lead to NVSwitches.
             nvlinks = min(len(remotes[a]), len(remotes[b]))
         peer_access = all(_p2p(whole[a], whole[b], index) for index in (P2P_READ, P2P_WRITE))
         links[a, b] = GpuLink(nvlinks, _path(whole[a], whole[b]), peer_access)

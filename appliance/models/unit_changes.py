@@ -1,8 +1,7 @@
-"""Changes the replicas of models step by step, until each model has the replicas that it should have.
-
-Replicas are changed one by one. A replica that already runs with the wanted settings stays, and a missing
-replica is started. A replica with other settings serves until its successor is ready, if there is enough
-memory for both. Otherwise the old replica is stopped first, and its requests continue on its successor.
+"""Changes models' replicas step by step, until each model has the replicas it should have. Replicas are
+changed one by one. A replica that already has the target settings stays, and a missing one is started. A
+replica with different settings serves until its successor is ready, if there is enough memory for both.
+Otherwise the old replica is stopped first, and its requests continue on its successor.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _MAX_FAILED_STARTS = 3
 
 
 class ChangedUnits(Protocol):
-    """The models whose replicas are changed."""
+    """The models whose replicas are to be changed."""
 
     @property
     def load_timeout_s(self) -> float:
-        """Time limit in seconds for the check of a model's files."""
+        """Time limit in seconds for checking a model's files."""
 
     def of(self, model: str) -> list[Replica]:
         """Return the replicas of a model."""
@@ -51,7 +50,7 @@ class ChangedUnits(Protocol):
 
 
 class UnitChanges:
-    """Changes the replicas of models. All methods must be called on the event loop's thread."""
+    """Changes models' replicas. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -69,13 +68,13 @@ class UnitChanges:
     ) -> None:
         """Create the object without changing any replicas.
 
-        - `parked` contains the parked models.
-        - `new_replica` adds a replica to a model without starting the replica.
-        - `remove` stops serving a model, and stops the model's replicas.
+        - `parked` holds the parked models.
+        - `new_replica` adds a replica to a model without starting it.
+        - `remove` stops serving a model, and stops its replicas.
         - `note` reports a problem to the operator.
         """
         self.given_up: set[str] = set()
-        """Models whose new settings could not be loaded. They run with the previous settings."""
+        """Models whose new settings could not be loaded, and which run with the previous ones."""
         self._units = units
         self._parked = parked
         self._requests = requests
@@ -88,15 +87,15 @@ class UnitChanges:
         self._note = note
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sleep_tasks: dict[str, asyncio.Task[None]] = {}
-        """Tasks that put the replicas of a model to sleep or wake them. These tasks are not interrupted."""
+        """Tasks that put a model's replicas to sleep or wake them. They are not interrupted."""
 
     def stop(self) -> None:
-        """Cancel the changes that are in progress."""
+        """Cancel all changes in progress."""
         for task in [*self._tasks.values(), *self._sleep_tasks.values()]:
             task.cancel()
 
     def begin(self, unit: str) -> None:
-        """Begin to change the model's replicas. A change of the model that is in progress is cancelled."""
+        """Begin changing the model's replicas, cancelling any change already in progress."""
         if (task := self._tasks.get(unit)) is not None:
             task.cancel()
         self._tasks[unit] = asyncio.get_running_loop().create_task(self._apply(unit))
@@ -107,7 +106,7 @@ class UnitChanges:
         return task is not None and not task.done()
 
     async def ended(self, unit: str) -> None:
-        """Wait until the latest change of the model has ended or was cancelled."""
+        """Wait until the model's latest change has finished or been cancelled."""
         if (task := self._tasks.get(unit)) is not None:
             await asyncio.wait([task])
 
@@ -123,7 +122,7 @@ class UnitChanges:
             self._note(unit, "applying the new settings failed: see the log for the cause")
 
     async def _next_step(self, unit: str) -> bool:
-        """Take one step towards the wanted replicas. Return whether another step may be possible."""
+        """Take one step towards the target replicas. Return whether another step may be possible."""
         if (sleep_task := self._sleep_tasks.get(unit)) is not None:
             await asyncio.wait([sleep_task])
         wanted = self._units.settings_of(unit)
@@ -156,7 +155,7 @@ class UnitChanges:
         elif outdated:
             return await self._replace(outdated[0], current, wanted)
         elif len(current) < self._scaling.count(unit, wanted):
-            # The files were checked before the first replica was started, but may have changed since then.
+            # The files were checked before the first replica was started, but may have changed since.
             changed = ""
             if current:
                 changed = await self._checks.find_change(unit, wanted, self._units.load_timeout_s)
@@ -170,8 +169,8 @@ class UnitChanges:
         return True
 
     async def _replace(self, old: Replica, current: list[Replica], wanted: ModelSettings) -> bool:
-        """Replace a replica with a replica that has the wanted settings. Return False if the settings cannot
-        be loaded."""
+        """Replace a replica with one that has the target settings. Return False if the settings cannot be
+        loaded."""
         if len(current) < self._scaling.count(old.model, wanted):
             if refusal := await self._units.shortage_beside(wanted):
                 log.warning("%s is stopped before its replacement loads: %s", old.name, refusal)
@@ -195,10 +194,10 @@ class UnitChanges:
         return True
 
     async def _park(self, unit: str, parked: Parked, wanted: ModelSettings) -> None:
-        """Put the replicas of a parked model to sleep if `parked.asleep` is set and they can sleep.
-        Otherwise, stop them."""
+        """Put a parked model's replicas to sleep if `parked.asleep` is set and they can sleep; otherwise,
+        stop them."""
         if any(replica.spec != wanted.spec(replica.name) for replica in self._units.of(unit)):
-            parked.asleep = False  # The replicas would go to sleep with outdated settings.
+            parked.asleep = False  # The replicas would otherwise go to sleep with outdated settings.
         if parked.asleep and not self._units.is_parked_asleep(unit):
             await self._uninterrupted(unit, self._put_to_sleep(unit))
         if not self._units.is_parked_asleep(unit):
@@ -207,14 +206,14 @@ class UnitChanges:
             await asyncio.gather(*(self._retirements.retire(replica) for replica in replicas))
 
     async def _uninterrupted(self, unit: str, change: Coroutine[Any, Any, None]) -> None:
-        """Put the replicas of a model to sleep, or wake them. A later change to the model does not interrupt
-        this operation, but waits until the operation has finished."""
+        """Put a model's replicas to sleep, or wake them. A later change to the model does not interrupt this,
+        but waits for it to finish."""
         task = self._sleep_tasks[unit] = asyncio.get_running_loop().create_task(change)
         task.add_done_callback(lambda _: self._sleep_tasks.pop(unit, None))
         await asyncio.shield(task)
 
     async def _put_to_sleep(self, unit: str) -> None:
-        """Let the replicas of a parked model finish their requests, and put them to sleep if possible. The
+        """Let a parked model's replicas finish their requests, and put them to sleep if possible. The
         replicas get no new requests until `_wake` is called, even if they stay awake."""
         self._sleeping.begin(unit)
         accounts = [replica.account for replica in self._units.of(unit) if replica.account is not None]
@@ -231,13 +230,12 @@ class UnitChanges:
             log.info("%s is asleep; its next request wakes it", unit)
 
     async def _wake(self, unit: str) -> None:
-        """Wake the replicas of a model. If they cannot be woken, stop them, so that the model is loaded
-        again."""
+        """Wake a model's replicas. If they cannot be woken, stop them, so that the model is reloaded."""
         replicas = self._units.of(unit)
         ended = any(replica.sleeping.asleep and replica.group is None for replica in replicas)
-        problem = "its processes have ended" if ended else await self._sleeping.wake(unit)
+        problem = "its processes have exited" if ended else await self._sleeping.wake(unit)
         if problem:
-            log.info("%s is loaded again instead of being woken: %s", unit, problem)
+            log.info("reloading %s instead of waking it: %s", unit, problem)
             await asyncio.gather(*(self._retirements.retire(replica) for replica in replicas))
         elif all(replica.answers for replica in replicas):
             log.info("%s is awake", unit)

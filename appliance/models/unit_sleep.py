@@ -1,4 +1,4 @@
-"""Puts all replicas of a model to sleep, and wakes them."""
+"""Puts all of a model's replicas to sleep, and wakes them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 class UnitSleep:
-    """Puts the replicas of models to sleep, and wakes them. All methods must be called on the event loop's
-    thread."""
+    """Puts models' replicas to sleep, and wakes them. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -20,9 +19,8 @@ class UnitSleep:
         update: Callable[[Replica], None],
         publish: Callable[[], None],
     ) -> None:
-        """`replicas_of` returns the replicas of a model. `update` is called when the result of
-        `Replica.answers` may have changed, and `publish` when a model may have become ready or
-        unavailable."""
+        """`replicas_of` returns a model's replicas. `update` is called when the result of `Replica.answers`
+        may have changed, and `publish` when a model may have become ready or unavailable."""
         self._replicas_of = replicas_of
         self._update = update
         self._publish = publish
@@ -34,16 +32,16 @@ class UnitSleep:
             self._update(replica)
 
     async def sleep(self, unit: str) -> str:
-        """Release the memory of the model's replicas, which must have no requests. Return the reason if a
-        replica could not go to sleep. The caller must then wake or stop all replicas of the model."""
+        """Release the memory of the model's replicas, which must have no requests. If a replica could not go
+        to sleep, return the reason; the caller must then wake or stop all of the model's replicas."""
         self.begin(unit)
         problems = await asyncio.gather(*(replica.sleep() for replica in self._replicas_of(unit)))
         self._publish()
         return next(filter(None, problems), "")
 
     async def wake(self, unit: str) -> str:
-        """Restore the memory of the model's replicas. A replica whose processes have ended is loaded again:
-        `ModelManager.loaded` returns whether all replicas are ready. If one replica cannot be woken, all of
+        """Restore the memory of the model's replicas. A replica whose processes have exited is reloaded;
+        `ModelManager.loaded` returns whether all replicas are ready. If any replica cannot be woken, all of
         them stay asleep, and the reason is returned."""
         replicas = self._replicas_of(unit)
         problems = await asyncio.gather(*(replica.wake() for replica in replicas))

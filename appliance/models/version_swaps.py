@@ -1,9 +1,8 @@
-"""Changes the default versions of registered models while the service is running.
-
-A swap makes another version the default of its name. The new version is loaded while the old one is still
-loaded. Then the names are switched in all fronts. From that moment on, the new version answers every new
-request. The old version finishes its requests and is unloaded. If there is not enough memory for both
-versions, requests wait in the fronts while the old version is unloaded and the new one is loaded.
+"""Changes registered models' default versions at run time. A swap makes a different version its model's
+default. The new version is loaded alongside the old one. Then the names are switched in all fronts, and from
+that moment on, the new version answers every new request. The old version finishes its requests and is
+unloaded. If there is not enough memory for both versions, requests wait in the fronts while the old version
+is unloaded and the new one is loaded.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from store.models import VersionRecord
 log = logging.getLogger(__name__)
 
 Commit = Callable[[], Any]
-"""A function that stores the change of a default version. It returns an awaitable."""
+"""A function that stores a change of default version. Returns an awaitable."""
 
 
 class VersionSwaps:
-    """Changes default versions. All methods must be called on the event loop's thread."""
+    """Changes default versions. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -48,10 +47,10 @@ class VersionSwaps:
     async def set_default(
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
-        """Make `wanted` the default version of its model. When this method returns, every new request goes to
-        the new version. If the model is not loaded, the new version is not loaded either. `commit` stores the
-        change. The previous version has `grace_s` seconds to finish its requests. Raises LoadError, or any
-        error raised by `commit`. After an error, the previous version is still the default."""
+        """Make `wanted` its model's default version. When this method returns, every new request goes to the
+        new version. If the model is not loaded, the new version is not loaded either. `commit` stores the
+        change. The previous version has `grace_s` seconds to finish its requests. Raises LoadError, and
+        passes on errors from `commit`. After an error, the previous version is still the default."""
         name = wanted.model
         if name in self._swapping:
             raise LoadError(
@@ -115,10 +114,10 @@ class VersionSwaps:
             await self._fronts.routed()
 
     async def _return_to(self, former: VersionRecord, wanted: VersionRecord) -> None:
-        """Load the previous version again after a swap has failed."""
+        """Reload the previous version after a failed swap."""
         if unit_name(wanted.model, wanted.version) in self._routing.usable:
             await self._operations.unload(wanted, 0.0)
         try:
             await self._operations.load(former)
         except LoadError as error:
-            self._note(unit_name(former.model, former.version), f"not loaded again: {error}")
+            self._note(unit_name(former.model, former.version), f"not reloaded: {error}")

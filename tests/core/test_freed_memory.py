@@ -1,4 +1,4 @@
-"""Tests, in a real core, that an unload reports memory that was not returned."""
+"""Tests, in a real core, that an unload reports memory that was not freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the check that a replica's memory was returned, with real processes and simulated GPUs."""
+"""Tests of the check that a replica's memory was freed, with real processes and simulated GPUs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_gpu_that_still_has_memory_of_an_ended_rank_is_reported() -> None:
     ended.wait()
     listed = {0: {1}, 1: {1, ended.pid}}
     reason = held_reason([ended.pid], 0.0, lambda: listed)
-    assert f"the memory of GPU 1 was not returned: the driver still lists process {ended.pid}" in reason
+    assert f"the memory of GPU 1 was not freed: the driver still lists process {ended.pid}" in reason
     assert held_reason([], 0.0, lambda: listed) == ""
     listed[1] = {1}
     assert held_reason([ended.pid], 0.0, lambda: listed) == ""
@@ -107,7 +107,7 @@ def test_a_check_that_hangs_or_fails_ends_with_a_message(monkeypatch: pytest.Mon
             assert "the GPU driver did not answer within 0.05 s" in await find_held([ended.pid], hangs)
             monkeypatch.setattr("appliance.models.freed_memory._CHECKED_WITHIN_S", 60.0)
             reason = await find_held([ended.pid], fails)
-            assert "not known whether their memory was returned: the driver was removed" in reason
+            assert "not known whether their memory was freed: the driver was removed" in reason
 
     try:
         asyncio.run(scenario())

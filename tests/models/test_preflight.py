@@ -251,7 +251,7 @@ def test_a_model_that_can_never_fit_is_refused_with_the_required_memory(model: P
 def test_a_model_that_does_not_fit_at_the_moment_is_a_warning(model: Path) -> None:
     busy = MachineMemory(gpus=[], available_bytes=30 << 20, total_bytes=8 * GIB)
     (warning,) = check(model, busy)
-    assert warning.level == "warning" and "not enough memory is free at the moment" in warning.text
+    assert warning.level == "warning" and "not enough memory is currently free" in warning.text
 
 
 def test_memory_used_by_other_processes_on_a_gpu_is_reported(model: Path) -> None:
