@@ -17,7 +17,7 @@ from console.dialogs import Choice, ChoiceDialog, TextDialog
 from console.fingerprints import required_lists
 from console.impact import Impact, forecast_lines, result_lines
 from console.keys import offered
-from console.replay import PAST_IS_FIXED
+from console.replay import FILE_IS_FIXED, PAST_IS_FIXED
 from console.source import ListName, SourceError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ActionRunner:
     def choose(self) -> None:
         """Offer the actions that apply to the objects on this screen."""
         if self._app.session.past is not None:
-            self._app.session.say(PAST_IS_FIXED, "warn")
+            self._app.session.say(self._past_is_fixed, "warn")
             return
         view = self._app.session.view
         names = view.selected(self._app.session.context)
@@ -130,8 +130,13 @@ class ActionRunner:
         """Return whether actions are permitted. If they are not, show the reason."""
         session = self._app.session
         if not session.context.write:
-            session.say(_READ_ONLY if session.past is None else PAST_IS_FIXED, "warn")
+            session.say(_READ_ONLY if session.past is None else self._past_is_fixed, "warn")
         return session.context.write
+
+    @property
+    def _past_is_fixed(self) -> str:
+        """The reason why a past state cannot be changed."""
+        return FILE_IS_FIXED if self._app.source.kind == "replay" else PAST_IS_FIXED
 
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
         """Open the dialog for an action. Unless the command line names a target, the action applies to the

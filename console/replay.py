@@ -22,6 +22,7 @@ _HALF_MS = 0.0005
 _GAP_S = 2.5
 """A longer period without samples counts as a gap."""
 PAST_IS_FIXED = "history is read-only: return to live with the command :live"
+FILE_IS_FIXED = "this console is replaying a file, which cannot be changed: act in a console of the service"
 
 
 class ReplaySource:
@@ -113,11 +114,11 @@ class ReplaySource:
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
         """Raise SourceError, because recorded history cannot be changed."""
-        raise SourceError(PAST_IS_FIXED)
+        raise SourceError(FILE_IS_FIXED)
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
         """Raise SourceError, because recorded history cannot be changed."""
-        raise SourceError(PAST_IS_FIXED)
+        raise SourceError(FILE_IS_FIXED)
 
     def recording(self) -> RecordedPast:
         """Return the recording."""

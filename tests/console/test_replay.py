@@ -208,7 +208,7 @@ def test_history_cannot_be_changed(history: Path) -> None:
     from appliance.actions.parameters import ResumeService
 
     replay = ReplaySource(file_recording(history))
-    with pytest.raises(SourceError, match="history is read-only"):
+    with pytest.raises(SourceError, match="which cannot be changed"):
         asyncio.run(replay.act(ResumeService()))
 
 

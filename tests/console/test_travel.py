@@ -215,6 +215,8 @@ def test_a_recording_opens_without_a_service_and_cannot_return_to_live(tmp_path:
         await until(pilot, lambda: past_at(app) == 19)
         await pilot.press("N")
         await until(pilot, lambda: "there is no live service" in shown(app))
+        await pilot.press("a")
+        await until(pilot, lambda: "a file, which cannot be changed" in shown(app))
         await pilot.press("9")
         await until(pilot, lambda: "control.db" in shown(app))
 
