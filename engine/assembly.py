@@ -20,7 +20,7 @@ def build_core(
 ) -> EngineCore:
     """Return the engine core of a loaded replica.
 
-    `peers` are rank 0's sockets to the other ranks, in rank order. `on_exit` is called with the reason when
+    `peers` are rank 0's sockets to the other ranks, in rank order. `on_exit` is called, with the reason, when
     another rank stops accepting plans (`Ranks.abandon`).
 
     Raises UnsupportedError if a plan for the other ranks could exceed the channel's message size limit.

@@ -1,8 +1,8 @@
 """Surveys the KV blocks: reports the state, owner and age of each block to operators.
 
-A survey reads the tables of all open submissions, which takes milliseconds for a large pool. The survey is
-therefore divided into short slices. The step loop runs a slice while it would otherwise wait for the device.
-A block may change its owner between two slices.
+A survey reads the tables of all open submissions, which takes milliseconds for a large pool. It is therefore
+divided into short slices, which the step loop runs when it would otherwise wait for the device. A block may
+change owners between slices.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence, Submission
 
 _SLICE = 2048
-"""Maximum number of blocks that one slice of a survey reads."""
+"""Maximum number of blocks read in one slice of a survey."""
 _TABLE_COST = 8
-"""Fixed cost of reading one block table, expressed as the number of blocks that take equally long to read."""
+"""Fixed cost of reading a block table, as the number of blocks that take equally long to read."""
 
 
 class BlockSurvey:
-    """Surveys the KV blocks of one scheduler. Only one survey runs at a time."""
+    """Surveys one scheduler's KV blocks. Only one survey runs at a time."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -40,8 +40,8 @@ class BlockSurvey:
             self._running = _survey(self._scheduler)
 
     def advance(self) -> BlockUse | None:
-        """Run the next slice of the survey in progress. Returns the survey's result after the last slice, and
-        None before."""
+        """Run the next slice of the survey in progress. The last slice returns the survey's result, earlier
+        ones None."""
         if self._running is None:
             return None
         try:
@@ -64,8 +64,7 @@ def _survey(scheduler: Scheduler) -> Generator[None, None, BlockUse]:
     names = list(dict.fromkeys(one.submit.request_id for one in submissions))[:NO_OWNER]
     index = {name: number for number, name in enumerate(names)}
     budget = _SLICE
-    # Read the submissions in reverse order. If several submissions share a block, the oldest is then written
-    # last and becomes the owner.
+    # Read the submissions newest first, so that the oldest owner of a shared block is written last.
     for submission in reversed(submissions):
         name = submission.submit.request_id
         owner, count = index.get(name, NO_OWNER), 0
@@ -101,8 +100,7 @@ def _survey(scheduler: Scheduler) -> Generator[None, None, BlockUse]:
 
 
 def _tables(submission: Submission) -> Iterator[list[int]]:
-    """Yield the block tables of a submission. Blocks that several of its samples share are yielded only
-    once."""
+    """Yield a submission's block tables. Blocks shared by several of its samples are yielded only once."""
     seen: set[int] = set()
     sequences: list[Sequence] = submission.sequences
     for sequence in sequences:

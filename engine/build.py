@@ -1,4 +1,4 @@
-"""`python -m engine.build`: compile all kernels of a model in advance, so that starting a replica compiles
+"""`python -m engine.build`: compile all of a model's kernels in advance, so that starting a replica compiles
 nothing.
 
     python -m engine.build --config FOLDER
@@ -6,8 +6,8 @@ nothing.
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
 docs/kernels.md). The compiled kernels are stored in Triton's cache (TRITON_CACHE_DIR, or --cache). They are
-compiled for this machine's GPU, or for the GPU given by --gpu and --capability. If a replica does not find
-its kernels in the cache, it compiles them in the same way while its weights load.
+compiled for this machine's GPU, or for the GPU given by --gpu and --capability. A replica that does not find
+its kernels in the cache compiles them in the same way while its weights load.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kernels.writable import UnwritableError
 
 
 def main() -> int:
-    """Compile the kernels of one model. Returns 1 if the model or the GPU is not supported, or if a kernel
-    fails to compile."""
+    """Compile a model's kernels. Returns 1 if the model or the GPU is not supported, or a kernel fails to
+    compile."""
     arguments = _arguments()
     try:
         served = arguments.served or read_served(
@@ -78,7 +78,7 @@ def read_served(
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
 ) -> ReplicaModel:
-    """Read the configuration of the model in `folder`. Return the model with its serving options, which
+    """Read the configuration of the model in `folder`, and return the model with its serving options, which
     determine the kernels to compile.
 
     `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices that the
@@ -110,7 +110,7 @@ def read_served(
 
 
 def _check_cache(folder: Path) -> None:
-    """Raise UnwritableError if the cache folder is not writable. Called before compilation starts."""
+    """Raise UnwritableError if the cache folder is not writable. Called before compiling anything."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

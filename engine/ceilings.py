@@ -1,4 +1,4 @@
-"""Peak rates of known devices, and the lower bounds on step times that follow from them."""
+"""Peak rates of known devices, and the resulting lower bounds on step times."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.sizing import FP8, element_bytes, parameters
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Peak memory bandwidth and compute rates of one device."""
+    """A device's peak memory bandwidth and compute rates."""
 
     bytes_per_s: float
-    """Read bandwidth of the device's memory in bytes per second."""
+    """Read bandwidth of device memory in bytes per second."""
     gemm_per_s: float
     """Rate of 16-bit GEMMs in floating-point operations per second."""
     fp8_gemm_per_s: float
@@ -30,8 +30,8 @@ _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, 
 CEILINGS: dict[str, Ceilings] = {
     "NVIDIA H200": _H200,
     # These rates are estimates. The bandwidth assumes that an H100 reaches the same fraction of its data
-    # sheet's value (3.35 TB/s) as an H200 (4.8 TB/s). The compute rates are those of the H200, because the
-    # data sheets list the same number of multiprocessors and the same compute rates for both.
+    # sheet value (3.35 TB/s) as an H200 (4.8 TB/s). The compute rates are the H200's, because the data sheets
+    # list the same multiprocessor count and compute rates for both.
     "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
 }
 """Peak rates by device name. docs/performance.md describes how they were measured."""
@@ -43,14 +43,13 @@ def device_model(device: str) -> str:
 
 
 def ceilings(device: str) -> Ceilings | None:
-    """Return the peak rates of a device, or None if they are unknown. `device` is an entry of
-    `ReplicaInfo.devices`."""
+    """Return a device's peak rates, or None if unknown. `device` is an entry of `ReplicaInfo.devices`."""
     return CEILINGS.get(device_model(device))
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return how many of the layers' parameters one token uses. Embeddings, the output matrix and the experts
-    that the token does not choose are excluded."""
+    """Return how many of the layers' parameters one token uses. Embeddings, the output matrix and experts not
+    chosen by the token are excluded."""
     matrices = 1 if config.tie_word_embeddings else 2
     every = parameters(config) - matrices * config.vocab_size * config.hidden_size
     if config.experts is None:
@@ -59,8 +58,8 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def read_parameters(config: ModelConfig, tokens: int) -> float:
-    """Return how many of the layers' parameters a pass of `tokens` tokens reads. In a mixture of experts, a
-    pass reads only the experts that at least one token chooses (`expected_experts`)."""
+    """Return how many of the layers' parameters a pass of `tokens` tokens reads. Of a mixture of experts, it
+    reads only those chosen by at least one token (`expected_experts`)."""
     if config.experts is None:
         return layer_parameters(config)
     others = expected_experts(config.experts, tokens) - config.experts.top_k
@@ -68,13 +67,13 @@ def read_parameters(config: ModelConfig, tokens: int) -> float:
 
 
 def expected_experts(experts: ExpertsConfig, tokens: int) -> float:
-    """Return the expected number of distinct experts per layer that `tokens` tokens choose, if every expert
-    is equally likely to be chosen."""
+    """Return the expected number of distinct experts per layer chosen by `tokens` tokens, if all experts are
+    equally likely to be chosen."""
     return experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
 
 
 def _expert_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of one routed expert, summed over all layers that have experts."""
+    """Return the number of parameters of one routed expert, summed over all layers with experts."""
     assert config.experts is not None
     each = 3 * config.hidden_size * config.experts.intermediate_size
     return config.layer_kinds.count(EXPERTS) * each
@@ -82,10 +81,10 @@ def _expert_parameters(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MinTimes:
-    """Lower bounds on a replica's step times. They are 0 for an unknown device."""
+    """Lower bounds on a replica's step times, which are 0 for an unknown device."""
 
     step_s: float = 0.0
-    """Lower bound on the duration of a decode step, during which each rank reads all of its matrices once."""
+    """Lower bound on the duration of a decode step, in which each rank reads all of its matrices once."""
     prompt_token_s: float = 0.0
     """Lower bound on the time per prompt token, derived from the layers' GEMMs."""
 

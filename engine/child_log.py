@@ -1,9 +1,9 @@
-"""Collects the log of a child process in the process that started it.
+"""Collects a child process's log in the process that started it.
 
-A child writes its log to standard error, which both processes share, and writes a copy to a pipe
-(`engine.logs`). The pipe is needed because standard error may be a journal, from which records cannot be read
-back. The parent passes the copied records to the handlers of the logger `child_records`. Their attribute
-`process_name` contains the name of the child's process.
+A child writes its log to standard error, which both processes share, and a copy to a pipe (`engine.logs`).
+The pipe is needed because standard error may be a journal, from which records cannot be read back. The parent
+passes the copied records to the handlers of the logger `child_records`. Their `process_name` attribute is the
+name of the child process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 from engine.logs import COPY_DESCRIPTOR, CopiedRecord
 
 READ_BYTES = 1 << 16
-"""Maximum number of bytes that are read at once."""
+"""Maximum number of bytes to read at once."""
 _PAUSE_S = 0.1
-"""Pause after a read of `READ_BYTES` bytes. It prevents a child that logs too much from occupying the event
+"""Pause after reading `READ_BYTES` bytes, so that a child that logs too much cannot monopolise the event
 loop."""
 
 child_records = logging.getLogger("engine.child_records")
@@ -30,10 +30,10 @@ child_records.addHandler(logging.NullHandler())
 
 
 class ChildLog:
-    """The copy of one child process's log. Must be used on the event loop's thread."""
+    """The copy of a child process's log. May only be used on the event loop's thread."""
 
     def __init__(self, process: str) -> None:
-        """Create the pipe. `process` is the name of the child's process. Raises OSError if too many files are
+        """Create the pipe. `process` is the child process's name. Raises OSError if too many files are
         open."""
         self._process = process
         self._reader, self.descriptor = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -47,12 +47,12 @@ class ChildLog:
         return {COPY_DESCRIPTOR: str(self.descriptor)}
 
     def listen(self) -> None:
-        """Start reading the log. The child must already have been started."""
+        """Start reading the log of a child that has already been started."""
         self._close(self.descriptor)
         asyncio.get_running_loop().add_reader(self._reader, self._readable)
 
     def finish(self) -> None:
-        """Read the remaining records after the child has ended, and close the pipe."""
+        """Read the remaining records after the child has exited, and close the pipe."""
         while self._open and self._read() > 0:
             pass
         self.close()
@@ -81,14 +81,14 @@ class ChildLog:
             self._timer = loop.call_later(_PAUSE_S, loop.add_reader, self._reader, self._readable)
 
     def _read(self) -> int:
-        """Read the available records. Return the number of bytes read, 0 at the end of the file, or -1 if no
-        bytes are available."""
+        """Read the available records. Returns the number of bytes read, 0 at end of file, or -1 if nothing is
+        available."""
         try:
             chunk = os.read(self._reader, READ_BYTES)
         except BlockingIOError:
             return -1
         *lines, rest = (self._unread + chunk).split(b"\n")
-        # Records are much shorter than this limit, but an untrusted child could send an endless line.
+        # Records are much shorter than this, but an untrusted child could send an endless line.
         self._unread = rest[:READ_BYTES]
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):

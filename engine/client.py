@@ -1,5 +1,5 @@
-"""The service's interface to the engine: launching a replica, and sending requests from a front process to a
-replica. This module does not load torch.
+"""The service's interface to the engine: launching replicas, and sending requests to them from a front
+process. This module does not load torch.
 
 `appliance` imports only this module, `engine.messages` and `engine.sizing` from the engine.
 """
@@ -33,17 +33,15 @@ OutputSink = Callable[[Output], None]
 
 
 class ReplicaClient:
-    """A front process's asyncio client for one replica. It sends submissions and passes each output to the
-    submission's sink.
-
-    The client calls a sink on the event loop, once per `Output` and in order, until every sample has sent its
-    last output. When the channel closes, `on_closed` is called once with the handles of all unfinished
-    submissions. After that, each unfinished submission's `on_disconnect` callback is called.
+    """A front process's asyncio client for one replica. It sends submissions and passes each output to its
+    submission's sink. Sinks are called on the event loop, once per `Output` and in order, until every sample
+    has sent its last output. When the channel closes, `on_closed` is called once with the handles of all
+    unfinished submissions, then each of their `on_disconnect` callbacks.
     """
 
     def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:
-        # The frame size limit is high because the prompt logprobs of a long prompt arrive in one frame. A
-        # high limit is safe because the replica is trusted.
+        # The frame size limit is high because a long prompt's logprobs arrive in one frame. The replica is
+        # trusted, so this is safe.
         self._channel: Channel[StepFrame] = Channel(sock, StepFrame, MAX_BACKLOG_BYTES)
         self._sinks: dict[int, OutputSink] = {}
         self._open_samples: dict[int, int] = {}
@@ -59,7 +57,7 @@ class ReplicaClient:
 
     @property
     def backlog_bytes(self) -> int:
-        """Number of queued bytes that the replica's socket has not accepted yet."""
+        """Number of queued bytes not yet accepted by the replica's socket."""
         return self._channel.backlog_bytes
 
     def next_handle(self) -> int:
@@ -78,17 +76,17 @@ class ReplicaClient:
         self._channel.send(submit)
 
     def cancel(self, handle: int, sample: int | None = None) -> None:
-        """Cancel a submission, or only one of its samples. The last output of each cancelled sample still
-        arrives."""
+        """Cancel a submission, or only one of its samples. Each cancelled sample still sends its last
+        output."""
         if handle in self._sinks:
             self._channel.send(Cancel(handle, sample))
 
     def forget(self, handle: int) -> None:
-        """Remove the `on_disconnect` callback of a submission."""
+        """Remove a submission's `on_disconnect` callback."""
         self._on_disconnect.pop(handle, None)
 
     def close(self) -> None:
-        """Close the channel. The replica then cancels all submissions of this client."""
+        """Close the channel. The replica then cancels all of this client's submissions."""
         self._channel.close()
 
     def _deliver(self, frame: StepFrame) -> None:

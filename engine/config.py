@@ -1,5 +1,5 @@
-"""Defines the configuration of a model, and how the model is divided among ranks. This module does not load
-torch, because `engine.sizing` imports it.
+"""Defines a model's configuration, and how the model is divided among ranks. This module does not load torch,
+because `engine.sizing` imports it.
 
 All supported families use the same decoder: pre-norm, rotary embedding, grouped-query attention, and an MLP
 gated by SiLU or a mixture of such MLPs. `engine.families` reads a checkpoint's `config.json` into a
@@ -24,16 +24,16 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 FP8_BLOCK = 128
-"""Block size, both in rows and in columns, of checkpoints whose FP8 matrices have one scale per block."""
+"""Block size, in both rows and columns, of checkpoints whose FP8 matrices have one scale per block."""
 
 DENSE, EXPERTS = "dense", "experts"
-"""The kinds of layers: layers with an MLP, and layers with a mixture of experts."""
+"""The kinds of layers: with an MLP, or with a mixture of experts."""
 
 
 def fp8_block(part: int) -> int:
     """Return the block size, in rows or columns, of an FP8 matrix on a rank. The matrix is composed of
-    tensors or slices that begin at multiples of `part` rows or columns. If `part` is 0, the matrix is one
-    complete tensor."""
+    tensors or slices that begin at multiples of `part` rows or columns, or is one complete tensor if `part`
+    is 0."""
     return gcd(FP8_BLOCK, part)
 
 
@@ -50,8 +50,8 @@ class ModelError(Exception):
 
 
 class CheckpointError(ModelError):
-    """Raised if the files of a checkpoint cannot be used. The cause contains the file, the field or
-    tensor, and its value."""
+    """Raised if a checkpoint's files cannot be used. The cause names the file, the field or tensor, and its
+    value."""
 
 
 def unreadable(file: Path, error: OSError) -> CheckpointError:
@@ -60,31 +60,30 @@ def unreadable(file: Path, error: OSError) -> CheckpointError:
 
 
 class UnsupportedError(ModelError):
-    """Raised if the requested configuration is not supported, for example because of the number of ranks or
-    the maximum length."""
+    """Raised if the requested configuration is not supported, e.g. its number of ranks or maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding, and its scaling beyond the trained length.
 
-    In transformers, `dynamic` (NTK-aware) scaling uses a base that grows with the longest sequence so far, so
-    an answer depends on earlier requests. This engine instead derives one base from `max_model_len`. If
-    `max_model_len` is at most `max_position_embeddings`, the base is unscaled, as in transformers. Otherwise,
-    all positions use the base that transformers uses for a sequence of exactly `max_model_len` tokens.
+    In transformers, the base of `dynamic` (NTK-aware) scaling grows with the longest sequence so far, so an
+    answer depends on earlier requests. This engine instead derives a single base from `max_model_len`. Up to
+    `max_position_embeddings`, the base is unscaled, as in transformers. Above that, all positions use the
+    base that transformers uses for a sequence of exactly `max_model_len` tokens.
     """
 
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    """Maximum sequence length of the training before scaling. llama3 and yarn use it."""
+    """Maximum sequence length in training before scaling. Used by llama3 and yarn."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Factor by which yarn multiplies cos and sin. If it is None, it is computed from `factor`, `mscale` and
+    """Factor by which yarn multiplies cos and sin. If None, it is computed from `factor`, `mscale` and
     `mscale_all_dim`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -93,59 +92,58 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The mixture of experts that replaces the MLP in a layer."""
+    """The mixture of experts that replaces a layer's MLP."""
 
     count: int
     """Number of routed experts."""
     top_k: int
-    """Number of routed experts that each token chooses."""
+    """Number of routed experts chosen by each token."""
     intermediate_size: int
     """Width of each routed expert."""
     normalised: bool
-    """Whether the weights of the chosen experts are normalised to add up to one (see `kernels.Experts`)."""
+    """Whether the weights of the chosen experts are normalised to sum to one (see `kernels.Experts`)."""
     shared_intermediate_size: int | None = None
-    """Width of the shared expert (Qwen2-MoE), or None if the model has none. Every token uses the shared
-    expert, and its result is multiplied by the sigmoid of a separate gate."""
+    """Width of the shared expert (Qwen2-MoE), or None if the model has none. Every token uses it, and its
+    result is multiplied by the sigmoid of a separate gate."""
     count_field: str = "num_experts"
-    """Name of `count` in `config.json`, for messages."""
+    """The `config.json` name of `count`, for messages."""
     width_field: str = "moe_intermediate_size"
-    """Name of `intermediate_size` in `config.json`, for messages."""
+    """The `config.json` name of `intermediate_size`, for messages."""
     whole: bool = False
-    """Whether each rank has a subset of complete routed experts (expert parallelism). Otherwise, each rank
-    has a slice of every expert. The shared expert is always split."""
+    """Whether each rank has a subset of whole routed experts (expert parallelism), instead of a slice of
+    every expert. The shared expert is always split."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShard:
-    """The routed experts of one rank."""
+    """One rank's routed experts."""
 
     first: int
-    """Index of the first expert that the rank holds, completely or as a slice."""
+    """Index of the first expert that the rank holds, whole or as a slice."""
     count: int
     width: int
     """Width of the rank's slice of each expert."""
     start: int
-    """First index of the slice within the width of an expert."""
+    """First index of the slice within an expert's width."""
 
 
 class MlpWidth(NamedTuple):
-    """The width of a model's MLPs, experts or shared experts."""
+    """The width of a model's MLPs, routed experts or shared experts."""
 
     kind: str
-    """Noun with article for messages, e.g. "an MLP"."""
+    """Noun with its article for messages, e.g. "an MLP"."""
     field: str
-    """Name of the width in `config.json`."""
+    """The width's name in `config.json`."""
     width: int
 
 
 ROUTED = "experts"
-"""`MlpWidth.kind` of routed experts."""
+"""The `MlpWidth.kind` of routed experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The dimensions of one rank's shard of the model. A range consists of the indices [first, first +
-    count)."""
+    """The dimensions of one rank's shard of the model. Ranges are the indices [first, first + count)."""
 
     size: int
     rank: int
@@ -153,23 +151,23 @@ class Shard:
     first_head: int
     kv_heads: int
     """Number of KV heads on this rank, at least one. If there are more ranks than KV heads, each head is
-    replicated on several neighbouring ranks."""
+    replicated on several adjacent ranks."""
     first_kv_head: int
     intermediate: int
     vocab: int
-    """Number of rows of the embedding and of the output matrix on this rank, including padding rows. All
-    ranks have the same number."""
+    """Number of rows of the embedding and the output matrix on this rank, including padding. It is the same
+    on all ranks."""
     vocab_real: int
-    """Number of rows that belong to tokens of the vocabulary. It is less than `vocab` only on the last ranks,
-    which have padding."""
+    """Number of rows that belong to vocabulary tokens. Less than `vocab` only on the last ranks, which have
+    padding."""
     first_vocab: int
 
     def part(self, width: int) -> int:
-        """Return this rank's share of `width`, which is divided equally among the ranks."""
+        """Return this rank's share of `width`, which is divided evenly among the ranks."""
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return the width `part` of this rank's slice, or 0 if there is only one rank and the tensor is not
+        """Return the width `part` of this rank's slice, or 0 for a single rank, where the tensor is not
         sliced."""
         return part if self.size > 1 else 0
 
@@ -202,17 +200,17 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Whether RMSNorm is applied to each query and key head before the rotation (Qwen3)."""
+    """Whether each query and key head is RMS-normalised before the rotation (Qwen3)."""
     qk_norm_all_heads: bool
-    """Whether RMSNorm is applied to all query heads together, and to all key heads together, before the
-    rotation (OLMoE)."""
+    """Whether all query heads together, and all key heads together, are RMS-normalised before the rotation
+    (OLMoE)."""
     layer_kinds: tuple[str, ...]
-    """Kind of each layer, a key of `engine.model.kinds.LAYER_KINDS`."""
+    """The kind of each layer, a key of `engine.model.kinds.LAYER_KINDS`."""
     experts: ExpertsConfig | None
-    """The experts of the layers of kind "experts", or None if the model has no such layers."""
+    """The experts of layers of kind "experts", or None if there are none."""
     sliding_windows: tuple[int | None, ...]
-    """Attention window of each layer, in tokens. With a window, a token attends to itself and to the window -
-    1 tokens before it. None means that it attends to all earlier tokens."""
+    """Each layer's attention window in tokens: a token attends to itself and the window - 1 tokens before it.
+    None means all earlier tokens."""
     dtype: ModelDType
     """Dtype of the checkpoint."""
     fp8: bool
@@ -222,8 +220,8 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Default maximum sequence length. It is `max_position_embeddings`; with yarn, it is at least the
-        scaled length."""
+        """Default maximum sequence length: `max_position_embeddings` or, with yarn, at least the scaled
+        length."""
         if self.rope.kind == "yarn":
             stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
             return max(self.max_position_embeddings, stretched)
@@ -231,7 +229,7 @@ class ModelConfig:
 
     @property
     def context_limit(self) -> int:
-        """Maximum allowed value of `max_model_len`. Linear and dynamic scaling allow `factor` times
+        """Maximum allowed `max_model_len`. Linear and dynamic scaling allow `factor` times
         `max_position_embeddings`."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
@@ -251,13 +249,11 @@ class ModelConfig:
         return widths
 
     def representative_layers(self) -> list[int]:
-        """Return the indices of a few layers that together launch every kernel of the model when they run in
-        this order.
-
-        Which kernels a layer launches depends on its kind and its sliding window. It also depends on the
-        previous layer, because adjacent layers may share a norm. The last layer may launch different kernels,
-        because it may compute fewer rows. The result therefore contains every pair of adjacent kinds once,
-        and the pair that ends with the last layer.
+        """Return the indices of a few layers that, run in this order, launch every kernel of the model. Which
+        kernels a layer launches depends on its kind, its sliding window, and the previous layer, because
+        adjacent layers may share a norm. The last layer may launch different kernels, because it may compute
+        fewer rows. The result therefore contains every pair of adjacent kinds once, and the pair that ends
+        with the last layer.
         """
         kinds = list(zip(self.layer_kinds, self.sliding_windows, strict=True))
         pairs = {pair: index for index, pair in enumerate(pairwise(kinds))}
@@ -267,7 +263,7 @@ class ModelConfig:
         return sorted(chosen)
 
     def with_layers(self, indices: list[int]) -> ModelConfig:
-        """Return the configuration of a model that contains only the given layers."""
+        """Return the configuration of a model with only the given layers."""
         return replace(
             self,
             layers=len(indices),
@@ -300,8 +296,8 @@ class ModelConfig:
 
     def check_parallel(self, size: int) -> None:
         """Raise UnsupportedError if the model cannot be split across `size` ranks. Attention heads, the MLP
-        and experts must divide evenly among the ranks. KV heads must either divide evenly among the ranks or
-        be replicated on the same number of ranks each. The vocabulary is padded if necessary."""
+        and experts must divide evenly among the ranks. KV heads must either divide evenly or be replicated on
+        an equal number of ranks each. The vocabulary is padded if necessary."""
         problems = []
         if size < 1:
             raise UnsupportedError(f"tensor_parallel_size is {size}", "it must be at least 1")
@@ -333,12 +329,12 @@ class ModelConfig:
 
     @property
     def _whole_experts(self) -> int:
-        """Number of routed experts per layer if each rank has complete experts, otherwise 0."""
+        """Number of routed experts per layer if each rank has whole experts, otherwise 0."""
         return self.experts.count if self.experts is not None and self.experts.whole else 0
 
     def shard(self, size: int, rank: int) -> Shard:
-        """Return the dimensions of the shard of rank `rank`, out of `size` ranks. Raises UnsupportedError
-        like `check_parallel`."""
+        """Return the dimensions of rank `rank`'s shard, out of `size` ranks. Raises UnsupportedError as
+        `check_parallel` does."""
         self.check_parallel(size)
         if not 0 <= rank < size:
             raise UnsupportedError(

@@ -13,7 +13,7 @@ class Fields:
     """A JSON object from a checkpoint. Its getters raise a CheckpointError that names the file, the field,
     its value and the remedy.
 
-    As in transformers, a field that is null counts as absent.
+    As in transformers, a null field counts as absent.
     """
 
     def __init__(self, file: Path, values: dict[str, Any], prefix: str = "") -> None:

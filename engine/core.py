@@ -1,5 +1,5 @@
-"""The step loop of rank 0. Each iteration schedules and launches a step, collects the tokens of an earlier
-step, and returns outputs.
+"""The step loop of rank 0. Each iteration schedules and launches a step, collects an earlier step's tokens,
+and returns outputs.
 
 The device code is passed in as a `StepRunner`, so this module does not load torch. If the runner raises an
 exception, the replica's process exits, and the service starts a new replica.
@@ -25,12 +25,12 @@ class LaunchedStep(Protocol):
     """A launched step, which may still be running on the device."""
 
     host_gap_us: float
-    """Time, in microseconds, for which the device was idle before this step, whatever the cause. `wait` sets
-    this value."""
+    """Time, in microseconds, that the device was idle before this step, for whatever reason. Set by
+    `wait`."""
 
     def wait(self) -> StepTokens:
-        """Block until the step has finished, and return its tokens. Raises the step's exception if it
-        failed."""
+        """Block until the step has finished, and return its tokens. If the step failed, raises its
+        exception."""
         ...
 
     def ready(self) -> bool:
@@ -45,8 +45,7 @@ class PlanChannels(Protocol):
         """Queue a plan for every other rank without blocking. Raises RankLost if a rank is lost."""
 
     def flush(self, step: int) -> None:
-        """Block until all plans up to `step` are written to the channels. Raises RankLost if a rank is
-        lost."""
+        """Block until all plans up to `step` have been written. Raises RankLost if a rank is lost."""
 
 
 class StepRunner(Protocol):
@@ -61,15 +60,14 @@ class StepTiming:
 
     plan: StepPlan
     ms: float
-    """Duration in milliseconds. It is measured from the later of two times: the start of the step's launch,
-    and the end of the previous step."""
+    """Duration in milliseconds, from the start of the step's launch or the end of the previous step,
+    whichever is later."""
     idle_us: float
-    """Time, in microseconds, for which the device was idle before the step although sequences were waiting.
-    The time is 0 if all sequences of the step arrived after the previous step was planned, because the device
-    may have been idle for lack of work."""
+    """Time, in microseconds, that the device was idle before the step although sequences were waiting. It is
+    0 if all of the step's sequences arrived after the previous step was planned, because the device may then
+    have been idle for lack of work."""
     plan_us: float = 0.0
-    """Time, in microseconds, that the step loop spent sending the plan to the other ranks, including
-    waits."""
+    """Time, in microseconds, that the step loop spent sending the plan to the other ranks, waits included."""
 
     @property
     def mixed(self) -> bool:
@@ -79,18 +77,18 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of one iteration of the step loop."""
+    """The result of one iteration of the step loop."""
 
     step: int
     """Number of the last step whose tokens were read."""
     outputs: dict[Hashable, list[Output]]
-    """New outputs by the origin of their submissions. The outputs of one origin are sent in one frame."""
+    """New outputs by the origin of their submissions. Each origin's outputs are sent in one frame."""
     finished: list[Finished]
-    """Final token counts of the submissions that ended."""
+    """Final token counts of the submissions that have ended."""
     credits_changed: bool
     """Whether submission credit was granted to the core since the previous iteration."""
     timing: StepTiming | None
-    """Timing of the collected step, or None if this iteration collected no step."""
+    """Timing of the step collected in this iteration, or None."""
 
 
 @dataclass(slots=True)
@@ -105,8 +103,8 @@ class EngineCore:
     """Generates the tokens of the scheduler's submissions, one `step` at a time. It is single-threaded.
 
     Callers add submissions to `scheduler` and cancel them there. With `overlap`, each step is launched before
-    the previous step's tokens are read, so the device stays busy while the host reads tokens, plans the next
-    step and sends outputs. With several ranks, `plans` sends each plan to the other ranks.
+    the previous step's tokens are read, which keeps the device busy while the host reads tokens, plans the
+    next step and sends outputs. With several ranks, `plans` sends each plan to the other ranks.
     """
 
     def __init__(
@@ -120,10 +118,10 @@ class EngineCore:
         self.scheduler = scheduler
         self.plans = plans
         self.before_wait: Callable[[StepPlan], None] | None = None
-        """Called with the plan of a step before the loop waits for this step to end."""
+        """Called with a step's plan before the loop waits for that step to end."""
         self.paused = False
-        """Whether planning is suspended because the model's memory is released. Sequences cancelled in this
-        state are still reported."""
+        """Whether planning is suspended because the model's memory has been released. Sequences cancelled in
+        this state are still reported."""
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
@@ -135,14 +133,14 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Return whether `step` has work to do: unfinished sequences, steps in flight, or outputs that it has
-        not returned."""
+        """Return whether `step` has work to do: unfinished sequences, steps in flight, or outputs not yet
+        returned."""
         plannable = self.scheduler.has_work and not self.paused
         return bool(self._in_flight) or plannable or self.scheduler.accounting.has_news
 
     @property
     def steps_in_flight(self) -> int:
-        """Number of launched steps whose tokens have not been read."""
+        """Number of launched steps whose tokens have not been read yet."""
         return len(self._in_flight)
 
     @property
@@ -153,13 +151,12 @@ class EngineCore:
     def step(self) -> StepResult:
         """Plan and launch the next step, then read the tokens of the oldest step in flight if it is due.
 
-        Returns without waiting if no step is due. Exceptions of the runner propagate.
+        Returns without waiting if no step is due. Exceptions from the runner propagate.
         """
         scheduled = None if self.paused else self.scheduler.schedule()
         if scheduled is not None:
-            # Measure the duration from the start of the launch, because the device starts as soon as the
-            # first kernel is launched. For a step with prompts, the host needs 15 to 20 ms to launch all
-            # kernels.
+            # Measure from the start of the launch, because the device starts with the first kernel. For a
+            # step with prompts, launching all kernels takes the host 15 to 20 ms.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)
@@ -209,8 +206,7 @@ class EngineCore:
         return StepTiming(oldest.scheduled.plan, step_ms, idle_us, plan_us)
 
     def take_longest_step(self) -> LongestStep | None:
-        """Return the longest step with decodes since the previous call of this method, or None if there was
-        none."""
+        """Return the longest step with decodes since the previous call, or None if there was none."""
         longest, self._longest = self._longest, None
         return longest
 

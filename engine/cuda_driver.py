@@ -1,8 +1,8 @@
-"""Access to CUDA's virtual memory management, which torch does not offer. It reserves address ranges whose
-physical memory can be released and allocated again. The driver is called through ctypes, so nothing is
+"""Access to CUDA's virtual memory management, which torch does not expose: address ranges can be reserved
+whose physical memory can be released and reallocated. The driver is called through ctypes, so nothing is
 compiled.
 
-Reference: "Virtual Memory Management" in the documentation of the CUDA driver API.
+Reference: "Virtual Memory Management" in the CUDA driver API documentation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 class DriverError(RuntimeError):
-    """Raised if a function of the CUDA driver fails. The message contains the function's name and CUDA's
-    description of the error."""
+    """Raised if a CUDA driver function fails. The message contains the function's name and CUDA's description
+    of the error."""
 
 
 class _Location(ctypes.Structure):
@@ -75,7 +75,7 @@ _ARGUMENTS = {
 
 
 class CudaDriver:
-    """The virtual memory of one GPU. Its methods may be called on any thread.
+    """The virtual memory of one GPU. Its methods may be called from any thread.
 
     Implements `engine.device_arena.VirtualMemory`. Addresses and sizes must be multiples of `granularity`.
     Raises DriverError if the driver library is missing, or if the GPU has no virtual memory management.
@@ -94,10 +94,10 @@ class CudaDriver:
             self._functions[name].restype = c_int
         self._context = c_void_p()
         with torch.cuda.device(device):
-            torch.zeros(1, device=device)  # creates the context, if this is the first use of the GPU
+            torch.zeros(1, device=device)  # creates the context on first use of the GPU
             self._call("cuCtxGetCurrent", byref(self._context))
         number, supported = c_int(), c_int()
-        # The driver's device numbers, like torch's, refer to the GPUs in CUDA_VISIBLE_DEVICES.
+        # Like torch's, the driver's device numbers refer to the GPUs in CUDA_VISIBLE_DEVICES.
         self._call("cuDeviceGet", byref(number), device.index)
         self._call("cuDeviceGetAttribute", byref(supported), _SUPPORTED, number)
         if not supported.value:
@@ -107,23 +107,23 @@ class CudaDriver:
         granularity = c_size_t()
         self._call("cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), _MINIMUM)
         self.granularity = granularity.value
-        """All sizes and addresses must be multiples of this number of bytes."""
+        """All sizes and addresses must be multiples of this many bytes."""
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve a range of addresses without physical memory, and return its first address."""
+        """Reserve an address range without physical memory, and return its first address."""
         address = c_uint64()
         self._call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
         return address.value
 
     def free_addresses(self, address: int, nbytes: int) -> None:
-        """Return a range to the driver. Nothing may be mapped in it."""
+        """Return a range to the driver. Nothing may still be mapped in it."""
         self._call("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int) -> int:
         """Allocate physical memory with undefined content, map it at `address`, and return its handle.
 
-        Raises torch.OutOfMemoryError if the GPU does not have enough free memory even after torch has
-        released its cached memory.
+        Raises torch.OutOfMemoryError if the GPU has too little free memory even after torch has released its
+        cache.
         """
         handle = c_uint64()
         create = ("cuMemCreate", byref(handle), nbytes, byref(self._properties), 0)
@@ -145,12 +145,12 @@ class CudaDriver:
         return handle.value
 
     def unmap(self, address: int, nbytes: int, handle: int) -> None:
-        """Unmap memory returned by `map`, and release it. The GPU must no longer be using it."""
+        """Unmap and release memory returned by `map`. The GPU must no longer be using it."""
         self._call("cuMemUnmap", address, nbytes)
         self._call("cuMemRelease", handle)
 
     def synchronize(self) -> None:
-        """Wait until the GPU has finished all work of this process."""
+        """Wait until the GPU has finished all of this process's work."""
         self._call("cuCtxSynchronize")
 
     def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
@@ -159,7 +159,7 @@ class CudaDriver:
 
     def _call(self, name: str, *arguments: object) -> None:
         if name not in ("cuCtxGetCurrent", "cuCtxSetCurrent"):
-            # CUDA has no current context on a new thread.
+            # A new thread has no current CUDA context.
             self._call("cuCtxSetCurrent", self._context)
         code = self._functions[name](*arguments)
         if code == 0:
@@ -173,7 +173,7 @@ class CudaDriver:
 
 
 class _Bytes:
-    """Describes GPU memory for `torch.as_tensor`, in the format of Numba's CUDA array interface."""
+    """Describes GPU memory to `torch.as_tensor`, in the format of Numba's CUDA array interface."""
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Selects the device of a rank."""
+"""Selects a rank's device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ class DeviceError(RuntimeError):
 
 
 def select_device(wanted: str, rank: int, size: int) -> torch.device:
-    """Return the device of a rank and make it the current device. "auto" selects CUDA if a GPU is found, and
-    otherwise the CPU.
-
-    Raises DeviceError if there are fewer CUDA devices than ranks, and UnsupportedError for an unknown value
-    of `wanted`.
+    """Return a rank's device and make it the current device. "auto" selects CUDA if there is a GPU, otherwise
+    the CPU. Raises DeviceError if there are fewer CUDA devices than ranks, and UnsupportedError if `wanted`
+    is unknown.
     """
     if wanted not in ("auto", "cuda", "cpu"):
         raise UnsupportedError(f"device is {wanted!r}", 'use "auto", "cuda" or "cpu"')

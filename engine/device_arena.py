@@ -1,8 +1,8 @@
 """Device memory that can be released and restored at the same addresses.
 
-CUDA graphs contain the addresses of the weights and of the KV cache. When a replica sleeps, the physical
-memory behind these addresses is released. The addresses stay reserved, so the graphs are valid again once new
-memory has been mapped there. For the same reason, the KV cache can grow after the graphs have been captured.
+CUDA graphs contain the addresses of the weights and the KV cache. When a replica sleeps, the physical memory
+behind these addresses is released, but the addresses stay reserved, so the graphs are valid again once new
+memory has been mapped there. This also lets the KV cache grow after the graphs have been captured.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Protocol
 import torch
 
 ALIGNMENT = 512
-"""Alignment of every tensor in bytes, as in torch's allocator. The kernels need at most 128 bytes."""
+"""Alignment of every tensor in bytes, the same as in torch's allocator. The kernels need at most 128
+bytes."""
 PIECE_BYTES = 1 << 30
-"""Maximum size, in bytes, of the pieces in which memory is copied and restored. Large pieces are transferred
-fast. With several pieces, copying one overlaps with mapping the next."""
+"""Maximum size, in bytes, of the pieces in which memory is copied and restored. Large pieces transfer fast;
+several pieces let the copying of one overlap with the mapping of the next."""
 
 
 class VirtualMemory(Protocol):
-    """Address ranges of a device, and the physical memory that is mapped in them. Implemented by
+    """Address ranges of a device, and the physical memory mapped in them. Implemented by
     `engine.cuda_driver.CudaDriver`, which describes the methods."""
 
     granularity: int
@@ -36,11 +37,10 @@ class VirtualMemory(Protocol):
 
 
 class DeviceArena:
-    """Tensors in one range of addresses. Individual tensors are never freed. The memory and the addresses are
+    """Tensors in one address range. Individual tensors are never freed; the memory and the addresses are
     returned to the driver once the arena and all of its tensors have been deleted.
 
-    `limit_bytes` is the size of the range. The range uses no physical memory until `empty` or `grow` is
-    called.
+    `limit_bytes` is the size of the range. It uses no physical memory until `empty` or `grow` is called.
     """
 
     def __init__(self, driver: VirtualMemory, limit_bytes: int) -> None:
@@ -49,26 +49,26 @@ class DeviceArena:
         self._base = driver.reserve(self._limit)
         self._allocated = 0
         self._size = 0
-        """Size, in bytes, of the part at the start of the range that has physical memory whenever the arena
-        is not released."""
+        """Size, in bytes, of the part at the start of the range that is backed by physical memory unless the
+        arena is released."""
         self._mapped: list[tuple[int, int, int]] = []
         """Address, size and handle of each mapped piece."""
-        # The finaliser must not contain a reference to the arena.
+        # The finaliser must not refer to the arena.
         end = weakref.finalize(self, _free, driver, self._base, self._limit, self._mapped)
         end.atexit = False
 
     @property
     def mapped_bytes(self) -> int:
-        """Physical memory of the arena in bytes."""
+        """The arena's physical memory in bytes."""
         return sum(nbytes for _, nbytes, _ in self._mapped)
 
     @property
     def size_bytes(self) -> int:
-        """Physical memory of the arena in bytes when it is not released."""
+        """The arena's physical memory in bytes while it is not released."""
         return self._size
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor with undefined values. Must not be called while the memory is released. Raises
+        """Return an uninitialised tensor. Must not be called while the memory is released. Raises
         torch.OutOfMemoryError."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
@@ -84,16 +84,16 @@ class DeviceArena:
         return self._driver.tensor(self._base + start, nbytes, self).view(dtype).view(shape)
 
     def growing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor at the start of the range, which may contain no other tensor. Only the part to
-        which `grow` has given physical memory may be accessed. `grow` must have been called before, because
-        torch determines the device of an address from its memory."""
+        """Return a tensor at the start of the range, which may contain no other tensor. Only the part that
+        `grow` has backed with physical memory may be accessed. Call `grow` first, because torch determines an
+        address's device from its memory."""
         return (
             self._driver.tensor(self._base, math.prod(shape) * dtype.itemsize, self).view(dtype).view(shape)
         )
 
     def grow(self, nbytes: int) -> torch.Tensor | None:
-        """Give physical memory to the first `nbytes` bytes of the range. Returns the new memory ([bytes]
-        uint8, with undefined content), or None if all of these bytes already had memory. Raises
+        """Back the first `nbytes` bytes of the range with physical memory. Returns the new memory ([bytes]
+        uint8, uninitialised), or None if all of these bytes were already backed. Raises
         torch.OutOfMemoryError."""
         missing = self.missing_bytes(nbytes)
         if not missing:
@@ -109,29 +109,28 @@ class DeviceArena:
         return max(0, -(-nbytes // granularity) * granularity - self._size)
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Yield the memory of the arena in order, in tensors of at most PIECE_BYTES: [bytes] uint8."""
+        """Yield the arena's memory in order, as tensors of at most PIECE_BYTES: [bytes] uint8."""
         for address, nbytes in self._ranges():
             yield self._driver.tensor(address, nbytes, self)
 
     def release(self) -> int:
-        """Release the physical memory, and return its size in bytes. The content is lost. The device must not
+        """Release the physical memory and its contents, and return its size in bytes. The device must not
         access the arena until `restore` has been called."""
         freed = self.mapped_bytes
         _unmap(self._driver, self._mapped)
         return freed
 
     def restore(self) -> Iterator[torch.Tensor]:
-        """Map new memory, with undefined content, at the arena's addresses. Yields each piece (see `pieces`)
-        as soon as it has been mapped, so that the caller can fill it while the next piece is mapped.
-
-        Raises torch.OutOfMemoryError. The caller must then call `release`.
+        """Map new, uninitialised memory at the arena's addresses. Yields each piece (see `pieces`) as soon as
+        it is mapped, so that the caller can fill it while the next one is mapped. Raises
+        torch.OutOfMemoryError, after which the caller must call `release`.
         """
         for address, nbytes in self._ranges():
             self._map(address, nbytes)
             yield self._driver.tensor(address, nbytes, self)
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the address and the size of each piece."""
+        """Yield each piece's address and size."""
         for start in range(0, self._size, PIECE_BYTES):
             yield self._base + start, min(PIECE_BYTES, self._size - start)
 

@@ -1,9 +1,9 @@
-"""The device tables of one rank, which turn a `StepPlan` into the device input of a step (`StepBatch`).
+"""One rank's device tables, which turn a `StepPlan` into a step's device input (`StepBatch`).
 
-Each running sequence owns one slot of the tables. The tables contain the values that the device itself
-updates: lengths, last tokens and penalty counts. The host also computes the lengths from the plans, so it can
-determine all tensor shapes without reading from the device. The tables depend only on the plans and their
-order, not on time or rank. Equal plans therefore produce equal tables on all ranks.
+Each running sequence owns one slot of the tables. The tables hold what the device itself updates: lengths,
+last tokens and penalty counts. The host also derives the lengths from the plans, so it knows all tensor
+shapes without reading from the device. The tables depend only on the plans and their order, not on time or
+rank, so equal plans produce equal tables on all ranks.
 """
 
 from __future__ import annotations
@@ -24,63 +24,61 @@ from kernels import AttentionInput, ChunkSpan
 
 @dataclass(slots=True)
 class PromptSlice:
-    """A range of prompt tokens for which log probabilities are requested."""
+    """A range of prompt tokens whose log probabilities are requested."""
 
     slot: int
     first: int
-    """Index of the slice's first row of logits."""
+    """Index of the slice's first logit row."""
     targets: torch.Tensor
-    """The prompt token that follows each token of the slice: [count] int64."""
+    """The prompt token that follows each token in the slice: [count] int64."""
     top: int
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The sequence slots that sample a token in a step, in the plan's order."""
+    """The sequence slots that sample a token in a step, in plan order."""
 
     slots: torch.Tensor
-    """The sampling slots, in the plan's order: [sampling slots] int64."""
+    """The sampling slots, in plan order: [sampling slots] int64."""
     positions: torch.Tensor
     """Position of each sampled token in its sequence: [sampling slots] int64."""
     logit_rows: torch.Tensor | None
-    """Row of the logits from which each slot samples: [sampling slots] int64. None means that slot i samples
-    from row i."""
+    """The logit row that each slot samples from: [sampling slots] int64. None means that slot i samples from
+    row i."""
     metadata: SamplingMetadata
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """Input of one step on the device."""
+    """A step's input on the device."""
 
     forward: ForwardInput
     sampling: SamplingBatch
     logits_indices: torch.Tensor | None
-    """Rows of the forward pass's result for which logits are computed: [logit rows] int64. None selects the
+    """Rows of the forward pass's result that logits are computed for: [logit rows] int64. None selects the
     first rows."""
     sampled_logits: int
-    """Number of logit rows that are used for sampling. The rows after these belong to `prompts`."""
+    """Number of logit rows used for sampling. The remaining rows belong to `prompts`."""
     prompts: list[PromptSlice]
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Sizes to which forward passes with prompts are padded. The kernels for these sizes are loaded at
-    startup (`engine.warmup`)."""
+    """Sizes to which forward passes with prompts are padded. Their kernels are loaded at startup
+    (`engine.warmup`)."""
 
     tokens: list[int]
-    """Padded token counts, in ascending order. The last entry is the token budget of a step."""
+    """Padded token counts, in ascending order. The last one is a step's token budget."""
     results: list[int]
-    """Padded row counts of a forward pass's result, in ascending order. The last entry is the number of
+    """Padded row counts of a forward pass's result, in ascending order. The last one is the number of
     slots."""
 
 
 class SlotTables:
-    """The device tables of one rank, with one slot per running sequence.
-
-    `max_num_seqs` is the number of slots, and `max_blocks_per_slot` the number of KV blocks of the longest
-    sequence. `vocab_size` is the vocabulary size of the whole model, not of the rank's shard. `padding` is
-    None if forward passes are not padded. The tables need 8 bytes per slot and block, in addition to the
-    memory of `SamplingTables`.
+    """One rank's device tables, with one slot per running sequence. `max_num_seqs` is the number of slots,
+    and `max_blocks_per_slot` the number of KV blocks in the longest sequence. `vocab_size` is the whole
+    model's vocabulary size, not the rank's share of it. `padding` is None if forward passes are not padded.
+    The tables take 8 bytes per slot and block, in addition to `SamplingTables`.
     """
 
     def __init__(
@@ -94,18 +92,18 @@ class SlotTables:
         self.device = device
         self._padding = padding
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
-        # `np.full` writes to every page now, so later steps cause no page faults.
+        # `np.full` touches every page now, so that later steps cause no page faults.
         self._blocks_host = np.full((max_num_seqs, max_blocks_per_slot), 0, dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
         self.block_table = on_host if self._shared else on_host.to(device)
-        """Block table of each slot: [slots, blocks] int64. Entries past the end of a sequence are stale or 0.
-        Such entries are valid block ids, but are never read."""
+        """Each slot's block table: [slots, blocks] int64. Entries past the end of a sequence are stale or 0:
+        valid block ids that are never read."""
         self.lengths = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """Number of cached tokens of each slot, which is the next position to compute: [slots] int64. Updated
+        """Each slot's number of cached tokens, which is the next position to compute: [slots] int64. Updated
         by `advance`."""
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """Last sampled token of each slot, which is the slot's next input: [slots] int64."""
+        """Each slot's last sampled token, which is its next input: [slots] int64."""
         self._lengths_host = np.zeros(max_num_seqs, dtype=np.int64)
         self._iota = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
         self._slots_cache: tuple[list[int], torch.Tensor] = ([], self._upload(np.zeros(0, dtype=np.int64)))
@@ -119,7 +117,7 @@ class SlotTables:
             self.sampling.set_up(plan.setups)
         if plan.blocks:
             # If an entry occurs several times in the plan, the last value must win. The device writes
-            # duplicate indices in an undefined order, so every duplicate is sent with the last value.
+            # duplicate indices in no defined order, so all duplicates are sent with the last value.
             changes = np.array(plan.blocks, dtype=np.int64).T.copy()
             slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
@@ -136,7 +134,7 @@ class SlotTables:
     # ── the input of a step ──────────────────────────────────────────────────────────────────────
 
     def step_batch(self, plan: StepPlan) -> StepBatch:
-        """Return the input of the step, and advance the host's copy of the lengths. Requires an earlier
+        """Return the step's input, and advance the host's copy of the lengths. Requires a preceding
         `apply(plan)`."""
         decodes = len(plan.decodes)
         self._lengths_host[plan.decodes] += 1
@@ -164,8 +162,7 @@ class SlotTables:
 
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
         """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
-
-        `slots` and `positions`, the positions of the sampled tokens, are device tensors.
+        `slots`, and the sampled tokens' `positions`, are device tensors.
         """
         self._lengths_host[plan.decodes] += 1
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
@@ -192,14 +189,14 @@ class SlotTables:
         return np.stack((np.array(chunk.token_ids, dtype=np.int64), positions, kv_slots))
 
     def _metadata(self, slots: list[int]) -> SamplingMetadata:
-        # The length of a slot after the step equals the position of the token that the step samples.
+        # A slot's length after the step is the position of the token that the step samples.
         return self.sampling.metadata(slots, self._lengths_host)
 
     def _add_chunks(self, forward: ForwardInput, plan: StepPlan) -> torch.Tensor:
         """Append the plan's prefill chunks and the padding to the forward pass, in one transfer.
 
-        Returns the next prompt token after each appended token, or 0 if there is none:
-        `[chunk and padding tokens]` int64.
+        Returns the prompt token that follows each appended token, or 0 if there is none: `[chunk and padding
+        tokens]` int64.
         """
         first, columns = len(plan.decodes), []
         for chunk in plan.chunks:
@@ -220,8 +217,8 @@ class SlotTables:
         return staged[3]
 
     def _logits_attention(self, forward: ForwardInput, plan: StepPlan) -> AttentionInput:
-        """Return the attention input of the last layer, as described in `ForwardInput.logits_attention`. It
-        contains the decodes' tokens, each chunk's last token, and padding."""
+        """Return the last layer's attention input, as described in `ForwardInput.logits_attention`: the
+        decodes' tokens, each chunk's last token, and padding."""
         decodes = forward.attention
         last = [(span.slot, span.end, span.last) for span in decodes.chunks]
         longest = max(length for _, length, _ in last)
@@ -239,8 +236,8 @@ class SlotTables:
         )
 
     def _with_results(self, forward: ForwardInput, plan: StepPlan, following: torch.Tensor) -> StepBatch:
-        """Return the step's batch for a step with prompts. Add the result rows that sampling and prompt
-        logprobs require."""
+        """Return the batch of a step with prompts. Adds the result rows required for sampling and prompt
+        logprobs."""
         decodes, spans = len(plan.decodes), forward.attention.chunks
         slots, results = list(plan.decodes), list(range(decodes))
         positions: list[int] = []
@@ -263,7 +260,7 @@ class SlotTables:
                 wanted.extend(range(span.first, span.first + count))
             indices = self._upload(np.array(wanted, dtype=np.int64))
         else:
-            # The padding rows also get logits, because kernels are loaded only for padded sizes. If no slot
+            # Padding rows get logits too, because kernels are loaded only for padded sizes. If no slot
             # samples, no logits are computed.
             sampled = len(forward.logits_attention.slots) if slots else 0
         on_device = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
@@ -274,8 +271,8 @@ class SlotTables:
 
     def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
         """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots. BAD_TOKEN
-        is stored as token 0, because it is not a valid input and the next step is launched before the host
-        detects the failure."""
+        is stored as token 0: it is not a valid input, and the next step is launched before the host detects
+        the failure."""
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.slots] = batch.positions
         self.last_tokens[batch.slots] = token_ids
@@ -287,15 +284,15 @@ class SlotTables:
         return upload(array, self.device)
 
     def _slots(self, slots: list[int]) -> torch.Tensor:
-        """Return `slots` as a device tensor. If the slots are the same as in the previous call, nothing is
-        transferred."""
+        """Return `slots` as a device tensor. Nothing is transferred if they are the same as in the previous
+        call."""
         if self._slots_cache[0] != slots:
             self._slots_cache = (list(slots), self._upload(np.array(slots, dtype=np.int64)))
         return self._slots_cache[1]
 
 
 def chunk_results(forward: ForwardInput) -> list[int]:
-    """Return the result row of each prefill chunk's last token in a forward pass."""
+    """Return the result row of each prefill chunk's last token."""
     decodes, spans = len(forward.attention.slots), forward.attention.chunks
     if forward.logits_attention is not None:
         return list(range(decodes, decodes + len(spans)))

@@ -1,4 +1,4 @@
-"""Summarises how often tokens have chosen each expert."""
+"""Summarises how often each expert has been chosen."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from engine.rank_messages import LayerExperts
 
 
 def expert_use(choices: dict[int, list[int]]) -> tuple[LayerExperts, ...]:
-    """Return statistics of how each layer's experts are used. `choices` contains, for each layer, how many
-    tokens have chosen each expert."""
+    """Return usage statistics of each layer's experts. `choices` contains, per layer, how many tokens chose
+    each expert."""
     return tuple(_layer_use(layer, counts) for layer, counts in choices.items())
 
 

@@ -27,10 +27,9 @@ from engine.messages import ModelDType
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Read the `config.json` of a checkpoint.
-
-    Raises CheckpointError if the file is missing or unreadable, if the architecture is not supported, or if
-    fields are missing, have the wrong type, are out of range or contradict each other.
+    """Read a checkpoint's `config.json`. Raises CheckpointError if the file is missing or unreadable, if the
+    architecture is not supported, or if fields are missing, have the wrong type, are out of range or
+    contradict each other.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -47,8 +46,8 @@ def _dense(_fields: Fields, layers: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """The rules for reading the `config.json` of one architecture. Default values are those of the
-    corresponding class in transformers."""
+    """The rules for reading one architecture's `config.json`. Default values are those of the corresponding
+    class in transformers."""
 
     architecture: str
     qkv_bias: Callable[[Fields], bool]
@@ -57,18 +56,16 @@ class _Family:
     qk_norm: bool
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None
-    """Default head_dim, used if the file does not contain the field. None selects hidden_size /
-    num_attention_heads."""
+    """head_dim if the file does not give it. None selects hidden_size / num_attention_heads."""
     kv_heads: int | None = None
-    """Default number of KV heads, used if the file does not contain num_key_value_heads. None selects
-    num_attention_heads."""
+    """Number of KV heads if the file has no num_key_value_heads. None selects num_attention_heads."""
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     qk_norm_all_heads: bool = False
     layer_kinds: Callable[[Fields, int], tuple[str, ...]] = _dense
     experts: Callable[[Fields], ExpertsConfig] | None = None
-    """Function that reads the configuration of the MoE layers, or None if the family has no MoE layers."""
+    """Reads the MoE layers' configuration, or None if the family has no MoE layers."""
 
 
 def _never(_fields: Fields) -> bool:
@@ -92,16 +89,16 @@ def _no_windows(_fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _mistral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention window of all layers. It is 4096 if the field `sliding_window` is absent (Mistral
-    7B v0.1). If the field is null, there is no window (v0.2 and later)."""
+    """Return all layers' attention window: 4096 if the field `sliding_window` is absent (Mistral 7B v0.1), or
+    no window if it is null (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
 
 
 def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention windows according to `layer_types`, if it is given. Otherwise, if
-    `use_sliding_window` is true, layers from `max_window_layers` onwards have a window."""
+    """Return the attention windows given by `layer_types`. If this is absent and `use_sliding_window` is
+    true, layers from `max_window_layers` onwards have a window."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     window = fields.integer("sliding_window", 4096) if in_use and not absent else None
@@ -119,7 +116,7 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _one_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention window of all layers. There is no window unless `use_sliding_window` is true."""
+    """Return the attention window of all layers, if `use_sliding_window` is true."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     return (fields.integer("sliding_window", 4096) if in_use and not absent else None,) * layers
@@ -131,8 +128,8 @@ def _mixtral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen2_moe_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention windows according to `layer_types`, like `_qwen_windows`. Without this field,
-    layers 0, 2, 4, … below `max_window_layers` have a window."""
+    """Return the attention windows given by `layer_types`, as `_qwen_windows` does. If this is absent, layers
+    0, 2, 4, … below `max_window_layers` have a window."""
     if fields.get("layer_types") is not None:
         return _qwen_windows(fields, layers)
     (window,) = _one_window(fields, 1)
@@ -162,8 +159,8 @@ def _experts(
     normalised: bool,
     shared: int | None = None,
 ) -> ExpertsConfig:
-    """Return the configuration of a model's experts. `count` and `width` each contain the name of a field and
-    its default value."""
+    """Return the configuration of a model's experts. `count` and `width` are each a field name and its
+    default value."""
     experts = fields.integer(*count)
     chosen = fields.integer("num_experts_per_tok", top_k)
     if chosen > experts:
@@ -172,7 +169,7 @@ def _experts(
 
 
 def _qwen3_experts(fields: Fields) -> ExpertsConfig:
-    # transformers 5 writes num_local_experts, while published checkpoints contain num_experts.
+    # transformers 5 writes num_local_experts; published checkpoints contain num_experts.
     name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
     normalised = fields.flag("norm_topk_prob", False)
     return _experts(fields, (name, 128), 8, ("moe_intermediate_size", 768), normalised)
@@ -387,14 +384,14 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without groups, only the checkpoint's KV cache is quantised. The checkpoint's scheme is ignored, because
-    # the replica's settings determine the dtype of the KV cache.
+    # Without groups, only the checkpoint's KV cache is quantised. Its scheme is ignored, because the
+    # replica's settings determine the KV cache dtype.
     return bool(groups), False
 
 
 def _expect_blocks(config: Fields) -> None:
     """Raise CheckpointError unless the blocks have FP8_BLOCK rows and columns, and activations are quantised
-    dynamically, while the model runs."""
+    dynamically, i.e. at run time."""
     if config.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK]:
         raise config.error(
             "weight_block_size",
@@ -415,7 +412,7 @@ def _expect(config: Fields, name: str, loadable: tuple[Any, ...]) -> None:
 
 def _rope(fields: Fields, positions: int, default_theta: float) -> RopeConfig:
     """Read the rotary embedding from `rope_parameters` (transformers 5), or from `rope_scaling` and
-    `rope_theta` (transformers 4). The transformers 4 fields take precedence."""
+    `rope_theta` (transformers 4), which take precedence."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):

@@ -1,5 +1,5 @@
-"""Defines the input of a forward pass. The device tables (`engine.device_tables`) create the input, and the
-decoder reads it. It contains no model-specific fields and no request data."""
+"""Defines a forward pass's input, which the device tables (`engine.device_tables`) create and the decoder
+reads. It contains no model-specific fields and no request data."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kernels import AttentionInput
 
 @dataclass(slots=True)
 class ForwardInput:
-    """The tokens of one forward pass. The decodes' tokens come first (one per sequence), followed by the
-    tokens of prefill chunks and by padding."""
+    """The tokens of one forward pass: first the decodes' (one per sequence), then those of prefill chunks,
+    then padding."""
 
     token_ids: torch.Tensor
     """Token ids: [tokens] int64."""
     positions: torch.Tensor
     """Position of each token in its sequence: [tokens] int64."""
     kv_slots: torch.Tensor
-    """KV slot index (block id × BLOCK_TOKENS + offset) where the keys and values of each token are written:
-    [tokens] int64. -1 marks padding, for which no keys and values are written."""
+    """The KV slot index (block id × BLOCK_TOKENS + offset) that each token's keys and values are written to:
+    [tokens] int64. It is -1 for padding, for which nothing is written."""
     attention: AttentionInput
     logits_attention: AttentionInput | None = None
     """Attention input for a last layer that computes only the tokens whose logits are needed: the decodes'
-    tokens and the last token of each prefill chunk. `queries` contains the indices of these tokens. For all
-    other tokens, the last layer computes only keys and values, so the result of the pass has no rows for
-    them. None means that the result contains a row for every token."""
+    tokens and the last token of each prefill chunk. `queries` contains their indices. For all other tokens,
+    the last layer computes only keys and values, and the result has no rows. None means that the result has a
+    row for every token."""

@@ -32,7 +32,7 @@ _ORIGIN = "generate"
 
 @dataclass(slots=True)
 class GeneratedSample:
-    """A complete sample and its statistics."""
+    """A finished sample and its statistics."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason = ""
@@ -45,10 +45,10 @@ class GeneratedSample:
 class LocalEngine:
     """A replica that runs rank 0 on the calling thread. On a CPU, the steps run on the runner's own thread.
 
-    Any other ranks run in separate processes, as in a served replica.
+    Other ranks, if any, run in separate processes, as in a served replica.
 
-    The constructor raises the exceptions of `engine.runner.ModelRunner`. With several ranks, it also raises
-    OSError if a process cannot be started, and RankLost if a rank exits.
+    The constructor raises the exceptions of `engine.runner.ModelRunner` and, with several ranks, OSError if a
+    process cannot be started and RankLost if a rank exits.
     """
 
     def __init__(self, spec: ReplicaSpec, progress: ProgressCallback = no_progress) -> None:
@@ -77,7 +77,7 @@ class LocalEngine:
         self.finished: list[Finished] = []
         """Final token counts of all submissions, accumulated over all calls of `generate`."""
         self.timings: list[StepTiming] = []
-        """Timing of each step, accumulated over all calls of `generate`."""
+        """Timing of each step, accumulated over all `generate` calls."""
         self._handles = 0
 
     def generate(
@@ -119,8 +119,7 @@ class LocalEngine:
         return changed
 
     def explain(self, error: Exception) -> str:
-        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised because of the
-        loss."""
+        """Return why a rank was lost. `error` is the exception that rank 0 raised as a result."""
         return str(error) if self.others is None else self.others.explain(error)
 
     def close(self) -> None:
@@ -129,7 +128,7 @@ class LocalEngine:
         if self.others is not None:
             self.others.stop()
             if self.info.backend == "cuda":
-                # Closing an NCCL group requires all ranks, and the other ranks have exited.
+                # Closing an NCCL group requires all ranks, and the others have exited.
                 return
         self.runner.close()
 

@@ -1,9 +1,9 @@
 """Captures decode steps as CUDA graphs for several batch sizes, and replays them.
 
-Each batch size has one graph for the forward pass up to the logits, and one graph per sampling variant. The
+Each batch size has one graph for the forward pass up to the logits, and one per sampling variant. The
 sampling graphs also store the sampled tokens in place as the next input. A replay reads all of its input from
-device memory. The host sends only the slots that decode, and only when they change. A batch that is smaller
-than the captured size is padded with slot -1, for which nothing is read or written.
+device memory. The host sends only the decoding slots, and only when they change. A batch smaller than the
+captured size is padded with slot -1, for which nothing is read or written.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class _Sample:
 
 
 class DecodeGraphs:
-    """The captured decode steps of one rank.
-
-    Call `capture` once, and then `set_slots`, `forward` and `sample` in each step. A step with logits
-    processors must call the sampler instead of `sample`.
+    """The captured decode steps of one rank. Call `capture` once, then `set_slots`, `forward` and `sample` in
+    each step. A step with logits processors must call the sampler instead of `sample`.
     """
 
     def __init__(
@@ -52,9 +50,9 @@ class DecodeGraphs:
         self._samples: dict[tuple[int, Variant], _Sample] = {}
 
     def capture(self, progress: ProgressCallback) -> None:
-        """Capture the graphs of all batch sizes. The largest size is captured first, so that the smaller
-        sizes reuse its memory. Before each capture, a pass of a few layers loads the kernels and allocates
-        their workspaces. The sampling kernels are the same for all sizes.
+        """Capture the graphs for all batch sizes, largest first, so that smaller ones reuse its memory.
+        Before each capture, a pass of a few layers loads the kernels and allocates their workspaces. The
+        sampling kernels are the same for all sizes.
         """
         few = self._decoder.representative(self._kv)
         pool = torch.cuda.graph_pool_handle()
@@ -79,7 +77,7 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def launch(self) -> None:
-        """Launch every kernel of the captured graphs once, without capturing a graph."""
+        """Launch every kernel in the captured graphs once, without capturing a graph."""
         for size in self.sizes:
             self._forward(size, self._decoder, self._kv)
             for variant in Variant:
@@ -92,18 +90,18 @@ class DecodeGraphs:
         return decodes <= self.sizes[-1]
 
     def set_slots(self, slots: list[int]) -> None:
-        """Set the slots that decode in the following steps. If the slots are unchanged, nothing is sent."""
+        """Set the slots that decode in the following steps. Nothing is sent if they are unchanged."""
         if slots == self._current:
             return
         padded = slots + [-1] * (self._size(len(slots)) - len(slots))
-        # The source tensor can be freed immediately, because the driver copies pageable memory before the
-        # call returns.
+        # The source tensor can be freed at once, because the driver copies pageable memory before the call
+        # returns.
         self._slots[: len(padded)].copy_(torch.tensor(padded), non_blocking=True)
         self._current = list(slots)
 
     def forward(self) -> torch.Tensor:
-        """Run the forward pass of the current slots, and return their logits:
-        `[slots, vocabulary on this rank]`. The next pass overwrites the result."""
+        """Run the forward pass for the current slots, and return their logits: `[slots, vocabulary on this
+        rank]`. The next pass overwrites the result."""
         self._passes[self._size(len(self._current))].replay()
         return self._logits[: len(self._current)]
 

@@ -1,9 +1,8 @@
-"""Replays long passes, divided into two halves, from CUDA graphs. On several GPUs, the host needs longer to
-launch the kernels of a pass of several thousand tokens one by one than the devices need to compute the pass.
-
-Everything except attention and the sums over the ranks is captured, separately for each layer and half. A
-captured pass may therefore contain any prompts and decodes. As in `engine.model.halves`, the sums of one half
-overlap with the computation of the other half. The graphs read and write buffers that are allocated once.
+"""Replays long passes from CUDA graphs, in two halves. On several GPUs, launching the kernels of a pass of
+several thousand tokens one by one takes the host longer than the devices need to compute the pass. Everything
+except attention and the sums over the ranks is captured, separately for each layer and half, so a captured
+pass may contain any prompts and decodes. As in `engine.model.halves`, one half's sums overlap with the other
+half's computation. The graphs read and write buffers that are allocated once.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ class _LayerGraphs:
 
 
 class HalvesGraphs:
-    """One rank's captured parts of passes. `sizes` lists the token counts for which passes are captured. The
-    last layer is not included, because it computes only some rows.
-
-    Call `capture` once. Then call `run` for each pass that `fits` accepts. `decoder` must have several
-    layers.
+    """One rank's captured parts of passes. `sizes` lists the captured token counts. The last layer is not
+    included, because it computes only some rows. Call `capture` once, then `run` for each pass that `fits`
+    accepts. `decoder` must have several layers.
     """
 
     def __init__(self, decoder: Decoder, overlap: PeerOverlap, sizes: Sequence[int]) -> None:
@@ -46,18 +43,18 @@ class HalvesGraphs:
         self._overlap = overlap
         self._sizes = sizes
         self._graphs: dict[int, list[list[_LayerGraphs]]] = {}
-        """The graphs of each half and layer, keyed by the number of tokens."""
+        """The graphs for each half and layer, keyed by number of tokens."""
         shard, rows = decoder.shard, overlap_split(max(sizes))
         width = decoder.config.head_dim
         made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
         self._qkv = torch.empty((HALVES, rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
-        # Filled with zeros, because padding rows are read before anything is written to them.
+        # Zero-filled, because padding rows are read before anything is written to them.
         self._attended = torch.zeros((HALVES, rows, shard.heads * width), **made)
         # Expert choices are not counted for padding rows, and all rows are padding until `run`.
         self._live = torch.full((HALVES, rows), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:
-        """Capture the graphs of all sizes, the largest first."""
+        """Capture the graphs for all sizes, largest first."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -96,7 +93,7 @@ class HalvesGraphs:
         return Residual(torch.cat([overlap.finish(half).values for half in range(HALVES)]))
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size. First, the parts of one layer of each kind run once, to load their
+        """Capture the graphs for one size, after running the parts of one layer of each kind to load their
         kernels."""
         made = []
         for half, rows in enumerate(_halves(size)):
@@ -112,8 +109,8 @@ class HalvesGraphs:
         self._graphs[size] = made
 
     def _parts(self, layer: Layer, half: int, rows: int) -> tuple[Callable[[], object], ...]:
-        """Return the captured parts of a layer, in the order of `_LayerGraphs`. The first and the last part
-        read the sums that `PeerOverlap` stores in alternating buffers."""
+        """Return a layer's captured parts, in the order of `_LayerGraphs`. The first and last read the sums
+        that `PeerOverlap` stores in alternating buffers."""
         overlap = self._overlap
         before, between = (Residual(overlap.result(half, turn, rows)) for turn in range(2))
         qkv, attended, out = self._qkv[half, :rows], self._attended[half, :rows], overlap.part(half, rows)

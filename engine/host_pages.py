@@ -1,5 +1,4 @@
-"""Allocates host memory for large transfers to and from a GPU. The memory consists of huge pages, which can
-be page-locked."""
+"""Allocates host memory for large transfers to and from a GPU, in huge pages that can be page-locked."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ import torch
 
 def map_pages(nbytes: int) -> torch.Tensor:
     """Return `nbytes` bytes of new host memory, in huge pages if the kernel supports them: [nbytes] uint8.
-
-    Page-locking these pages takes a fifth of the time that torch's `pin_memory` takes, and the pages can be
-    unlocked again. Creating the tensor takes almost no time, because each page is allocated when it is first
-    written. Raises OSError if the process may not map that much memory.
+    Page-locking them takes a fifth of the time of torch's `pin_memory`, and can be undone. Creating the
+    tensor takes almost no time, because each page is allocated when first written. Raises OSError if the
+    process may not map that much memory.
     """
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # the kernel may not support huge pages
@@ -23,11 +21,11 @@ def map_pages(nbytes: int) -> torch.Tensor:
 
 
 def lock_pages(host: torch.Tensor) -> None:
-    """Page-lock host memory for GPU access. This is faster if the pages have been written before. Raises
+    """Page-lock host memory for GPU access. This is faster if the pages have already been written. Raises
     torch.AcceleratorError."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
 
 
 def unlock_pages(host: torch.Tensor) -> None:
-    """Unlock host memory. All transfers that use it must have ended."""
+    """Unlock host memory. All transfers from or to it must have finished."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))

@@ -1,7 +1,7 @@
 """Compiles a replica's kernels before their first launch, either in `python -m engine.build` or while the
-replica's weights load. Worker processes compile the kernels on all cores. Without this step, each kernel
-would be compiled at its first launch, one after another, while requests wait. If all kernels are already
-compiled, a starting replica only hashes a few files to detect this."""
+replica's weights load. Worker processes compile the kernels on all cores. Otherwise, kernels would be
+compiled one after another, each at its first launch, while requests wait. If all kernels are already
+compiled, a starting replica finds out by hashing a few files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SOURCES = ("engine", "kernels")
-"""The packages whose source code determines which kernels are launched and what the kernels contain."""
+"""The packages whose source code determines which kernels are launched and what they contain."""
 
 
 class KernelBuild:
-    """A running compilation of one replica's kernels. Call `wait` before the first kernel launch."""
+    """A compilation of one replica's kernels in progress. Call `wait` before the first kernel launch."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self._process = process
@@ -43,7 +43,7 @@ class KernelBuild:
 
     def wait(self) -> None:
         """Block until the compilation has ended. If a kernel failed to compile, its first launch compiles it
-        again and raises the error. The log contains the compiler's messages."""
+        again and raises the error. The compiler's messages are in the log."""
         if self._process is not None and (code := self._process.wait()):
             log.warning(
                 "compiling the kernels in advance failed (exit code %d): see the messages above", code
@@ -52,7 +52,7 @@ class KernelBuild:
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """Result of a kernel build."""
+    """The result of a kernel build."""
 
     kernels: int
     failures: list[compiling.CompileFailure]
@@ -60,8 +60,8 @@ class BuildResult:
 
 
 def check_kernels(served: ReplicaModel, device: torch.device) -> None:
-    """Raise UnsupportedError if the model cannot be split across the ranks, or or if the GPU kernels or this
-    GPU do not support the model. The CPU backend and float32 models on a GPU do not use these kernels."""
+    """Raise UnsupportedError if the model cannot be split across the ranks, or if it is not supported by the
+    GPU kernels or on this GPU. The CPU backend, and float32 models on a GPU, do not use these kernels."""
     served.config.check_parallel(served.tensor_parallel_size)
     if _has_kernels(served, device):
         # Imported here because a replica on a CPU does not need Triton.
@@ -72,8 +72,8 @@ def check_kernels(served: ReplicaModel, device: torch.device) -> None:
 
 
 def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
-    """Start worker processes that compile the kernels missing from Triton's cache, and return the running
-    compilation."""
+    """Start worker processes that compile the kernels missing from Triton's cache, and return the compilation
+    in progress."""
     if not _has_kernels(served, device):
         return KernelBuild()
     from kernels import compiling
@@ -83,8 +83,8 @@ def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
 
 
 def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> BuildResult:
-    """Compile the kernels missing from Triton's cache. The calling process must not have used CUDA before,
-    because this function forks. Raises TableError if the GPU's table of kernel plans is invalid."""
+    """Compile the kernels missing from Triton's cache. This function forks, so the calling process must not
+    have used CUDA. Raises TableError if the GPU's table of kernel plans is invalid."""
     # Imported here because a process that only calls `is_built` does not need these modules.
     from engine.launch_enumeration import launch_all
     from kernels import compiling
@@ -113,8 +113,8 @@ def _has_kernels(served: ReplicaModel, device: torch.device) -> bool:
 
 
 def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.Popen[bytes]:
-    """Start a process that runs `build`, which cannot run in this process because this process uses CUDA. The
-    new process prints errors on standard error."""
+    """Start a process that runs `build`, because this process uses CUDA and must not fork. Its errors go to
+    standard error."""
     command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
     command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -124,7 +124,7 @@ def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.
 
 
 def _mark(served: ReplicaModel, gpu: compiling.GpuModel) -> Path:
-    """Return the path of the marker file in the cache folder. Its name is a hash of everything that
+    """Return the path of the marker file in the cache folder, named after a hash of everything that
     determines the compiled kernels."""
     import triton
     from triton import knobs

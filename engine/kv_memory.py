@@ -15,16 +15,12 @@ from kernels import KvPool
 
 
 class RankKvCache:
-    """The KV cache of one rank. All ranks agree on the number of blocks, so all ranks must make the same
-    calls in the same order.
-
-    If the number of blocks is not configured, a GPU's KV cache gets the memory that nothing else needs. The
-    size of this memory is known only after every kind of step has run. CUDA graphs, which contain the
-    addresses of the cache, are captured earlier. Therefore, `allocate` only reserves addresses, and `grow`
-    provides the memory later.
-
-    If no maximum sequence length is configured and the checkpoint's maximum does not fit, `max_model_len` is
-    lowered to the length that fits.
+    """The KV cache of one rank. The ranks agree on the number of blocks, so they must all make the same calls
+    in the same order. Unless that number is configured, a GPU's KV cache gets the memory that nothing else
+    needs. Its size is known only after every kind of step has run, but CUDA graphs, which contain the cache's
+    addresses, are captured earlier. Therefore, `allocate` only reserves addresses, and `grow` provides the
+    memory later. If no maximum sequence length is configured and the checkpoint's does not fit,
+    `max_model_len` is lowered to a length that does.
     """
 
     def __init__(
@@ -35,8 +31,8 @@ class RankKvCache:
         rank_memory: RankMemory,
         max_model_len: int,
     ) -> None:
-        """`sizes` is the predicted memory of a rank. `max_model_len` is the configured length, or the largest
-        possible length if none is configured."""
+        """`sizes` is a rank's predicted memory. `max_model_len` is the configured length, or the largest
+        possible one if none is configured."""
         self.max_model_len = max_model_len
         self.blocks = 0
         self.pools: list[KvPool] = []
@@ -59,9 +55,9 @@ class RankKvCache:
             self.pools = self._allocated()
 
     def grow(self, progress: ProgressCallback) -> None:
-        """Unless the number of blocks is configured, give the GPU's remaining memory to the cache. Every kind
-        of step must have run before, so that torch's allocator and the CUDA graphs already hold all other
-        memory. Raises PoolTooSmall."""
+        """Give the GPU's remaining memory to the cache, unless the number of blocks is configured. Every kind
+        of step must have run, so that torch's allocator and the CUDA graphs already hold all other memory.
+        Raises PoolTooSmall."""
         if not self._grows:
             return
         fitting = min(self._memory.blocks_within(self._spare_bytes()), self.blocks)
@@ -78,7 +74,7 @@ class RankKvCache:
         memory.check_blocks(blocks, self.max_model_len, per_block, given=given)
 
     def _report_length(self, progress: ProgressCallback) -> None:
-        """Report the maximum sequence length if memory limits it."""
+        """Report the maximum sequence length if it is limited by memory."""
         allowed = self._decoder.config.context_length
         if self._spec.max_model_len is None and self.blocks * BLOCK_TOKENS < allowed:
             note = (
@@ -88,7 +84,7 @@ class RankKvCache:
             progress(Progress("build", detail="sizing the KV pool", note=note))
 
     def _predicted_blocks(self) -> int:
-        """Return the number of blocks that fit according to the predicted memory of steps."""
+        """Return the number of blocks that fit according to the predicted memory use."""
         sizes, ranks = self._sizes, self._decoder.ranks.size
         if self._decoder.device.type == "cuda":
             budget = self._spare_bytes() - (sizes.fixed_bytes - sizes.weight_bytes)
@@ -108,8 +104,8 @@ class RankKvCache:
                 return self._decoder.allocate_kv(self.blocks, self._memory.zeroed_kv)
             except torch.OutOfMemoryError as error:
                 raise memory.too_large(self.blocks, per_block, 1, free + cached) from error
-        # Check the available memory first. Linux overcommits memory: the allocation would succeed, but Linux
-        # would kill a process when memory runs out.
+        # Check the available memory first. Linux overcommits: the allocation would succeed, but a process
+        # would be killed once memory ran out.
         available = memory.available_host_bytes()
         if needed * ranks > available:
             raise memory.too_large(self.blocks, per_block, ranks, available)
@@ -123,7 +119,7 @@ class RankKvCache:
 
     def _spare_bytes(self) -> int:
         """Return how many bytes can still be allocated on this rank's GPU without exceeding
-        `gpu_memory_utilization`. The result is negative if the GPU already exceeds this share."""
+        `gpu_memory_utilization`. Negative if the GPU already exceeds it."""
         free, total = torch.cuda.mem_get_info(self._decoder.device)
         return int(free - (1 - self._spec.gpu_memory_utilization) * total)
 

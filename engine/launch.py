@@ -1,8 +1,8 @@
-"""Starts and stops the processes of one replica. The core imports this module, so it does not load torch.
+"""Starts and stops a replica's processes. The core imports this module, so it does not load torch.
 
 Every rank is a new Python interpreter (`python -m engine.replica`), not a fork. The launcher monitors each
-rank through a pidfd. If one rank exits, the other ranks must not wait for it forever in a collective
-operation. They exit by themselves, or the launcher kills them.
+rank through a pidfd. If one exits, the others must not wait for it forever in a collective operation: they
+exit by themselves, or the launcher kills them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from engine.rank_messages import AskBlocks, Attach, CancelSequences, RankOutboun
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
-"""Time limit, in seconds, for a rank to exit after it has closed its channel, or after another rank has
-exited. A rank that exceeds the limit is killed. The limit covers the time to abort GPU kernels that wait for
-the lost rank."""
+"""Time limit, in seconds, for a rank to exit after closing its channel or after another rank has exited. It
+covers the time to abort GPU kernels that wait for the lost rank. A rank that exceeds it is killed."""
 _STOP_CHECK_S = 1.0
-"""Interval, in seconds, at which the launcher checks for ranks that are stopped (SIGSTOP). A rank that is
-stopped at two consecutive checks is killed, because the other ranks wait for it."""
+"""Interval, in seconds, between checks for stopped ranks (SIGSTOP). A rank that is stopped in two consecutive
+checks is killed, because the other ranks wait for it."""
 
 RANK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -39,7 +38,7 @@ RANK_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""Default environment variables of the ranks. Variables that are already set take precedence."""
+"""The ranks' default environment variables. Variables that are already set take precedence."""
 
 OnMessage = Callable[[int, RankOutbound], None]
 OnEnd = Callable[[str], None]
@@ -54,13 +53,13 @@ def module_command(module: str) -> list[str]:
 
 
 def module_environment() -> dict[str, str]:
-    """Return this process's environment, with PYTHONPATH set so that a child process imports the same
+    """Return this process's environment, with PYTHONPATH set such that a child process imports the same
     modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
 def run_module(module: str, question: bytes, timeout_s: float) -> bytes:
-    """Run a module in a new interpreter with `question` as standard input, and return its standard output.
+    """Run a module in a new interpreter with `question` on standard input, and return its standard output.
 
     Raises OSError if the process cannot be started, subprocess.TimeoutExpired after `timeout_s`, and
     subprocess.CalledProcessError if the process fails.
@@ -78,12 +77,11 @@ def run_module(module: str, question: bytes, timeout_s: float) -> bytes:
 def spawn_rank(
     module: str, gpus: tuple[str, ...] = (), log: ChildLog | None = None
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
-    """Start `python -m module` as the process of a rank, and return the process and the channel to it.
-
-    `gpus` lists the UUIDs of all ranks' GPUs. The process can see only these GPUs. It must see all of them,
-    because each rank accesses the memory of the other ranks' GPUs. If the list is empty, all GPUs stay
-    visible. `log` receives a copy of the rank's log. The operating system kills the rank when the calling
-    thread ends. Raises OSError if the process cannot be started.
+    """Start `python -m module` as a rank's process, and return the process and the channel to it. `gpus`
+    lists the UUIDs of all ranks' GPUs. The process sees exactly these, because each rank accesses the memory
+    of the others' GPUs. If the list is empty, all GPUs stay visible. `log` receives a copy of the rank's log.
+    The operating system kills the rank when the calling thread ends. Raises OSError if the process cannot be
+    started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
@@ -104,8 +102,8 @@ def spawn_rank(
 
 
 def new_rendezvous() -> str:
-    """Create a folder for a rendezvous file, and return the path of the file. The ranks create the file and
-    find each other through it."""
+    """Create a folder for a rendezvous file, and return the file's path. The ranks create the file and find
+    each other through it."""
     return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
 
 
@@ -120,7 +118,7 @@ def remove_rendezvous(spec: ReplicaSpec) -> None:
 
 
 class _Rank:
-    """The process of one rank, with the channel to it."""
+    """A rank's process, and the channel to it."""
 
     def __init__(
         self, rank: int, process: subprocess.Popen[bytes], channel: Channel[RankOutbound], log: ChildLog
@@ -134,11 +132,9 @@ class _Rank:
 
 
 class ReplicaGroup:
-    """The running processes of one replica.
-
-    `on_message(rank, message)` is called on the event loop for each `Progress`, `Ready`, `Report`,
-    `LongStep`, `MemoryChanged` and `Fatal` message. `on_end(reason)` is called once, after every rank has
-    exited and been reaped.
+    """A replica's running processes. `on_message(rank, message)` is called on the event loop for each
+    `Progress`, `Ready`, `Report`, `LongStep`, `MemoryChanged` and `Fatal` message. `on_end(reason)` is called
+    once, after every rank has exited and been reaped.
     """
 
     def __init__(
@@ -153,7 +149,7 @@ class ReplicaGroup:
         self._first_exit = ""
         self._memory_kills = count_memory_kills()
         self._stopped: set[int] = set()
-        """Ranks that were stopped by a signal at the latest check."""
+        """Ranks that were stopped by a signal at the last check."""
         self._ended = asyncio.Event()
 
     @classmethod
@@ -162,8 +158,8 @@ class ReplicaGroup:
     ) -> ReplicaGroup:
         """Start the ranks, each as `python -m module`. Raises OSError if a process cannot be started.
 
-        Must be called on the event loop's thread, which must not end: the operating system kills the ranks
-        when the thread that started them ends.
+        Must be called on the event loop's thread, and that thread must not end: the operating system kills
+        the ranks when the thread that started them ends.
         """
         group = cls(spec, on_message, on_end, module)
         group._start()
@@ -171,14 +167,12 @@ class ReplicaGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in rank order."""
+        """Process ids, in rank order."""
         return [rank.process.pid for rank in self._ranks]
 
     def attach_front(self, front: str) -> int:
         """Create a data channel between a front and rank 0, and return the file descriptor of the front's
-        end.
-
-        The caller sends the descriptor to the front and then closes it.
+        end. The caller sends it to the front, then closes it.
         """
         ours, theirs = socketpair()
         self._ranks[0].channel.send(Attach(front), (theirs.fileno(),))
@@ -190,16 +184,16 @@ class ReplicaGroup:
         self._ranks[0].channel.send(CancelSequences(request_id))
 
     def ask_blocks(self) -> None:
-        """Ask for the state of the KV blocks. Rank 0 answers with a `BlockUse` message."""
+        """Ask for the state of the KV blocks. Rank 0 answers with `BlockUse`."""
         self._ranks[0].channel.send(AskBlocks())
 
     def change_memory(self, asleep: bool) -> None:
-        """Put the replica to sleep if `asleep` is true, otherwise wake it. The replica answers with a
-        `MemoryChanged` message."""
+        """Put the replica to sleep if `asleep` is true, otherwise wake it. The replica answers with
+        `MemoryChanged`."""
         self._ranks[0].channel.send(Sleep() if asleep else Wake())
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Send `Stop` to all ranks, and return when they have been reaped. Ranks that are still running after
+        """Send `Stop` to all ranks, and return once they have been reaped. Ranks still running after
         `grace_s` seconds are killed."""
         self._reason = self._reason or "stopped"
         for rank in self._ranks:
@@ -211,7 +205,7 @@ class ReplicaGroup:
             await self._ended.wait()
 
     def kill(self, reason: str) -> None:
-        """Kill every rank immediately. `on_end(reason)` is called after they have been reaped."""
+        """Kill every rank immediately. `on_end(reason)` is called once they have been reaped."""
         self._reason = self._reason or reason
         for rank in self._ranks:
             if rank.returncode is None:
@@ -258,9 +252,8 @@ class ReplicaGroup:
         return rank
 
     def _closed(self, rank: _Rank) -> None:
-        """Kill a rank that has closed its channel but does not exit within the grace period. The grace period
-        is useful because the exit status of a rank explains the failure better than its closed channel
-        does."""
+        """Kill a rank that has closed its channel but does not exit within the grace period. It is worth
+        waiting, because the exit status explains the failure better than the closed channel."""
 
         def give_up() -> None:
             if rank.returncode is None:
@@ -270,7 +263,7 @@ class ReplicaGroup:
 
     def _exited(self, rank: _Rank) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
-        # The channel may still contain the last message of the rank: a Fatal message.
+        # The channel may still contain the rank's last message: a Fatal message.
         for message in rank.channel.read():
             self._on_message(rank.rank, message)
         rank.returncode = rank.process.wait()
@@ -281,8 +274,8 @@ class ReplicaGroup:
         if not self._reason:
             reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
-        # A rank that loses a peer also exits. On a busy machine, the exit of the second rank may be detected
-        # first. Only a rank that was killed by a signal is certainly the cause.
+        # A rank that loses a peer also exits, and on a busy machine its exit may be detected first. Only a
+        # rank that was killed by a signal is certainly the cause.
         if rank.returncode < 0:
             self._reason = self._reason or reason
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
@@ -300,12 +293,12 @@ class ReplicaGroup:
         for number in self._stopped & before:
             rank = self._ranks[number]
             self._reason = self._reason or f"rank {number} (pid {rank.process.pid}) was stopped by a signal"
-            # The other ranks detect the exit of this rank and then exit.
+            # The other ranks detect this rank's exit, and then exit too.
             signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
 
 
 def _is_stopped(rank: _Rank) -> bool:
-    """Return whether the process of a rank is currently stopped by a signal."""
+    """Return whether a rank's process is currently stopped by a signal."""
     try:
         stop = os.waitid(os.P_PID, rank.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # already reaped
@@ -314,8 +307,8 @@ def _is_stopped(rank: _Rank) -> bool:
 
 
 def describe_exit(returncode: int) -> str:
-    """Describe how a process ended, as a phrase that follows the name of the process in a message, e.g. "was
-    killed by SIGKILL"."""
+    """Describe how a process ended, as a phrase to follow its name in a message, e.g. "was killed by
+    SIGKILL"."""
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

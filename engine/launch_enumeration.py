@@ -1,9 +1,7 @@
-"""Enumerates the kernels that a replica launches by running the replica's warm-up on meta tensors, which hold
-no data and compute nothing.
-
-`kernels.compiling.record` records each launch. This module uses the same decoder, tables, graph code and
-sampler as serving. Warm-up launches every kernel that serving launches, so no separate list of operations has
-to be maintained.
+"""Enumerates the kernels that a replica launches by running its warm-up on meta tensors, which hold no data
+and compute nothing. `kernels.compiling.record` records each launch. The decoder, tables, graph code and
+sampler are those used for serving. Warm-up launches every kernel that serving does, so no separate list of
+operations has to be maintained.
 """
 
 from __future__ import annotations
@@ -36,26 +34,26 @@ from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
-"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels, because the
-length does not affect the choice of kernel above `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
+"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels: above
+`kernels.triton.attention_prefill.HOPPER_ABOVE`, the length does not affect the choice of kernel."""
 _KV_BLOCKS = 64
-"""Assumed number of KV blocks. It does not affect the compiled kernels."""
+"""Assumed number of KV blocks, which does not affect the compiled kernels."""
 _MULTIPROCESSORS = 132
-"""Number of multiprocessors of a Hopper GPU. It does not affect the compiled kernels."""
+"""Number of multiprocessors of a Hopper GPU, which does not affect the compiled kernels."""
 _DIFFERENT_ROWS = 256
-"""Largest number of rows for which a table in `kernels/tuned` contains a plan. Above this number, only powers
-of two and the largest size are enumerated."""
+"""Largest number of rows with a plan in the tables in `kernels/tuned`. Above it, only powers of two and the
+largest size are enumerated."""
 _ALIGNMENT = 16
-"""Triton compiles a separate variant of a kernel for integer arguments that are multiples of this value."""
+"""Triton compiles a separate kernel variant for integer arguments that are multiples of this value."""
 
 _HOST_ADDRESS = 1 << 40
-"""Placeholder for the address of host memory. Like a real address, it needs 64 bits, because Triton compiles
-a separate variant of a kernel for each integer width."""
+"""Placeholder for a host memory address. Like a real one, it needs 64 bits, because Triton compiles a
+separate kernel variant for each integer width."""
 
 
 class UnconnectedRanks(Collectives):
-    """One rank of a simulated group. Its collectives do not communicate and return tensors of the correct
-    shape."""
+    """One rank of a simulated group, whose collectives return tensors of the correct shape without
+    communicating."""
 
     collectives = ""
 
@@ -86,9 +84,9 @@ class _MetaMemory:
 
 
 class _EveryRank(Collectives):
-    """A simulation of all ranks of a group on meta tensors, from the perspective of `rank`. Whenever a
-    collective gets arguments of new shapes, its kernels are launched for every rank, because the kernels that
-    use peer memory differ between ranks."""
+    """Simulates all ranks of a group on meta tensors, from the perspective of `rank`. Whenever a collective
+    gets arguments of new shapes, its kernels are launched for every rank, because kernels that use peer
+    memory differ between ranks."""
 
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
         self.size, self.rank = size, rank
@@ -139,8 +137,7 @@ class _EveryRank(Collectives):
 
 
 def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...]:
-    """Return the properties of a collective's argument that determine which kernels the collective
-    launches."""
+    """Return those properties of a collective's argument that determine which kernels it launches."""
     if isinstance(argument, NextNorm):
         return (argument.quantised, *_kind(argument.gain))
     tensor = argument.values if isinstance(argument, Residual) else argument
@@ -148,10 +145,8 @@ def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...
 
 
 class MetaReplica:
-    """One simulated rank of a replica, whose tensors are meta tensors.
-
-    `table` contains the kernel plans of the linears. `max_model_len` is the maximum sequence length. None
-    selects a length that launches every kernel.
+    """One simulated rank of a replica, made of meta tensors. `table` contains the linears' kernel plans.
+    `max_model_len` is the maximum sequence length; None selects a length that launches every kernel.
     """
 
     def __init__(
@@ -218,17 +213,16 @@ def _ranks(size: int, rank: int, gpu: GpuModel) -> Ranks:
 
 def _sizes(most: int) -> list[int]:
     """Return the padded sizes, up to `most` rows, for which our own kernels differ. Above _DIFFERENT_ROWS
-    rows, only the cuBLAS kernels depend on the size. Because cuBLAS kernels need no compilation, powers of
-    two suffice in this range."""
+    rows, the size affects only cuBLAS kernels, which need no compilation, so powers of two suffice."""
     return [
         size for size in gemm_sizes(most) if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
     ]
 
 
 def _different_ranks(served: ReplicaModel) -> list[int]:
-    """Return a subset of the ranks that together launch all kernels of the replica. Ranks differ only in
-    their vocabulary shards and in their biases. If the results of a linear layer are summed over the ranks,
-    only rank 0 adds the bias."""
+    """Return a subset of ranks that together launch all of the replica's kernels. Ranks differ only in their
+    vocabulary shards and in their biases: if a linear layer's results are summed over the ranks, only rank 0
+    adds the bias."""
     size, found = served.tensor_parallel_size, dict[tuple[object, ...], int]()
     for rank in range(size):
         shard = served.config.shard(size, rank)

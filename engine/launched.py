@@ -1,5 +1,5 @@
-"""Defines launched steps and the tensors that contain their results. Also contains the functions that wait
-for these results and read them."""
+"""Defines launched steps and the tensors with their results, and the functions that wait for these results
+and read them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from engine.sampler import SampledStep
 
 @dataclass(slots=True)
 class StepResults:
-    """Results of a step. They are on the device, or on the host after `to_host`."""
+    """A step's results, which are on the device or, after `to_host`, on the host."""
 
     sampled: SampledStep
     logprob_rows: list[tuple[int, int]]
-    """The requested log probabilities: for each row of `sampled.logprobs`, the slot's index in the list of
-    sampling slots, and the number k of alternatives."""
+    """The requested log probabilities: for each row of `sampled.logprobs`, the index of its sampling slot,
+    and the number k of alternatives."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
-    """Results of `Sampler.token_logprobs` for each slice of prompt tokens whose log probabilities were
-    requested. A slice may have several results."""
+    """The `Sampler.token_logprobs` results for each slice of prompt tokens whose log probabilities were
+    requested. A slice may have several."""
     finite: list[tuple[int, torch.Tensor]]
-    """For each chunk that does not sample: the chunk's slot, and whether the hidden state of its last token
-    is finite. It suffices to check the last token, because its hidden state depends on all earlier tokens."""
+    """For each chunk that does not sample: its slot, and whether its last token's hidden state is finite.
+    Checking the last token suffices, because its hidden state depends on all earlier tokens."""
     experts: ExpertChoices | None = None
-    """The expert choices counted so far, or None if the step does not return them."""
+    """The expert choices counted so far, or None if this step does not return them."""
 
 
 LOSS_CHECK_S = 0.1
@@ -40,10 +40,10 @@ LOSS_CHECK_S = 0.1
 
 
 class ThreadStep:
-    """A step that runs on the CPU, on a worker thread. Implements `engine.core.LaunchedStep`.
+    """A step running on the CPU, on a worker thread. Implements `engine.core.LaunchedStep`.
 
-    `check` raises an exception if a peer was lost. In this case, the worker thread may remain blocked in a
-    collective, because gloo notices a lost peer only if the peer's connections are closed.
+    `check` raises an exception if a peer was lost. The worker thread may then remain blocked in a collective,
+    because gloo notices a lost peer only if its connections are closed.
     """
 
     def __init__(self, future: Future[tuple[StepTokens, float]], check: Callable[[], None]) -> None:
@@ -63,12 +63,12 @@ class ThreadStep:
 
 
 class StreamStep:
-    """A step that runs on a CUDA stream between the events `began` and `ended`. Implements
+    """A step running on a CUDA stream between the events `began` and `ended`. Implements
     `engine.core.LaunchedStep`.
 
-    `previous_ended` is the event at the end of the previous step, or None for the first step. The gap between
-    the two steps includes the time for preparing this step's input on the host. `check` raises an exception
-    if the results are invalid because a peer was lost.
+    `previous_ended` is the previous step's `ended` event, or None for the first step. The gap between the two
+    steps includes preparing this step's input on the host. `check` raises an exception if the results are
+    invalid because a peer was lost.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StreamStep:
 
 def to_host(results: StepResults) -> StepResults:
     """Start copying results to pinned host memory. To wait for the copies, record an event after this call
-    and wait for the event."""
+    and wait for it."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", non_blocking=True)
@@ -115,7 +115,7 @@ def to_host(results: StepResults) -> StepResults:
 
 
 def read_results(plan: StepPlan, results: StepResults) -> StepTokens:
-    """Convert results that are on the host into a `StepTokens` message for the scheduler."""
+    """Convert results on the host to a `StepTokens` message for the scheduler."""
     token_ids: list[int] = results.sampled.token_ids.tolist()
     logprobs: list[TokenLogprob | None] | None = None
     if results.sampled.logprobs is not None:

@@ -1,10 +1,9 @@
 """Replays passes with prompts from one CUDA graph per layer. If a layer is split across several GPUs or has
-experts, the host needs longer to launch its kernels one by one than the device needs to run them.
-
-Everything except attention is captured, so the passes may contain any prompts and decodes. The graph of a
-layer begins after its attention, and ends before the attention of the next layer. The graphs read and write
-buffers that are allocated once. Several GPUs compute longer passes in two halves (`engine.halves_graphs`).
-Short passes that contain only prompts have a single graph (`engine.prompt_graphs`).
+experts, launching its kernels one by one takes the host longer than the device needs to run them. Everything
+except attention is captured, so the passes may contain any prompts and decodes. A layer's graph begins after
+its attention, and ends before the next layer's. The graphs read and write buffers that are allocated once.
+Several GPUs compute longer passes in two halves (`engine.halves_graphs`). Short passes that contain only
+prompts have a single graph (`engine.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ from kernels import KvPool, Residual
 
 
 class LayerGraphs:
-    """One rank's captured layers of passes. `sizes` lists the token counts for which passes are captured. The
-    last layer is not included, because it computes only some rows.
-
-    Call `capture` once. Then call `run` for each pass that `fits` accepts. `decoder` must have several
-    layers.
+    """One rank's captured layers of passes. `sizes` lists the captured token counts. The last layer is not
+    included, because it computes only some rows. Call `capture` once, then `run` for each pass that `fits`
+    accepts. `decoder` must have several layers.
     """
 
     def __init__(self, decoder: Decoder, sizes: Sequence[int]) -> None:
@@ -34,20 +31,20 @@ class LayerGraphs:
         self._layers = decoder.layers[:-1]
         self.sizes = sorted(sizes)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        """The graph before the first layer's attention and the graphs of the layers, keyed by the number of
+        """The graph that precedes the first layer's attention, and the layers' graphs, keyed by number of
         tokens."""
         shard, rows = decoder.shard, self.sizes[-1]
         width = decoder.config.head_dim
         made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
         self._residual = torch.zeros((rows, decoder.config.hidden_size), **made)
         self._qkv = torch.empty((rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
-        # Filled with zeros, because padding rows are read before anything is written to them.
+        # Zero-filled, because padding rows are read before anything is written to them.
         self._attended = torch.zeros((rows, shard.heads * width), **made)
         # Expert choices are not counted for padding rows, and all rows are padding until `run`.
         self._live = torch.full((rows,), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:
-        """Capture the graphs of all sizes, the largest first. All ranks must call this method."""
+        """Capture the graphs for all sizes, largest first. All ranks must call this method."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -61,7 +58,7 @@ class LayerGraphs:
         return tokens in self._graphs
 
     def run(self, residual: Residual, inputs: LayerInput, kv: Sequence[KvPool]) -> Residual:
-        """Run all layers except the last, and return the residual. `kv` contains one pool per layer."""
+        """Run all layers except the last, and return the residual. `kv` has one pool per layer."""
         rows = len(residual.values)
         values, qkv, attended = self._residual[:rows], self._qkv[:rows], self._attended[:rows]
         before, *graphs = self._graphs[rows]
@@ -74,16 +71,16 @@ class LayerGraphs:
         return Residual(values)
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size. First, the graph before the first layer's attention and one graph
-        of each kind of layer run once, to load their kernels."""
+        """Capture the graphs for one size, after running the graph that precedes the first attention, and one
+        graph per kind of layer, to load their kernels."""
         for index in (-1, *first_of_each_kind(self._layers)):
             self._part(index, size)()
         parts = [self._part(index, size) for index in range(-1, len(self._layers))]
         self._graphs[size] = [captured(part, pool) for part in parts]
 
     def _part(self, index: int, rows: int) -> Callable[[], None]:
-        """Return a function that computes a layer from the result of its attention up to the qkv of the next
-        layer. With index -1, it computes only the qkv of the first layer."""
+        """Return a function that computes a layer from the result of its attention up to the next layer's
+        qkv. With index -1, it computes only the first layer's qkv."""
         values, qkv, attended = self._residual[:rows], self._qkv[:rows], self._attended[:rows]
         layers, ranks, live = self._layers, self._ranks, self._live[:rows]
         following = layers[index + 1] if index + 1 < len(layers) else None
@@ -110,8 +107,7 @@ def first_of_each_kind(layers: Sequence[Layer]) -> list[int]:
 
 
 def captured(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture a function as a CUDA graph on the current stream. `pool` is the pool from which the graph
-    allocates memory."""
+    """Capture a function as a CUDA graph on the current stream. The graph allocates memory from `pool`."""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool)
     part()

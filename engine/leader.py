@@ -1,5 +1,4 @@
-"""Rank 0's main loop, which reads messages, runs steps, sends outputs to the fronts, and reports to the
-core."""
+"""Rank 0's main loop: reads messages, runs steps, sends outputs to the fronts, and reports to the core."""
 
 from __future__ import annotations
 
@@ -33,14 +32,14 @@ from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
 HEARTBEAT_S = 0.5
-"""Interval, in seconds, between reports while no step runs."""
+"""Interval, in seconds, between reports while no step is running."""
 REPORT_S = 0.1
-"""Maximum interval, in seconds, between reports while steps run. Inference gateways treat a replica as
-saturated if its cache statistics are older than 200 ms."""
+"""Maximum interval, in seconds, between reports while steps are running. Inference gateways treat a replica
+as saturated if its cache statistics are older than 200 ms."""
 
 
 class LeaderLoop:
-    """Runs rank 0's step loop, and handles its channels to the core and to the fronts."""
+    """Runs rank 0's step loop, and handles its channels to the core and the fronts."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class LeaderLoop:
         self._disconnected_fronts: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._register(control, self._read_control)
-        # `run` polls `sleeping` after every wait, so this descriptor's only purpose is to end the wait.
+        # `run` polls `sleeping` after every wait, so this descriptor serves only to end the wait.
         self._selector.register(sleeping, selectors.EVENT_READ)
         self._stopping = False
         self._reported_at = 0.0
@@ -83,8 +82,8 @@ class LeaderLoop:
     def _read_messages(self) -> None:
         """Read messages from the core and the fronts, and write queued output. Waits for a message if there
         is no work."""
-        # Closed channels are removed before new messages are read, because an Attach message may reuse the
-        # descriptor number of a closed channel.
+        # Remove closed channels before reading new messages, because an Attach message may reuse a closed
+        # channel's descriptor number.
         for front in [name for name, channel in self._fronts.items() if channel.closed]:
             self._drop_front(front)
         self._select_backlogs()
@@ -146,8 +145,8 @@ class LeaderLoop:
             self._drop_front(front)
 
     def _drop_front(self, front: str) -> None:
-        """Remove a front process after its channel has closed. A channel closes if the front exits, sends an
-        invalid frame, or leaves too much output unread."""
+        """Remove a front whose channel has closed: it exited, sent an invalid frame, or left too much output
+        unread."""
         self._selector.unregister(self._fronts.pop(front))
         self._scheduler.cancel_origin(front)
         self._disconnected_fronts.append(front)
@@ -168,8 +167,8 @@ class LeaderLoop:
             self._report(result)
 
     def _before_wait(self, plan: StepPlan) -> None:
-        """Use the time during which the loop would otherwise wait for the device. Announce a step that will
-        take long, and continue a survey of the blocks if the core has requested one."""
+        """Make use of time that the loop would otherwise spend waiting for the device: announce a long step,
+        and continue a block survey if the core has requested one."""
         self._announce(plan)
         self._survey_blocks()
 
@@ -178,7 +177,7 @@ class LeaderLoop:
             self._control.send(use)
 
     def _announce(self, plan: StepPlan) -> None:
-        """Announce a step that will take longer than a heartbeat interval. Otherwise, the core would consider
+        """Announce a step that will take longer than a heartbeat interval, so that the core does not consider
         this replica hung."""
         expected_s = self._forecast.predict_s(plan)
         if expected_s > HEARTBEAT_S:
@@ -218,8 +217,8 @@ class StepMeans:
         self._idle_us += timing.idle_us
 
     def take(self) -> tuple[int, float, float]:
-        """Return the number of steps, their mean duration in ms, and the mean idle time before a step in µs.
-        Then reset all three values."""
+        """Return the number of steps, their mean duration in ms, and the mean idle time before a step in µs,
+        then reset all three."""
         count = max(1, self._count)
         means = self._count, self._ms / count, self._idle_us / count
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0

@@ -1,6 +1,6 @@
-"""Defines the scheduling levels, and the rule that protects higher levels from lower levels when slots are
-scarce. The core (for its credits) and the scheduler both use this module, so they agree on the slots that
-each level may take.
+"""Defines the scheduling levels, and the rule that protects higher levels from lower ones when slots are
+scarce. Both the core (for its credits) and the scheduler use this module, so they agree on which slots each
+level may take.
 
 A level combines a priority class, from 0 (real-time) to 3 (background), with an urgency, which exists only in
 classes 0 and 1. Urgent submissions with short prompts have higher urgencies than those with long prompts.
@@ -11,13 +11,13 @@ from __future__ import annotations
 CLASSES = 4
 """Number of priority classes: `Submit.priority` is 0 to 3."""
 _URGENT_CLASSES = 2
-"""Number of priority classes that have urgencies: classes 0 and 1."""
+"""Number of priority classes with urgencies: classes 0 and 1."""
 URGENCIES = 9
 """Number of urgency values: `Submit.urgency` is 0 to 8."""
 LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
 """Number of scheduling levels: `Submit.level` is 0 to 19."""
 FITS_STEP = 2
-"""Lowest urgency of an urgent submission whose request fits into one step with all of its prompts."""
+"""Lowest urgency of an urgent submission whose request, with all of its prompts, fits into one step."""
 
 
 def urgency_of(prompt_tokens: int, max_num_batched_tokens: int) -> int:
@@ -42,7 +42,7 @@ def split_level(level: int) -> tuple[int, int]:
 
 
 ORDINARY = level_of(1, 0)
-"""Level of class 1 submissions that are not urgent."""
+"""Level of non-urgent submissions in class 1."""
 
 
 def _tier(level: int) -> int:
@@ -50,8 +50,8 @@ def _tier(level: int) -> int:
 
 
 TIERS = [_tier(level) for level in range(LEVELS)]
-"""The tier of each level: 0 for urgent levels, which may use reserved slots; 1 for the other levels of
-classes 0 and 1; 2 for classes 2 and 3."""
+"""Each level's tier: 0 for urgent levels, which may use reserved slots; 1 for the other levels of classes 0
+and 1; 2 for classes 2 and 3."""
 
 
 def _first_victim(level: int) -> int:
@@ -61,13 +61,11 @@ def _first_victim(level: int) -> int:
 
 FIRST_VICTIMS = [_first_victim(level) for level in range(LEVELS)]
 """For each level, the highest-priority level whose sequences may be preempted when a sequence of this level
-needs a slot, or LEVELS if there is none. An urgent sequence preempts all sequences of lower classes, and the
-sequences of its own class that are not urgent. Other sequences preempt only sequences of lower classes that
-are not urgent."""
+needs a slot, or LEVELS if there is none. Urgent sequences preempt all lower classes, and non-urgent sequences
+of their own class. Other sequences preempt only non-urgent sequences of lower classes."""
 
 
 def kept_free(tier: int, reserved: int) -> int:
     """Return the number of slots that a sequence of this tier must leave free. `reserved` is the number of
-    slots reserved for urgent sequences. Sequences of classes 2 and 3 must leave one additional slot free, for
-    class 1."""
+    slots reserved for urgent sequences. Classes 2 and 3 must leave one more slot free, for class 1."""
     return (0, reserved, reserved + min(1, reserved))[tier]

@@ -1,12 +1,12 @@
 """Logging that never blocks the caller, because a separate thread writes the lines to standard error.
 
-A write to standard error blocks if the pipe's reader is not reading, the terminal is paused, or journald is
-stalled. An event loop or a step loop must not wait for such a write. Loggers therefore put formatted lines
-into a bounded queue, and a daemon thread writes them. If the queue is full, new lines are dropped and
-counted. Once standard error is writable again, the number of dropped lines is logged.
+Writing to standard error blocks if the pipe's reader is not reading, the terminal is paused, or journald is
+stalled, and an event loop or a step loop must not wait for that. Loggers therefore put formatted lines into a
+bounded queue, and a daemon thread writes them. If the queue is full, new lines are dropped and counted, and
+their number is logged once standard error is writable again.
 
 A process that the core started also sends a copy of its records to the core over a pipe (`engine.child_log`).
-The copy has its own queue and thread, so that nothing else is delayed if the core stops reading.
+The copy has its own queue and thread, so that a core that stops reading delays nothing else.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 MAX_QUEUED_LINES = 10_000
-"""Maximum number of queued lines. Lines of the usual length occupy about 2 MB when the queue is full."""
+"""Maximum number of queued lines. A full queue of typical lines takes about 2 MB."""
 MAX_LINE_CHARS = 16_384
-"""Maximum length of one record, in characters, including its traceback. Longer records are truncated."""
+"""Maximum length of one record in characters, traceback included. Longer records are truncated."""
 FLUSH_S = 1.0
-"""Maximum time, in seconds, that a process waits at exit for its last lines to be written."""
+"""Maximum time, in seconds, that an exiting process waits for its last lines to be written."""
 MAX_MESSAGE_CHARS = 2_000
 """Maximum length, in characters, of a record's message and traceback in the copy sent to the core."""
 STDERR = 2
 COPY_DESCRIPTOR = "APPLIANCE_LOG_DESCRIPTOR"
-"""Environment variable that contains the file descriptor to which a process sends a copy of its log."""
+"""Environment variable with the file descriptor to which a process sends a copy of its log."""
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +42,13 @@ class LogState(NamedTuple):
     """State of this process's log."""
 
     dropped_lines: int = 0
-    """Number of lines dropped since the process started, because standard error was blocked."""
+    """Number of lines dropped since process start because standard error was blocked."""
     stalled_s: float = 0.0
     """Duration of the current write in seconds, or 0 if no write is in progress."""
 
 
 class UtcFormatter(logging.Formatter):
-    """Formats a record as UTC time with milliseconds, level, `prefix` and message."""
+    """Formats a record as UTC time in milliseconds, level, `prefix` and message."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class UtcFormatter(logging.Formatter):
 
 
 class CopiedRecord(msgspec.Struct, frozen=True):
-    """A log record in the form in which it is sent to the core."""
+    """A log record as sent to the core."""
 
     at: Annotated[float, msgspec.Meta(ge=0)]
     level: Annotated[int, msgspec.Meta(ge=0, le=100)]
@@ -100,8 +100,7 @@ class LineQueue(QueueHandler):
     def __init__(
         self, formatter: logging.Formatter, descriptor: int = STDERR, reader: str = "standard error"
     ) -> None:
-        """`reader` names the process or device that reads the descriptor. Reports about dropped lines contain
-        this name."""
+        """`reader` names the process or device that reads the descriptor, for reports about dropped lines."""
         self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
         super().__init__(self._lines)
         self.setFormatter(formatter)
@@ -116,15 +115,15 @@ class LineQueue(QueueHandler):
         return line.encode("utf-8", "backslashreplace") + b"\n"
 
     def enqueue(self, record: Any) -> None:
-        """Queue a line. If the queue is full, the line is dropped and counted."""
+        """Queue a line, or drop and count it if the queue is full."""
         try:
             self.queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
 
     def flush(self) -> None:
-        """Wait up to `FLUSH_S` seconds for the queued lines to be written. `logging.shutdown` calls this
-        method at exit."""
+        """Wait up to `FLUSH_S` seconds for the queued lines to be written. Called by `logging.shutdown` at
+        exit."""
         deadline = time.monotonic() + FLUSH_S
         while self._lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -148,7 +147,7 @@ class LineWriter(QueueListener):
         self._reported = 0
 
     def handle(self, record: Any) -> None:
-        """Write a line. If lines were dropped since the last report, log their number."""
+        """Write a line. If lines have been dropped since the last report, log their number."""
         began = self.writing_since = time.monotonic()
         self._write(record)
         self.writing_since = None
@@ -162,8 +161,8 @@ class LineWriter(QueueListener):
             self._write(self._lines.prepare(report))
 
     def _write(self, line: bytes) -> None:
-        # Write to the file descriptor instead of `sys.stderr`. A thread that is blocked in `sys.stderr` holds
-        # the stream's lock, which the interpreter needs to exit.
+        # Write to the file descriptor rather than `sys.stderr`: a thread blocked in `sys.stderr` holds the
+        # stream's lock, which the interpreter needs to exit.
         rest = memoryview(line)
         while rest:
             try:
@@ -179,9 +178,9 @@ class LineWriter(QueueListener):
 
 
 def log_to_stderr(formatter: logging.Formatter) -> None:
-    """Send this process's log to standard error without blocking, and a copy to the core's pipe if the core
-    started the process. The log includes Python warnings and unhandled exceptions, which Python would
-    otherwise write directly to standard error."""
+    """Log to standard error without blocking, and send a copy to the core's pipe if the core started this
+    process. The log includes Python warnings and unhandled exceptions, which Python would otherwise write
+    directly to standard error."""
     root = logging.getLogger()
     if (former := _line_queue()) is not None:
         former.setFormatter(formatter)
@@ -200,7 +199,7 @@ def log_to_stderr(formatter: logging.Formatter) -> None:
 
 
 def log_state() -> LogState:
-    """Return the state of this process's log. All values are 0 if `log_to_stderr` was not called."""
+    """Return the state of this process's log, all zeros if `log_to_stderr` was not called."""
     lines = _line_queue()
     return LogState() if lines is None else lines.state()
 

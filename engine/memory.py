@@ -1,4 +1,4 @@
-"""Measures the available memory in bytes, and defines the errors that a replica raises if memory is
+"""Measures the available memory in bytes, and defines the errors a replica raises when memory is
 insufficient."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.messages import BLOCK_TOKENS
 
 CPU_MAX_KV_BYTES = 2 << 30
-"""Maximum size of the KV cache on a CPU if `kv_blocks` is not set. The limit leaves memory for other
+"""Maximum size of the KV cache on a CPU if `kv_blocks` is not set, which leaves memory for other
 processes."""
 
 
@@ -18,13 +18,13 @@ class WeightsTooLarge(MemoryError):
 
 
 class StepsTooLarge(MemoryError):
-    """Raised if the activations of the largest steps do not fit on a GPU in addition to the weights and the
-    KV cache. The message contains the sizes."""
+    """Raised if the largest steps' activations do not fit on a GPU in addition to the weights and the KV
+    cache. The message contains the sizes."""
 
 
 class PoolTooSmall(MemoryError):
-    """Raised if the KV pool is too small for one sequence of maximum length. The message contains both block
-    counts."""
+    """Raised if the KV pool is too small for a single sequence of maximum length. The message contains both
+    block counts."""
 
 
 class PoolTooLarge(MemoryError):
@@ -32,8 +32,8 @@ class PoolTooLarge(MemoryError):
 
 
 def available_host_bytes() -> int:
-    """Return how much host memory new allocations can use, in bytes. The memory is limited by the machine and
-    by the cgroups (v2) of this process."""
+    """Return how many bytes of host memory new allocations can use, given the limits of the machine and of
+    this process's cgroups (v2)."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -50,15 +50,14 @@ def available_host_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes."""
+    """Return this process's resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: bool) -> int:
-    """Return `blocks` if this number of KV blocks can hold a sequence of `max_model_len` tokens. Raises
-    PoolTooSmall otherwise.
-
-    `given` is true if `kv_blocks` was configured, and false if it was derived from the available memory.
+    """Return `blocks` if that many KV blocks can hold a sequence of `max_model_len` tokens, otherwise raise
+    PoolTooSmall. `given` is true if `kv_blocks` was configured, and false if it was derived from the
+    available memory.
     """
     needed = -(-max_model_len // BLOCK_TOKENS)
     if blocks >= needed:
@@ -81,8 +80,8 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
     """Return the error to raise if the KV pools of `ranks` ranks do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
-    # Round the suggested number down to two significant digits. Otherwise, small fluctuations of the
-    # available memory could make the suggestion too large.
+    # Round the suggestion down to two significant digits, so that small fluctuations of the available memory
+    # do not make it too large.
     most -= most % 10 ** max(0, len(str(most)) - 2)
     remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
     return PoolTooLarge(
@@ -92,16 +91,15 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
 
 
 def _cached_bytes(group: Path) -> int:
-    """Return the size of the cached files in a cgroup. The kernel frees these caches when a new allocation
-    needs memory."""
+    """Return the size of a cgroup's cached files, which the kernel drops when a new allocation needs
+    memory."""
     lines = (group / "memory.stat").read_text().splitlines()
     counts = dict(line.split() for line in lines if line.startswith(("active_file ", "inactive_file ")))
     return sum(map(int, counts.values()))
 
 
 def _cgroups() -> list[Path]:
-    """Return the cgroup of this process and its ancestors, innermost first. The list is empty without cgroup
-    v2."""
+    """Return this process's cgroup and its ancestors, innermost first, or nothing without cgroup v2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,7 +1,6 @@
-"""Counts the processes of this cgroup that the kernel has killed because memory ran out.
-
-A process killed by the kernel's OOM killer ends with SIGKILL, like a process killed by an operator. The
-cgroup's `oom_kill` counter distinguishes the two cases.
+"""Counts the processes in this cgroup that the kernel has killed because memory ran out. A process killed by
+the OOM killer ends with SIGKILL, like one killed by an operator; the cgroup's `oom_kill` counter tells the
+two apart.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def count_memory_kills(own_groups: Path = _OWN_GROUPS, root: Path = _ROOT) -> int:
-    """Return the `oom_kill` counter of this process's cgroup, or 0 if the counter does not exist."""
+    """Return the `oom_kill` counter of this process's cgroup, or 0 if there is none."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
@@ -40,9 +39,9 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
-    """Return a note for the message about the exit of a process. The note says that the OOM killer may have
-    killed the process. It is empty if the process was not killed by SIGKILL, or if the counter has not
-    increased since the process started. `count_at_start` is the counter's value when the process started."""
+    """Return a note, for the message about a process's exit, that the OOM killer may have killed it. The note
+    is empty if the process was not killed by SIGKILL, or if the counter has not increased from
+    `count_at_start`, its value when the process started."""
     if returncode != -signal.SIGKILL:
         return ""
     killed = count_memory_kills() - count_at_start

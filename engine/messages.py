@@ -1,8 +1,6 @@
-"""The configuration of a replica, and the messages between the front processes and the replicas.
-
-All structs contain only plain data, which `engine.wire` encodes as msgpack. The control messages between the
-core and the ranks are defined in `engine.rank_messages`. Core and fronts import this module, so it does not
-load torch.
+"""A replica's configuration, and the messages between front processes and replicas. All structs contain only
+plain data, which `engine.wire` encodes as msgpack. Control messages between the core and the ranks are
+defined in `engine.rank_messages`. The core and the fronts import this module, so it does not load torch.
 """
 
 from __future__ import annotations
@@ -16,15 +14,14 @@ import msgspec
 from engine.levels import level_of
 
 BLOCK_TOKENS = 64
-"""Number of tokens per KV block. The layout of the pool, the prefix hashes and the kernels depend on this
-number."""
+"""Number of tokens per KV block. The pool's layout, the prefix hashes and the kernels depend on it."""
 
 MAX_BAD_WORD_TOKENS = 32
-"""Maximum length, in tokens, of an entry of `SamplingParams.bad_words`. The device stores the last
+"""Maximum length, in tokens, of an entry in `SamplingParams.bad_words`. The device stores the last
 `MAX_BAD_WORD_TOKENS` - 1 tokens of every output."""
 MAX_BAD_WORDS = 512
-"""Maximum number of entries of `SamplingParams.bad_words`. The number is limited because every step compares
-every entry with the output."""
+"""Maximum number of entries in `SamplingParams.bad_words`. It is limited because every step compares each
+entry with the output."""
 
 Device = Literal["auto", "cuda", "cpu"]
 ModelDType = Literal["float32", "bfloat16", "float16"]
@@ -37,75 +34,73 @@ Quantization = Literal["auto", "fp8"]
 LoadFormat = Literal["safetensors", "dummy"]
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
 """Reason why a sample ended: "stop" (the last token is a stop token), "length" (`max_tokens` or the model's
-maximum length was reached), "cancelled" or "error". An empty string means that the sample has not ended."""
+maximum length was reached), "cancelled" or "error". Empty while the sample has not ended."""
 
 
 # ── replicas ────────────────────────────────────────────────────────────────────────────
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Configuration of a replica, which is sent to each of its ranks."""
+    """A replica's configuration, which is sent to each of its ranks."""
 
     replica: str
-    """Name of the replica, e.g. "demo-0". It is unique on the server."""
+    """The replica's name, e.g. "demo-0", which is unique on the server."""
     model_path: str
     """Folder of a Hugging Face checkpoint, with `config.json` and safetensors files."""
     load_format: LoadFormat = "safetensors"
     """Source of the weights: "safetensors" (the checkpoint's files) or "dummy" (random weights generated on
     the device)."""
     device: Device = "auto"
-    """Device type. "auto" selects CUDA if it is available, and otherwise the CPU."""
+    """Device type. "auto" selects CUDA if available, otherwise the CPU."""
     dtype: DType = "auto"
-    """Model dtype. "auto" selects the checkpoint's dtype on CUDA and float32 on the CPU."""
+    """Model dtype. "auto" selects the checkpoint's dtype on CUDA, and float32 on the CPU."""
     quantization: Quantization = "auto"
-    """Storage format of the layers' matrices: "auto" (as in the checkpoint) or "fp8" (quantised while
-    loading, with one scale per output)."""
+    """Storage format of the layers' matrices: "auto" (as in the checkpoint) or "fp8" (quantised on loading,
+    with one scale per output)."""
     kv_cache_dtype: Quantization = "auto"
     """Dtype of the KV cache: "auto" (the model's dtype) or "fp8" (e4m3, with one scale per token and
     head)."""
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
-    """Whether each rank has a subset of complete experts. Otherwise, each rank has a slice of every
-    expert."""
+    """Whether each rank has a subset of whole experts, instead of a slice of every expert."""
     max_model_len: int | None = None
-    """Maximum length of a sequence, including prompt and output. None selects the checkpoint's maximum."""
+    """Maximum sequence length, prompt included. None selects the checkpoint's maximum."""
     max_num_seqs: int = 64
-    """Maximum number of concurrently running sequences."""
+    """Maximum number of sequences running at once."""
     max_num_batched_tokens: int = 2048
-    """Token budget of a step: the maximum number of tokens that it computes."""
+    """Token budget: the maximum number of tokens computed in a step."""
     max_mixed_tokens: int | None = None
-    """Token budget of a step that contains both decodes and prompts. It limits how long prompts delay the
-    next tokens of decoding sequences. None selects half of `max_num_batched_tokens`, but at most 4096."""
+    """Token budget of a step with both decodes and prompts, which limits how long prompts delay the next
+    tokens of decoding sequences. None selects half of `max_num_batched_tokens`, but at most 4096."""
     kv_blocks: int | None = None
-    """Number of KV blocks. None selects as many blocks as fit into the memory left after a profiling step."""
+    """Number of KV blocks. None selects as many as fit into the memory left after a profiling step."""
     gpu_memory_utilization: float = 0.95
-    """Fraction of the device's memory to use. On a CPU, it is a fraction of the free memory, and the KV cache
-    uses at most 2 GiB."""
+    """Fraction of device memory to use. On a CPU, it is a fraction of the free memory, and the KV cache uses
+    at most 2 GiB."""
     prefix_cache: bool = True
     overlap: bool = True
-    """Whether each step is launched before the tokens of the previous step are read."""
+    """Whether each step is launched before the previous step's tokens are read."""
     rendezvous: str = ""
-    """Path of the file through which the ranks find each other. The file must not exist yet. The path is
-    empty for a single rank."""
+    """Path of the file through which the ranks find each other, which must not exist yet. Empty for a single
+    rank."""
     gpus: tuple[str, ...] = ()
-    """UUIDs of the GPUs in rank order. If empty, the first visible GPUs are used."""
+    """UUIDs of the GPUs, in rank order. If empty, the first visible GPUs are used."""
     threads: int | None = None
-    """Number of torch CPU threads per rank. None divides the CPU cores equally among the ranks."""
+    """Number of torch CPU threads per rank. None divides the CPU cores evenly among the ranks."""
     cpus: tuple[int, ...] = ()
-    """Ids of the CPUs that the ranks may use. If empty, the ranks use the CPUs of the process that starts
-    them."""
+    """Ids of the CPUs that the ranks may use. If empty, they use those of the process that starts them."""
     share_reads: bool = False
     """Whether other replicas may read the same weights at the same time. If so, the files are read through
-    the page cache, so that they are read from disk only once."""
+    the page cache, so that each is read from disk only once."""
 
     def process_name(self, rank: int) -> str:
-        """Return the name of a rank's process in the log: the replica's name, with the rank if there are
+        """Return the name of a rank's process in the log: the replica's name, and the rank if there are
         several."""
         return f"{self.replica} rank {rank}" if self.tensor_parallel_size > 1 else self.replica
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a loaded replica, sent as part of `Ready`. Byte counts are sums over all ranks."""
+    """Properties of a loaded replica, sent in `Ready`. Byte counts are sums over all ranks."""
 
     replica: str
     model_type: str
@@ -125,83 +120,82 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     """Device type: "cpu" or "cuda"."""
     devices: list[str]
-    """Device name of each rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
+    """Each rank's device name, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
     tensor_parallel_size: int
     collectives: str = ""
-    """Communication backend of the ranks, e.g. "gloo" or "NCCL". It is empty for a single rank."""
+    """The ranks' communication backend, e.g. "gloo" or "NCCL". Empty for a single rank."""
     load_seconds: float
     predicted_bytes: int
-    """Memory, in bytes, for weights, KV cache and activations, as predicted by `engine.sizing`."""
+    """Predicted memory, in bytes, for weights, KV cache and activations (`engine.sizing`)."""
     used_bytes: int
     """Memory use in bytes, measured after loading."""
     min_step_s: float = 0.0
-    """Lower bound on the duration of a decode step, in seconds, derived from the bytes that it reads and the
-    device's peak rates. It is 0 if the peak rates are unknown."""
+    """Lower bound, in seconds, on the duration of a decode step, derived from the bytes it reads and the
+    device's peak rates. It is 0 if these are unknown."""
     min_prompt_token_s: float = 0.0
-    """Lower bound on the time per prompt token in seconds, or 0 if the device's peak rates are unknown."""
+    """Lower bound, in seconds, on the time per prompt token, or 0 if the device's peak rates are unknown."""
 
 
 # ── requests from a front ───────────────────────────────────────────────────────────────────────
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of a request. By default, tokens are sampled greedily until `max_tokens` is
+    """A request's sampling parameters. By default, tokens are sampled greedily until `max_tokens` is
     reached."""
 
     max_tokens: int
-    """Maximum number of output tokens, including the tokens in `Submit.output_token_ids`."""
+    """Maximum number of output tokens, including those in `Submit.output_token_ids`."""
     temperature: float = 0.0
     """Sampling temperature. 0 selects greedy decoding."""
     top_k: int = 0
-    """Number of most likely tokens from which to sample. 0 disables the limit."""
+    """Number of most likely tokens to sample from. 0 disables the limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    """Values to add to the logits, by token id."""
+    """Values added to the logits, by token id."""
     allowed_tokens: bytes = b""
-    """Bitmap of the tokens that may be sampled. Token i is represented by bit i % 8 of byte i // 8. An empty
-    bitmap allows all tokens."""
+    """Bitmap of the tokens that may be sampled: bit i % 8 of byte i // 8 represents token i. An empty bitmap
+    allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that must not occur in the output. The last token of an entry is banned whenever
-    the output ends with all other tokens of the entry. Prompt tokens are not considered."""
+    """Sequences of token ids that must not occur in the output. An entry's last token is banned whenever the
+    output ends with the rest of the entry. Prompt tokens do not count."""
     seed: int = 0
     """Seed of the sampling noise (64 bits). The noise depends on the seed, the sample index, the position and
     the token id."""
     min_tokens: int = 0
-    """Minimum number of output tokens. Until it is reached, stop tokens cannot be sampled."""
+    """Minimum number of output tokens. Stop tokens cannot be sampled before it is reached."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a sequence: the stop tokens of the request, and the checkpoint's end-of-sequence
-    tokens, which the front adds."""
+    """Tokens that end a sequence: the request's stop tokens, and the checkpoint's end-of-sequence tokens,
+    which the front adds."""
     ignore_eos: bool = False
-    """Whether to ignore `stop_token_ids`. If so, stop tokens do not end the sequence, and they may be sampled
+    """Whether to ignore `stop_token_ids`. If so, stop tokens do not end the sequence and may be sampled
     before `min_tokens` is reached."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log probabilities are returned in addition to that of the sampled
-    token. None disables log probabilities."""
+    """Number of most likely tokens whose log probabilities are returned in addition to the sampled token's.
+    None disables log probabilities."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens whose log probabilities are returned for every prompt token except the
-    first, in addition to that of the prompt token. None disables prompt log probabilities."""
+    """Number of most likely tokens whose log probabilities are returned for every prompt token but the first,
+    in addition to that token's own. None disables prompt log probabilities."""
 
     @property
     def penalised(self) -> bool:
-        """Whether sampling requires the number of previous occurrences of each token."""
+        """Whether sampling requires each token's number of previous occurrences."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 _TOKEN_TYPE: Final = "i"
-"""Type code of a packed token id in the modules `array` and `struct`: a signed 32-bit integer in the
-machine's byte order. All processes run on the same machine."""
+"""Type code of a packed token id for the modules `array` and `struct`: a signed 32-bit integer in the
+machine's byte order, as all processes run on the same machine."""
 TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Return token ids as packed 32-bit integers. Prompts are sent in this form, because decoding one bytes
-    object is much faster than decoding a list of up to 131,072 integers.
-
-    Raises OverflowError if an id does not fit into 32 bits. Such an id is outside every vocabulary.
+    object is much faster than decoding a list of up to 131,072 integers. Raises OverflowError if an id does
+    not fit into 32 bits, and so is outside every vocabulary.
     """
     return array(_TOKEN_TYPE, token_ids).tobytes()
 
@@ -216,30 +210,30 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Sent by a front to a replica to generate `n` samples for one prompt."""
 
     handle: int
-    """Identifier of the submission on its channel. The front chooses it and never reuses it."""
+    """Identifies the submission on its channel. The front chooses it and never reuses it."""
     request_id: str
     index: int = 0
-    """Index of the prompt within its request."""
+    """The prompt's index within its request."""
     prompt: bytes
-    """Token ids of the prompt, packed by `pack_tokens`."""
+    """The prompt's token ids, packed by `pack_tokens`."""
     output_token_ids: list[int] = []
-    """Output tokens that another replica generated before it failed. If there are any, n must be 1."""
+    """Output tokens generated by another replica before it failed. If there are any, n must be 1."""
     n: int = 1
     first_sample: int = 0
-    """Index of the submission's first sample within its request. Sample i of the submission has the index
-    first_sample + i within the request."""
+    """Index of the submission's first sample within its request: sample i of the submission is sample
+    first_sample + i of the request."""
     sampling: SamplingParams
     cache_salt: str = ""
-    """An arbitrary string. The prefix cache shares blocks only between requests with equal salts."""
+    """An arbitrary string. Requests share prefix cache blocks only if their salts are equal."""
     priority: int = 1
-    """Priority class, from 0 (real-time) to 3 (background). Sequences of the class with the highest number
-    are preempted first."""
+    """Priority class, from 0 (real-time) to 3 (background). The class with the highest number is preempted
+    first."""
     urgency: int = 0
     """Urgency within priority classes 0 and 1: 0 if the submission is not urgent, otherwise the result of
     `urgency_of`, which is higher for shorter prompts."""
     reserved_slots: int = 0
-    """Number of slots reserved for urgent submissions. The number applies to all submissions, including
-    earlier ones, until a submission with another number arrives."""
+    """Number of slots reserved for urgent submissions. It applies to all submissions, even earlier ones,
+    until a submission with a different number arrives."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -248,19 +242,18 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
 
     @property
     def level(self) -> int:
-        """Scheduling level from 0 (highest priority) to LEVELS - 1. Submissions with a lower level number are
-        admitted and computed first. Credit is counted per level."""
+        """Scheduling level from 0 (highest priority) to LEVELS - 1. Lower levels are admitted and computed
+        first. Credit is counted per level."""
         return level_of(self.priority, self.urgency)
 
     @property
     def credit_tokens(self) -> int:
-        """Token credit that the submission uses. The credit is returned as the tokens are computed or
-        dropped."""
+        """Token credit used by the submission. It is returned as the tokens are computed or dropped."""
         return self.prompt_tokens + len(self.output_token_ids)
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Sent by a front to a replica to cancel a submission, or only one `sample` of it."""
+    """Sent by a front to a replica to cancel a submission, or only its sample `sample`."""
 
     handle: int
     sample: int | None = None
@@ -271,8 +264,7 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     """Natural log probabilities of a sampled or prompt token and of the most likely alternatives, in
-    descending order. They are computed from the model's distribution before temperature, penalties and
-    biases."""
+    descending order, from the model's distribution before temperature, penalties and biases."""
 
     token_id: int
     logprob: float
@@ -291,12 +283,12 @@ class Output(msgspec.Struct, array_like=True):
     cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache. Set only in a sample's first output."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One entry per prompt token, with None for the first token. Set only in the first output of sample
-    `first_sample`, and only if requested."""
+    """One entry per prompt token, None for the first. Set only in the first output of sample `first_sample`,
+    and only if requested."""
     error: str | None = None
-    """Error message if `finish_reason` is "error"."""
+    """Error message, if `finish_reason` is "error"."""
     refused: bool = False
-    """Whether the submission was rejected as invalid. If not, `error` describes a failure of the engine."""
+    """Whether the submission was rejected as invalid. Otherwise, `error` describes an engine failure."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):

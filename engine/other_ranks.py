@@ -1,7 +1,7 @@
 """Runs ranks 1 to N-1 of a replica with N ranks when rank 0 runs in the calling process.
 
-In a benchmark, there is no core that supervises the ranks. `OtherRanks` therefore starts the processes of the
-ranks as the core does, and detects when a process exits.
+A benchmark has no core to supervise the ranks, so `OtherRanks` starts their processes as the core does, and
+detects when one exits.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from engine.rank_messages import Fatal, RankOutbound, Start, Stop
 from engine.wire import Channel, socketpair
 
 STOP_GRACE_S = 10.0
-"""Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds the limit is killed."""
+"""Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds it is killed."""
 LOSS_GRACE_S = 2.0
-"""Time limit, in seconds, for rank 0 to handle the loss of another rank. After this time, the process of rank
-0 exits. Rank 0 may be blocked in a collective that never returns, for example while it loads the model."""
+"""Time limit, in seconds, for rank 0 to handle the loss of another rank, after which its process exits. Rank
+0 may be blocked in a collective that never returns, e.g. while loading the model."""
 
 
 class OtherRanks:
     """Runs ranks 1 to N-1, each as `python -m engine.replica`, until `stop` is called.
 
-    If a rank exits before `stop`, the `on_exit` callback is called and the other ranks are killed. Rank 0
-    then raises RankLost, and its caller must call `explain` and `stop`. If `stop` is not called within
+    If a rank exits before that, the `on_exit` callback is called and the other ranks are killed. Rank 0 then
+    raises RankLost, and its caller must call `explain` and `stop`. If `stop` is not called within
     LOSS_GRACE_S seconds, this process prints the reason and exits with code 1.
     """
 
@@ -41,7 +41,7 @@ class OtherRanks:
         """Start the processes. The calling thread must outlive them. Raises OSError if a process cannot be
         started."""
         self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
-        """Configuration of all ranks, including the path of the file through which they find each other."""
+        """Configuration of all ranks, including the path of their rendezvous file."""
         self.plans: list[socket.socket] = []
         """Rank 0's ends of the plan channels to the other ranks, in rank order."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -65,23 +65,20 @@ class OtherRanks:
         return [process.pid for process in self._processes.values()]
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
-        """Register a callback for the loss of a rank.
-
-        When a rank exits before `stop`, `callback(reason)` is called at least once, on any thread. If a rank
-        has already exited, the callback is called immediately.
+        """Register a callback for the loss of a rank. If a rank exits before `stop`, `callback(reason)` is
+        called at least once, on any thread; immediately, if a rank has already exited.
         """
         self._on_exit = callback
         if self._exited.is_set():
             callback(self._reason)
 
     def explain(self, error: Exception) -> str:
-        """Return the reason why a rank was lost. `error` is the exception that rank 0 raised because of the
-        loss."""
+        """Return why a rank was lost. `error` is the exception that rank 0 raised as a result."""
         self._exited.wait(LOSS_GRACE_S)
         return f"{self._reason} ({error})" if self._reason else str(error)
 
     def stop(self) -> None:
-        """Send `Stop` to the ranks, and return when they have been reaped. Ranks that do not exit in time are
+        """Send `Stop` to the ranks, and return once they have been reaped. Ranks that do not exit in time are
         killed."""
         self._stopping.set()
         for channel in self._channels.values():

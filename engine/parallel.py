@@ -1,7 +1,7 @@
-"""Defines the ranks of a replica and their collective operations. A single rank needs no process group and
-does not load torch.distributed. Collectives do not carry step plans: rank 0 sends plans on channels
-(`engine.plan_channel`). If the ranks' GPUs can map each other's memory, the ranks exchange small messages
-through GPU memory (`engine.peer_ranks`)."""
+"""Defines a replica's ranks and their collective operations. A single rank needs no process group and does
+not load torch.distributed. Step plans are not sent by collectives but on channels (`engine.plan_channel`). If
+the ranks' GPUs can map each other's memory, the ranks exchange small messages through GPU memory
+(`engine.peer_ranks`)."""
 
 from __future__ import annotations
 
@@ -21,38 +21,37 @@ log = logging.getLogger(__name__)
 
 
 class RankFailureError(RuntimeError):
-    """Raised if a collective fails because a peer died or timed out. The group of ranks is no longer
-    usable."""
+    """Raised if a collective fails because a peer died or timed out. The group of ranks is then unusable."""
 
 
 class Overlap(Protocol):
-    """Sums results over the ranks while the forward pass continues. The tokens of the pass are split into two
-    halves: the ranks sum the results of one half while they compute the other half."""
+    """Sums results over the ranks while the forward pass continues. The pass's tokens are split into two
+    halves: the ranks sum one half's results while computing the other half."""
 
     split: int
     """Number of tokens in the first half."""
 
     def part(self, half: int, rows: int) -> torch.Tensor | None:
-        """Return the buffer for the summand `part` of the next `start` for one half: [rows, hidden]. None
-        means that the caller allocates the summand."""
+        """Return the buffer for the summand `part` of one half's next `start`: [rows, hidden]. If None, the
+        caller allocates it."""
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
-        """Start computing `residual` plus the sum of `part` over the ranks for one half. May overwrite both
-        tensors. A summand that is not in the buffer returned by the method `part` is copied to this buffer
-        first."""
+        """Start computing one half's `residual` plus the sum of `part` over the ranks. May overwrite both
+        tensors. If the summand is not in the buffer returned by the method `part`, it is first copied
+        there."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of `start` for one half, and return it. The result is valid until the second
-        following call of `start` for this half."""
+        """Wait for one half's `start` to finish, and return its result, which is valid until the second
+        following `start` for this half."""
 
 
 class Ranks(Protocol):
-    """A group of ranks. All ranks must make the same calls in the same order."""
+    """A group of ranks, which must all make the same calls in the same order."""
 
     size: int
     rank: int
     collectives: str
-    """Name of the communication backend, shown to operators. It is empty for a single rank."""
+    """Name of the communication backend, shown to operators. Empty for a single rank."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over the ranks, bitwise equal on all ranks. May overwrite `tensor`."""
@@ -61,7 +60,7 @@ class Ranks(Protocol):
         """Return `residual` plus the sum of `part` over the ranks, bitwise equal on all ranks.
 
         `part` is [tokens, hidden]. `residual.values` and `part` may be overwritten. `norm` is the norm that
-        the next operation needs, if any. The returned residual may then include the result of this norm.
+        the next operation needs, if any; the returned residual may then include its result.
         """
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,24 +74,21 @@ class Ranks(Protocol):
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the id of the largest value over all ranks for each row: `[rows]` int64.
 
-        `values` is [rows] float32, and `ids` is [rows] int64 with ids below 2³¹. If several ranks have the
-        largest value, the id of the lowest rank is returned. The result is BAD_TOKEN if a row contains a NaN,
-        or if its largest value is infinite.
+        `values` is [rows] float32, and `ids` is [rows] int64 with ids below 2³¹. Ties go to the lowest rank.
+        The result is BAD_TOKEN if a row contains a NaN, or if its largest value is infinite.
         """
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve memory for overlapping the sums of passes of up to `tokens` tokens, if the overlap improves
-        performance."""
+        """Reserve memory for overlapping the sums of passes of up to `tokens` tokens with computation, if
+        that improves performance."""
 
     def overlap(self, tokens: int) -> Overlap | None:
-        """Return the object that overlaps the sums of a pass of `tokens` tokens, or None if the overlap would
-        not improve performance."""
+        """Return the object that overlaps the sums of a pass of `tokens` tokens with computation, or None if
+        that would not improve performance."""
 
     def abandon(self, reason: str) -> None:
-        """Abort all current and future waits for peers. Call after a peer was lost. May be called from any
-        thread.
-
-        After this call, the results of collectives are undefined, and `check` raises RankLost.
+        """Abort all current and future waits for peers, after a peer was lost. May be called from any thread.
+        From then on, results of collectives are undefined, and `check` raises RankLost.
         """
 
     def check(self) -> None:
@@ -103,7 +99,7 @@ class Ranks(Protocol):
 
 
 class Collectives:
-    """Base class that implements all of `Ranks` except `all_reduce` and `all_gather_stack`, which subclasses
+    """Base class that implements `Ranks` except for `all_reduce` and `all_gather_stack`, which subclasses
     provide."""
 
     size: int
@@ -128,7 +124,7 @@ class Collectives:
         words = torch.stack((values.float().view(torch.int32), ids.int()))
         stack = self.all_gather_stack(words)
         values, ids = stack[:, 0].view(torch.float32), stack[:, 1]
-        # argmax returns the index of the first NaN if there is one, and otherwise that of the first maximum.
+        # argmax returns the index of the first NaN if there is one, otherwise that of the first maximum.
         winner = values.argmax(dim=0, keepdim=True)
         finite = values.gather(0, winner)[0].isfinite()
         return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)
@@ -153,7 +149,7 @@ class Collectives:
 
 
 class _Single(Collectives):
-    """A group with a single rank, which needs no communication."""
+    """The only rank of its group, which needs no communication."""
 
     size = 1
     rank = 0
@@ -170,7 +166,7 @@ class _Single(Collectives):
 
 
 class _Group(Collectives):
-    """A rank of a group that uses the default process group of torch.distributed."""
+    """A rank that uses torch.distributed's default process group."""
 
     def __init__(self, size: int, rank: int) -> None:
         import torch.distributed
@@ -205,7 +201,7 @@ class _Group(Collectives):
         if self._dist.get_backend() != "nccl":
             return  # gloo itself detects that a peer has exited
 
-        # Abort on a separate thread, because the call can block. It waits for running NCCL kernels, and these
+        # Abort on a separate thread, because the call can block: it waits for running NCCL kernels, which
         # wait for the lost peer until they are aborted.
         threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
 
@@ -236,7 +232,7 @@ def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
 
     received = torch.empty_like(tensor)
     try:
-        # The tensor is sent as bytes, because some backends do not support all dtypes.
+        # Sent as bytes, because some backends do not support all dtypes.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8))
     except RuntimeError as error:
         raise RankFailureError(
@@ -260,17 +256,17 @@ def join(
     timeout_seconds: float = 60.0,
     overlap_from: int | None = None,
 ) -> Ranks:
-    """Join the process group of a replica, and return its ranks. With `size` 1, this is `single()`.
+    """Join a replica's process group, and return its ranks. With `size` 1, this is `single()`.
 
     `rendezvous_path` is a file on a local file system through which the ranks find each other. All ranks use
     the same path, and the file must not exist yet. `backend` is "gloo" for CPUs or "nccl" for CUDA. gloo uses
     the loopback interface unless GLOO_SOCKET_IFNAME is set. With nccl, the rank's device must be the current
     device.
 
-    `timeout_seconds` limits the wait for other ranks, both here and in each collective. gloo also detects the
-    exit of a peer immediately, because its connection closes. On GPUs that can map each other's memory, sums
-    overlap with computation in passes of at least `overlap_from` tokens. None selects
-    `engine.sizing.OVERLAP_FROM_TOKENS`.
+    `timeout_seconds` limits the wait for other ranks, both here and in each collective. gloo also detects a
+    peer's exit immediately, because its connection closes. On GPUs that can map each other's memory, sums
+    overlap with computation in passes of at least `overlap_from` tokens (by default
+    `engine.sizing.OVERLAP_FROM_TOKENS`).
 
     Raises RankLost if the other ranks do not join in time, and ValueError for invalid arguments.
     """
@@ -285,8 +281,8 @@ def join(
     import torch.distributed as dist
 
     if backend == "gloo":
-        # By default, gloo uses the address to which the host name resolves. This fails on a machine without a
-        # network. On a machine with a network, the ranks would communicate over the network.
+        # By default, gloo uses the address that the host name resolves to. Without a network, this fails;
+        # with one, the ranks would communicate over it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
@@ -307,8 +303,8 @@ def join(
 
 
 def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ranks:
-    """Return ranks that use peer memory if every GPU of the group can map the memory of every other GPU.
-    Otherwise, return `group`."""
+    """Return ranks that use peer memory if all GPUs of the group can map each other's memory, otherwise
+    `group`."""
     # Imported here because these modules load Triton, which a CPU does not need.
     from engine.peer_memory import PeerMemory
     from engine.peer_ranks import PeerRanks
@@ -325,8 +321,8 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # This exchange also makes every rank wait until all ranks have set up their memory. After the
-        # exchange, peers may write messages to this rank's memory.
+        # This exchange also makes every rank wait until all ranks have set up their memory. After it, peers
+        # may write messages to this rank's memory.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

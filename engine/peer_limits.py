@@ -1,5 +1,5 @@
-"""Message sizes at which ranks switch from one all-reduce implementation to another.
-`engine.bench.collectives` measures them."""
+"""Message sizes at which ranks switch between all-reduce implementations, as measured by
+`engine.bench.collectives`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class AllReduceLimits:
-    """The all-reduce implementation for each message size. The smallest messages use a one-shot all-reduce
-    through peer memory, larger messages a two-shot all-reduce, and the largest messages the all-reduce of the
-    group (NCCL)."""
+    """The all-reduce implementation for each message size: a one-shot all-reduce through peer memory for the
+    smallest messages, a two-shot one for larger messages, and the group's (NCCL) for the largest."""
 
     two_shot_bytes: int
     """Message size from which the two-shot all-reduce is used."""
@@ -22,7 +21,7 @@ class AllReduceLimits:
     are sent in pieces."""
     quantised_rows: range = range(2, 65)
     """Row counts at which a one-shot all-reduce also computes the quantised norm, with one program per row.
-    At other row counts, two separate kernels are faster."""
+    At other counts, two separate kernels are faster."""
 
 
 _LIMITS = {
@@ -35,7 +34,7 @@ _LIMITS = {
 `two_shot_bytes` was measured for two ranks on 2 × H200. For four ranks, `two_shot_bytes` and `quantised_rows`
 were measured on 4 × H100 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second
 exchange costs 2.5 µs, and for n ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth on
-an NVLink with 373 GB/s. `quantised_rows` has not been measured for two and eight ranks. `group_bytes` is the
+an NVLink with 373 GB/s. `quantised_rows` has not been measured for two or eight ranks. `group_bytes` is the
 same for any number of ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes 365 µs in pieces and
 324 µs with NCCL. With half as many rows, the times are 182 µs and 171 µs, but the host needs another 0.1 ms
 to launch NCCL.
@@ -43,6 +42,5 @@ to launch NCCL.
 
 
 def limits_of(size: int) -> AllReduceLimits:
-    """Return the limits for `size` ranks. If there are none, return the limits for the next smaller number of
-    ranks that has limits."""
+    """Return the limits for `size` ranks, or for the next smaller number of ranks that has limits."""
     return _LIMITS[max((known for known in _LIMITS if known <= size), default=2)]

@@ -1,4 +1,5 @@
-"""Allocates memory that all GPUs of a replica can access. The ranks exchange small messages through it."""
+"""Allocates memory that all of a replica's GPUs can access, through which the ranks exchange small
+messages."""
 
 from __future__ import annotations
 
@@ -14,12 +15,11 @@ of 8,192 16-bit numbers."""
 
 
 class PeerMemory:
-    """The arena of one rank in GPU memory, and the addresses of its peers' arenas.
-
-    All ranks of torch.distributed's default group must construct their instances at the same time. Each
-    rank's GPU must be its current device. The group's backend must be NCCL. A rank may use its instance only
-    after all ranks have constructed theirs. NVLink multicast is not used. Raises RuntimeError if the GPUs
-    cannot map each other's memory.
+    """One rank's arena in GPU memory, and the addresses of its peers' arenas. All ranks of
+    torch.distributed's default group must construct their instances at the same time, with the rank's GPU as
+    the current device and NCCL as the group's backend. A rank may use its instance only after all ranks have
+    constructed theirs. NVLink multicast is not used. Raises RuntimeError if the GPUs cannot map each other's
+    memory.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -46,8 +46,8 @@ class PeerMemory:
         torch.cuda.synchronize()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Allocate a buffer on every rank, and return the buffers of all ranks, mapped on this rank's device.
-        All ranks must call this method at the same time."""
+        """Allocate a buffer on every rank, and return all ranks' buffers, mapped on this rank's device. All
+        ranks must call this method at the same time."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
@@ -59,6 +59,6 @@ class PeerMemory:
         return [handle.get_buffer(peer, shape, dtype) for peer in range(self.arena.world)]
 
     def stop(self) -> None:
-        """Abort all current and future waits for peers on this rank's GPU. Call after a peer was lost. The
-        aborted calls return undefined results. May be called from any thread."""
+        """Abort all current and future waits for peers on this rank's GPU, after a peer was lost. The aborted
+        calls return undefined results. May be called from any thread."""
         self._stop[0] = 1

@@ -1,9 +1,9 @@
 """Sums long messages over the ranks while a forward pass runs, using the GPUs' copy engines.
 
-Each rank computes the sums of a share of the rows. First, every rank copies its summands to the ranks that
-compute the sums. Each rank then adds the summands of its rows, and copies the sums to all other ranks. The
-copies do not occupy the multiprocessors, which run the pass. Sums are computed in rank order in float32, so
-they are bitwise equal on all ranks.
+Each rank sums a share of the rows. First, every rank copies its summands to the ranks that sum them. Each
+rank then adds up its rows, and copies the sums to all other ranks. The copies do not occupy the
+multiprocessors, which run the pass. Sums are computed in rank order in float32, so they are bitwise equal on
+all ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class OverlapMemory:
     """Buffers for the parts and the results of sums. All ranks' buffers are mapped on this rank's device."""
 
     stages: Sequence[torch.Tensor]
-    """For each rank, the buffer that receives the parts that the rank must sum: [HALVES, ranks, rows / ranks,
-    hidden]. The second index is the rank that sent the part."""
+    """For each rank, the buffer that receives the parts that rank must sum: [HALVES, ranks, rows / ranks,
+    hidden]. The second index is the sending rank."""
     gathered: Sequence[torch.Tensor]
-    """For each rank, two result buffers per half, which are used alternately so that one can be read while
-    the other is written: [HALVES, 2, rows, hidden]."""
+    """For each rank, two result buffers per half, used alternately so that one can be read while the other is
+    written: [HALVES, 2, rows, hidden]."""
 
     @staticmethod
     def shapes(ranks: int, rows: int, hidden: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -44,9 +44,9 @@ class PeerOverlap:
     """Computes the sums over the ranks for the two halves of a forward pass. Implements
     `engine.parallel.Overlap`.
 
-    The copies and kernels of a sum form one CUDA graph, because the host would need longer to launch them one
-    by one than the device needs to compute a layer. All buffers of the graphs are therefore allocated once.
-    The graphs for a number of tokens are captured when they are first needed, which happens during warm-up.
+    The copies and kernels of a sum form one CUDA graph, because launching them one by one would take the host
+    longer than the device needs to compute a layer. The graphs' buffers are therefore allocated once. The
+    graphs for a number of tokens are captured when first needed, which is during warm-up.
 
     Between the first `start` of a pass and its last `finish`, the arena must not be used for anything else.
     """
@@ -58,19 +58,19 @@ class PeerOverlap:
         self._parts = torch.empty_like(self._results[:, 0])
         """This rank's summands: [HALVES, rows, hidden]."""
         self._turns, self._rows = [0] * HALVES, [0] * HALVES
-        """For each half, the index of the result buffer that contains the latest sum, and the number of rows
-        of this sum."""
+        """For each half, the index of the result buffer with the latest sum, and that sum's number of
+        rows."""
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        # On meta tensors, kernels are only enumerated, so no streams are needed.
+        # On meta tensors, kernels are only enumerated, which needs no streams.
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
         self._computed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
         self._summed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
         self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
-        """Captured calls of `_sum`, keyed by their arguments."""
+        """Captured `_sum` calls, keyed by their arguments."""
         self._graph_memory = torch.cuda.graph_pool_handle() if cuda else None
         self._loaded = False
-        """Whether the kernels have been loaded, which is not possible during a capture."""
+        """Whether the kernels have been loaded, which is impossible during a capture."""
 
     @property
     def max_half_tokens(self) -> int:
@@ -81,12 +81,12 @@ class PeerOverlap:
         return self._parts[half, :rows]
 
     def result(self, half: int, turn: int, rows: int) -> torch.Tensor:
-        """Return one of a half's two result buffers, which contain the sums alternately: [rows, hidden]."""
+        """Return one of a half's two result buffers, which hold the sums alternately: [rows, hidden]."""
         return self._results[half, turn, :rows]
 
     def begin(self, half: int, values: torch.Tensor) -> None:
-        """Begin a pass for one half. Copies the half's residual `values` to result buffer 0. The sums of the
-        half are then stored in result buffers 1 and 0 alternately."""
+        """Begin a pass for one half: copy its residual `values` to result buffer 0. The half's sums are then
+        stored in result buffers 1 and 0 alternately."""
         self._turns[half] = 0
         self.result(half, 0, len(values)).copy_(values)
 
@@ -101,8 +101,8 @@ class PeerOverlap:
         self.start_sum(half, rows)
 
     def start_sum(self, half: int, rows: int) -> None:
-        """Start adding the ranks' parts to the latest sum of a half. This rank's part must be in the buffer
-        returned by `part`."""
+        """Start adding every rank's part of one half to that half's latest sum. This rank's part must be in
+        the buffer returned by `part`."""
         self._turns[half] ^= 1
         self._rows[half] = rows
         with self._on_stream(half):
@@ -129,7 +129,7 @@ class PeerOverlap:
         self._graphs[arguments].replay()
 
     def _sum(self, half: int, turn: int, rows: int) -> None:
-        """Add the ranks' parts to the sum in result buffer `1 - turn`, and store the result in result buffer
+        """Add the ranks' parts to the sum in result buffer `1 - turn`, and store the result in buffer
         `turn`."""
         rank, world = self._arena.rank, self._arena.world
         part, mine = self.part(half, rows), self._rows_of(rank, rows)
@@ -145,12 +145,12 @@ class PeerOverlap:
         self.barrier()
 
     def _rows_of(self, rank: int, rows: int) -> slice:
-        """Return the rows whose sums a rank computes."""
+        """Return the rows that a rank sums."""
         share = rows // self._arena.world
         return slice(rank * share, (rank + 1) * share)
 
     def barrier(self) -> None:
-        """Make the device wait until all copies that any rank issued before this call have arrived."""
+        """Make the device wait for all copies issued by any rank before this call."""
         all_gather(self._flag, 1, self._arena, pdl=False, fence=True)
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ class PeerOverlap:
 
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Sequence[torch.Tensor]]
-"""Allocates a buffer on every rank, and returns the buffers of all ranks, mapped on this rank's device."""
+"""Allocates a buffer on every rank, and returns all ranks' buffers, mapped on this rank's device."""
 
 
 def make_overlap(

@@ -1,5 +1,5 @@
-"""Collective operations of ranks on GPUs that can map each other's memory. Small messages use this memory
-(`kernels.triton.peer_arena`), and large messages use another group, which is NCCL on GPUs."""
+"""Collective operations of ranks on GPUs that can map each other's memory. Small messages go through this
+memory (`kernels.triton.peer_arena`), and large ones through another group, which is NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kernels.triton import all_gather, all_reduce, all_reduce_norm
 from kernels.triton.peer_arena import Arena
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that can be gathered through peer memory, which preserves all values except the sign of a zero."""
+"""Dtypes that can be gathered through peer memory, which preserves all values except the sign of zero."""
 
 
 class Memory(Protocol):
-    """The peer memory that `PeerRanks` uses. `engine.peer_memory.PeerMemory` implements it."""
+    """The peer memory used by `PeerRanks`. Implemented by `engine.peer_memory.PeerMemory`."""
 
     arena: Arena
 
@@ -31,11 +31,10 @@ class Memory(Protocol):
 
 
 class PeerRanks(Collectives):
-    """A rank that exchanges messages through peer memory if they fit, and otherwise through `group`.
-
-    `pdl` states whether the GPU supports programmatic dependent launch; if it is None, support is detected.
-    In passes of at least `overlap_from` tokens, sums overlap with computation. None disables the overlap.
-    `limits` determines which all-reduce a message uses; None selects the limits for this number of ranks.
+    """A rank that exchanges messages through peer memory if they fit, otherwise through `group`. `pdl` says
+    whether the GPU supports programmatic dependent launch; None detects it. In passes of at least
+    `overlap_from` tokens, sums overlap with computation; None disables this. `limits` determines which
+    all-reduce a message uses; None selects the limits for this number of ranks.
     """
 
     def __init__(
@@ -106,8 +105,8 @@ class PeerRanks(Collectives):
             return self._group.all_gather_last_dim(tensor)
         words = tensor.contiguous().view(torch.int32).view(-1, width)
         gathered = words.new_empty((len(words), self.size, width))
-        # If the rows do not fit into the arena together, send them in pieces. Gathering through `group`
-        # instead would need twice the memory of the result.
+        # Rows that do not fit into the arena together are sent in pieces. Gathering them through `group`
+        # instead would need twice the result's memory.
         for piece, result in zip(words.split(rows), gathered.split(rows), strict=True):
             all_gather.all_gather(piece.view(-1), width, self._arena, out=result, pdl=self.pdl)
         return gathered.view(tensor.dtype).view(*tensor.shape[:-1], -1)
@@ -161,7 +160,7 @@ class PeerRanks(Collectives):
         )
 
     def _pieces(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split a tensor into pieces that fit into the arena and have about the same number of rows."""
+        """Split a tensor into pieces of about the same number of rows that fit into the arena."""
         count = -(-len(tensor) // all_reduce.max_rows(tensor.shape[1], self._arena))
         return tensor.split(-(-len(tensor) // count))
 
@@ -172,6 +171,6 @@ class PeerRanks(Collectives):
         return part.numel() * part.element_size() >= self.limits.two_shot_bytes
 
     def _gathers(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is gathered through peer memory. The size of `tensor` in bytes must be a
-        multiple of 4."""
+        """Return whether `tensor` is gathered through peer memory. Its size in bytes must be a multiple of
+        4."""
         return all_gather.fits(tensor.numel() * tensor.element_size() // 4, self._arena)

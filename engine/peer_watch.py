@@ -1,6 +1,5 @@
-"""Detects that the process of another rank has exited, because the process's channel is then closed. A
-separate thread watches the channels, because the main thread may be blocked in a collective that waits for
-the other rank."""
+"""Detects by its closed channel that another rank's process has exited. A separate thread watches the
+channels, because the main thread may be blocked in a collective that waits for the other rank."""
 
 from __future__ import annotations
 
@@ -12,13 +11,12 @@ from collections.abc import Callable, Mapping
 
 class PeerWatch:
     """Calls `on_disconnect(name)` once, on a separate thread, when a peer closes its end of a channel.
-
-    `channels` maps the peers' names to the file descriptors to watch, which must be sockets. Data that
-    arrives on the sockets is not read.
+    `channels` maps the peers' names to the file descriptors to watch, which must be sockets. Arriving data is
+    not read.
     """
 
     def __init__(self, channels: Mapping[str, int], on_disconnect: Callable[[str], None]) -> None:
-        # Watch duplicates of the descriptors, because the owner may close a channel at any time.
+        # Watch duplicates of the descriptors, because their owner may close a channel at any time.
         self._names = {os.dup(descriptor): name for name, descriptor in channels.items()}
         self._on_disconnect = on_disconnect
         self._ended, self._end = os.pipe()
@@ -26,7 +24,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching the channels, and wait until the thread has ended."""
+        """Stop watching the channels, and wait for the thread to end."""
         os.close(self._end)
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Defines the plan of a step, which rank 0 sends to every rank, and the tokens that the step samples.
+"""Defines a step's plan, which rank 0 sends to every rank, and the tokens that the step samples.
 
 All structs contain only plain data, which `engine.wire` encodes as msgpack. This module does not load torch.
 """
@@ -11,21 +11,21 @@ from engine.messages import SamplingParams, TokenLogprob
 
 
 class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
-    """Assigns slots in the device tables to a new sequence and its forks. The previous contents of these
-    slots become invalid."""
+    """Assigns slots in the device tables to a new sequence and its forks. The slots' previous contents become
+    invalid."""
 
     slot: int
     sampling: SamplingParams
     sample: int
-    """Index of the sample within its request. It is part of the key of the sampling noise."""
+    """The sample's index within its request, which is part of the sampling noise's key."""
     prompt_tokens: int
     history: list[int]
-    """Known prompt and output tokens if penalties need the tokens' counts, otherwise empty."""
+    """Known prompt and output tokens if penalties need their counts, otherwise empty."""
     forks: list[tuple[int, int]] = []
-    """(slot, sample) of each fork. All forks share the other fields, which are therefore sent only once."""
+    """(slot, sample) of each fork. Forks share all other fields, which are therefore sent only once."""
 
     recent: list[int] = []
-    """Most recent output tokens (at most MAX_BAD_WORD_TOKENS - 1) if the request has bad words, otherwise
+    """The latest output tokens (at most MAX_BAD_WORD_TOKENS - 1) if the request has bad words, otherwise
     empty."""
 
     @property
@@ -35,21 +35,20 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Chunk(msgspec.Struct, array_like=True, frozen=True):
-    """A prefill chunk: consecutive tokens of a prompt, or of a preempted sequence that is recomputed."""
+    """A prefill chunk: consecutive tokens of a prompt, or of a preempted sequence being recomputed."""
 
     slot: int
     start: int
     """Position of the chunk's first token in the sequence."""
     token_ids: list[int]
     sample_slots: list[int]
-    """Slots that sample from the logits of the chunk's last token: the slot of the sequence and, with n > 1,
-    those of its forks. The list is empty if the prompt continues after the chunk."""
+    """Slots that sample from the logits of the chunk's last token: the sequence's slot and, with n > 1, those
+    of its forks. Empty if the prompt continues after the chunk."""
     prompt_logprobs: int | None = None
     """Number of most likely alternatives whose log probabilities are returned for each prompt token that
-    follows a token of the chunk. None disables prompt log probabilities."""
+    follows a token in the chunk. None disables prompt log probabilities."""
     next_token: int | None = None
-    """The prompt token that follows the chunk. Set only if there is such a token and `prompt_logprobs` is
-    set."""
+    """The prompt token that follows the chunk. Set only if there is one and `prompt_logprobs` is set."""
 
 
 class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -64,7 +63,7 @@ class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
     step: int
     setups: list[SlotSetup]
-    """Slots that are assigned in this step. Each slot occurs at most once."""
+    """Slots assigned in this step. Each slot occurs at most once."""
     blocks: list[tuple[int, int, int]]
     """New block table entries: (slot, index in the slot's block table, block id)."""
     copies: list[tuple[int, int]]
@@ -73,16 +72,16 @@ class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
     """Slots of the decoding sequences."""
     chunks: list[Chunk]
     clears: list[int] = []
-    """Blocks to fill with zeros, because a previous sequence left NaN or infinity in them. This is necessary
-    because attention multiplies masked values by zero, and zero times NaN is NaN."""
+    """Blocks to fill with zeros, because a previous sequence left NaN or infinity in them: attention
+    multiplies masked values by zero, and zero times NaN is NaN."""
     shares: list[tuple[int, int, list[int]]] = []
-    """Block table entries that samples of one prompt share: (source slot, number of leading entries, slots to
-    which the entries are copied). A step applies `shares` after `blocks`, because `blocks` may contain
-    entries of the source slot."""
+    """Block table entries that a prompt's samples share: (source slot, number of leading entries, slots to
+    copy them to). A step applies `shares` after `blocks`, because `blocks` may contain entries of the source
+    slot."""
 
 
 class MemoryPlan(msgspec.Struct, tag="memory", array_like=True, frozen=True):
-    """Instructs the other ranks to release the memory of their weights and KV caches, or to restore it."""
+    """Instructs the other ranks to release or restore the memory of their weights and KV caches."""
 
     step: int
     """Number of the last step before the operation."""
@@ -94,28 +93,25 @@ RankPlan = StepPlan | MemoryPlan
 """Messages from rank 0 to the other ranks."""
 
 LOWEST_LOGPROB = -9999.0
-"""Lowest log probability that is reported. Lower values and values that are not finite are replaced by this
-value."""
+"""Lowest log probability reported. It replaces lower and non-finite values."""
 
 BAD_TOKEN = -1
-"""Value that is reported instead of a sampled token if the logits have no finite maximum. This happens if the
-weights are damaged or a value overflowed."""
+"""Reported in place of a sampled token if the logits have no finite maximum, because the weights are damaged
+or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """Results of a step. There is one entry per sampling slot, in the plan's order: decodes first, then
-    chunks."""
+    """A step's results. There is one entry per sampling slot, in plan order: decodes first, then chunks."""
 
     token_ids: list[int]
     """Sampled tokens, with BAD_TOKEN where no token could be sampled."""
     logprobs: list[TokenLogprob | None] | None
     """Log probabilities of the sampled tokens, or None if no slot requested them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    """For each slot, the log probabilities of the prompt tokens that follow the tokens of the slot's
-    chunk."""
+    """For each slot, the log probabilities of the prompt tokens that follow those in the slot's chunk."""
     non_finite: list[int] = []
-    """Slots whose chunk does not sample and has hidden states that are not finite. A slot that samples
-    reports BAD_TOKEN instead."""
+    """Slots whose chunk does not sample and has non-finite hidden states. A slot that samples reports
+    BAD_TOKEN instead."""
     expert_choices: dict[int, list[int]] | None = None
-    """For each layer: the number of counted tokens that have chosen each expert since the replica started.
-    None if the step does not report them, or if the model has no experts."""
+    """For each layer, the number of counted tokens that chose each expert since the replica started. None if
+    the step does not report them, or the model has no experts."""

@@ -1,4 +1,4 @@
-"""The channel on which rank 0 sends each plan to the other ranks, before it launches the step."""
+"""The channel on which rank 0 sends each plan to the other ranks before launching the step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from engine.plan import RankPlan
 from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel, encode_frame
 
 PLAN_TIMEOUT_S = 30.0
-"""Maximum time, in seconds, that a peer may leave plans unread. A peer does not read while it launches a
-step, and a launch can take as long as the computation of a long prompt."""
+"""Maximum time, in seconds, that a peer may leave plans unread. A peer does not read while launching a step,
+which can take as long as computing a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
-"""Maximum size of a plan's frame in bytes. It is higher than the limit for fronts, because both ends of a
-plan channel are ranks of the same replica, which trust each other."""
+"""Maximum size of a plan's frame in bytes. It exceeds the limit for fronts, because both ends of a plan
+channel are ranks of the same replica, which trust each other."""
 
 _NUMBER_BYTES = 5
-"""Size in bytes of a number below 2³² in msgpack."""
+"""Msgpack size, in bytes, of a number below 2³²."""
 _SLOT_BYTES = 512
-"""Upper bound on the bytes that one slot adds to a plan, excluding the request's lists. The bound covers the
+"""Upper bound on the bytes that one slot adds to a plan, excluding the request's lists. It covers the
 sampling parameters with their names, the numbers in the slot's chunk, and the slot's entries in the plan's
 lists."""
 _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
-"""Size in bytes of a block table entry, which contains slot, index and block id."""
+"""Size in bytes of a block table entry: slot, index and block id."""
 
 
 def plan_channel(descriptor: int) -> Channel[Any]:
@@ -44,11 +44,11 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound on the size of a plan's frame in bytes.
 
-    If a step contains several setups, `engine.scheduling.admission.MAX_SETUP_NUMBERS` limits their lists. The
-    lists of a single setup are limited by the size of the front's frame in which they arrived, plus the
-    sequence's output. Apart from the setups, a plan contains at most every slot with its complete block
-    table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is
-    about 100 MB.
+    The lists of several setups in a step are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`;
+    those of a single setup, by the size of the front's frame that they arrived in, plus the sequence's
+    output. Apart from the setups, a plan contains at most every slot with its complete block table, the
+    tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is about
+    100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES
@@ -79,8 +79,8 @@ class PlanSender:
     """Sends plans to the other ranks without blocking.
 
     Each plan is encoded once. If a peer's socket does not accept all bytes immediately, a thread writes the
-    rest in order. A peer is considered lost if it has closed its end of the channel, or if it has read
-    nothing for `timeout_s` seconds while plans are queued.
+    rest in order. A peer is considered lost if it closes its end of the channel, or reads nothing for
+    `timeout_s` seconds while plans are queued.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class PlanSender:
     ) -> None:
         """Create a sender for ranks 1 to N-1.
 
-        `sockets` are rank 0's ends of the plan channels, in rank order. When a peer is lost, `on_failure` is
-        called once with the reason, on any thread. The callback must not call methods of this object.
+        `sockets` are rank 0's ends of the plan channels, in rank order. If a peer is lost, `on_failure` is
+        called once with the reason, on any thread. It must not call methods of this object.
         """
         self._encoder = msgspec.msgpack.Encoder()
         self._peers = [_Peer(rank, sock, on_failure, timeout_s) for rank, sock in enumerate(sockets, 1)]
@@ -104,17 +104,16 @@ class PlanSender:
             peer.send(plan.step, frame)
 
     def flush(self, step: int) -> None:
-        """Block until all plans up to `step` are written. Raises RankLost if a peer is lost.
-
-        Must be called before this rank waits for the step's results, because a peer cannot run the step until
-        it has received the complete plan.
+        """Block until all plans up to `step` are written. Raises RankLost if a peer is lost. Call this before
+        waiting for the step's results, because a peer cannot run the step until it has received the complete
+        plan.
         """
         for peer in self._peers:
             peer.flush(step)
 
 
 class _Peer:
-    """Queues the plans that one peer's socket has not accepted yet."""
+    """Queues the plans that a peer's socket has not accepted yet."""
 
     def __init__(
         self, rank: int, sock: socket.socket, on_failure: Callable[[str], None], timeout_s: float
@@ -124,7 +123,7 @@ class _Peer:
         self._unsent: deque[tuple[int, memoryview]] = deque()
         self._failure = ""
         self._changed = threading.Condition()
-        """Lock that protects all fields. It is notified when a plan has been written or the peer is lost."""
+        """Protects all fields. It is notified when a plan has been written or the peer is lost."""
 
     def send(self, step: int, frame: bytes) -> None:
         with self._changed:
@@ -164,8 +163,8 @@ class _Peer:
             self._lose(f"closed its plan channel ({error.strerror})")
 
     def _lose(self, reason: str) -> None:
-        """Record that the peer failed, and report the failure with `on_failure`. The report lets the caller
-        abort a collective that waits for the peer."""
+        """Record that the peer failed, and report it through `on_failure`, so that the caller can abort a
+        collective that waits for the peer."""
         self._failure = reason
         self._on_failure(f"rank {self._rank} {reason}")
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 
 LARGE_BLOCK_BYTES = 256 << 10
-"""Minimum size, in bytes, of the blocks that malloc maps separately, so that `free` returns them to the
-operating system."""
+"""Minimum size, in bytes, of blocks that malloc maps separately, so that `free` returns them to the operating
+system."""
 MAX_ARENAS = 2
-"""Maximum number of malloc arenas. Each arena retains memory that its threads have freed. glibc's default is
-eight arenas per CPU core."""
+"""Maximum number of malloc arenas, each of which retains memory freed by its threads. glibc's default is
+eight per CPU core."""
 TRIM_EVERY_S = 10.0
 """Interval, in seconds, at which `return_memory_periodically` returns freed memory."""
 KERNEL_CACHE_ENTRIES = 128
@@ -29,9 +29,9 @@ def return_freed_memory() -> None:
     """Configure malloc so that it returns large freed blocks to the operating system. Call before threads
     start.
 
-    By default, glibc raises the size from which it maps blocks separately to the size of the largest freed
+    By default, glibc raises the threshold for mapping blocks separately to the size of the largest freed
     block, up to 32 MiB. Request bodies are then allocated on the heap, where a freed block stays resident as
-    long as a block at a higher address is in use. With other C libraries, this function does nothing.
+    long as a block at a higher address is in use. Does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -42,9 +42,9 @@ def return_freed_memory() -> None:
 def return_memory_periodically() -> None:
     """Start a thread that returns freed memory to the operating system every TRIM_EVERY_S seconds.
 
-    By default, glibc returns only freed memory at the end of the heap, so a small block that is still in use
-    keeps all freed memory below it resident. While the memory is returned, other threads that allocate memory
-    may have to wait. With other C libraries, this function does nothing.
+    By default, glibc returns freed memory only at the end of the heap, so a small block still in use keeps
+    all freed memory below it resident. While memory is being returned, threads that allocate memory may have
+    to wait. Does nothing with other C libraries.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -61,8 +61,8 @@ def bound_kernel_caches() -> None:
     """Limit the caches of compiled GEMM kernels in oneDNN and in torch. Call before torch is loaded.
 
     A CPU needs a separate kernel for each weight shape and each number of tokens in a step. By default, each
-    cache stores 1,024 kernels, so the process grows by 500 MB as steps with more and more different token
-    counts occur. Environment variables set by the operator take precedence.
+    cache holds 1,024 kernels, so the process grows by 500 MB as more and more different token counts occur.
+    Environment variables set by the operator take precedence.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))

@@ -15,19 +15,19 @@ def no_progress(progress: Progress) -> None:
 
 
 class StageTimes:
-    """A `ProgressCallback` that measures the duration of each stage of a start, and passes the reports on."""
+    """A `ProgressCallback` that measures how long each stage of a start takes, and passes the reports on."""
 
     def __init__(self, progress: ProgressCallback, now: Callable[[], float] = time.monotonic) -> None:
         self._progress = progress
         self._now = now
         self._label, self._since = "start", now()
         self._begun = True
-        """Whether the last report announced a new stage. Otherwise, the last report counted finished work."""
+        """Whether the last report announced a new stage, rather than counted finished work."""
         self._seconds: dict[str, float] = {}
 
     def __call__(self, report: Progress) -> None:
-        """Assign the time since the previous report to a stage. If both reports count finished work, this is
-        the stage of the new report. Otherwise, it is the stage of the previous report."""
+        """Assign the time since the previous report to a stage: that of the new report if both reports count
+        finished work, otherwise that of the previous report."""
         detail = report.detail if report.unit != "bytes" else ""
         label = f"{report.stage} ({detail})" if detail else report.stage
         worked = label if report.done and not self._begun else self._label

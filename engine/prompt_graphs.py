@@ -1,13 +1,13 @@
 """Captures short forward passes of prompts as CUDA graphs, and replays them. For passes of up to a few
-hundred tokens, the host needs longer to launch the kernels one by one than the device needs to run them.
+hundred tokens, launching the kernels one by one takes the host longer than the device needs to run them.
 
 Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so they are not
-written to the cache. No attention tile contains them, so their attention is not computed.
+written to the cache, and are in no attention tile, so their attention is not computed.
 
 Captured passes read an FP8 cache directly. They cannot expand the cache to the model's dtype first, because
 the number of blocks to expand depends on the plan. Direct reads are slow for long contexts, so passes with
-more than `MAX_FP8_KEYS` cached tokens do not use the graphs. Such passes do not need graphs, because the host
-launches their kernels faster than the device runs them.
+more than `MAX_FP8_KEYS` cached tokens do not use the graphs. They do not need them, because the host launches
+their kernels faster than the device runs them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ tokens of an 8B model on the device takes as long as launching the pass on the h
 
 
 class PromptGraphs:
-    """Captured forward passes of one rank, for plans without decodes.
-
-    Call `capture` once. Then call `stage` and `forward` for each plan that `fits` accepts.
+    """Captured forward passes of one rank, for plans without decodes. Call `capture` once, then `stage` and
+    `forward` for each plan that `fits` accepts.
     """
 
     def __init__(
@@ -51,14 +50,13 @@ class PromptGraphs:
         self._windows = list(dict.fromkeys(decoder.config.sliding_windows))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._staged = (0, 0)
-        """Size of the staged pass as captured, in tokens, and the pass's number of chunks."""
+        """The captured size of the staged pass in tokens, and its number of chunks."""
         self._max_tokens = self.sizes[-1] if self.sizes else 0
-        # Each chunk has a separate slot, so there are at most as many logit rows as slots.
+        # Each chunk has its own slot, so there are at most as many logit rows as slots.
         self._max_chunks = min(MAX_CHUNKS, len(tables.lengths))
-        # All inputs are in one buffer, so that one transfer fills them. The buffer contains the token ids,
-        # the positions and the KV slot indices. The tiles of each attention window follow, each with four
-        # int32, aligned to 16 bytes as the kernels require. The last part contains each chunk's logits index,
-        # slot and number of cached tokens.
+        # All inputs are in one buffer, so that one transfer fills them: token ids, positions and KV slot
+        # indices; then each attention window's tiles, four int32 each, aligned to 16 bytes as the kernels
+        # require; then each chunk's logits index, slot and number of cached tokens.
         self._tiles_at = 3 * self._max_tokens
         self._logits_at = self._tiles_at + 2 * len(self._windows) * self._max_tiles(self._max_tokens)
         size = self._logits_at + 3 * self._max_chunks
@@ -66,8 +64,8 @@ class PromptGraphs:
         self._logits = torch.empty((self._max_chunks, shard.vocab), dtype=decoder.dtype, device=tables.device)
 
     def capture(self, progress: ProgressCallback) -> None:
-        """Capture the graphs of all sizes, the largest first. Before each capture, a pass of a few layers
-        loads the kernels and allocates their workspaces."""
+        """Capture the graphs for all sizes, largest first. Before each capture, a pass of a few layers loads
+        the kernels and allocates their workspaces."""
         few = self._decoder.representative(self._kv)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
@@ -84,13 +82,13 @@ class PromptGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def launch(self) -> None:
-        """Launch every kernel of the captured graphs once, without capturing a graph."""
+        """Launch every kernel in the captured graphs once, without capturing a graph."""
         for size in self.sizes:
             self._run(size, self._decoder, self._kv)
 
     def fits(self, plan: StepPlan) -> bool:
-        """Return whether a plan can be replayed from a graph. The plan must contain no decodes and only a few
-        short chunks, each of which completes its prompt."""
+        """Return whether a plan can be replayed from a graph: it must have no decodes, and only a few short
+        chunks that each complete their prompt."""
         chunks = plan.chunks
         keys = sum(chunk.start + len(chunk.token_ids) for chunk in chunks)
         return (
@@ -102,7 +100,7 @@ class PromptGraphs:
         )
 
     def stage(self, plan: StepPlan) -> None:
-        """Transfer the input of the plan's forward pass to the device."""
+        """Transfer the input for the plan's forward pass to the device."""
         parts, spans, first = [], [], 0
         for chunk in plan.chunks:
             parts.append(self._tables.chunk_inputs(chunk))

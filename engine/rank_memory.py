@@ -1,9 +1,9 @@
 """Manages the memory of one rank that is released while the replica sleeps: the weights and the KV cache. On
 a GPU, the KV cache can also grow.
 
-On a GPU, the weights are copied to host memory. The GPU memory of weights and KV cache is then released, and
-later mapped again at the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released,
-because copying the weights would take as much memory as it frees.
+On a GPU, the weights are copied to host memory, and the GPU memory of weights and KV cache is released and
+later remapped at the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released, because
+copying the weights would take as much memory as it frees.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.host_pages import lock_pages, map_pages, unlock_pages
 log = logging.getLogger(__name__)
 
 HOST_RESERVE_BYTES = 1 << 30
-"""Host memory, in bytes, that must remain available when weights are copied to host memory."""
+"""Host memory, in bytes, that must remain available after copying the weights to host memory."""
 _GIB = 2**30
 
 
@@ -34,22 +34,21 @@ class SleepError(MemoryError):
 
 
 class RankMemory(Protocol):
-    """Allocates weights and KV cache, releases their memory, and restores it.
-
-    A replica sleeps with `save` and `release`, and wakes with `restore`. `save` and `restore` raise
-    SleepError. A failed call changes nothing.
+    """Allocates weights and KV cache, releases their memory, and restores it. A replica sleeps with `save`
+    and `release`, and wakes with `restore`. `save` and `restore` raise SleepError; a failed call changes
+    nothing.
     """
 
     @property
     def held_bytes(self) -> int:
-        """Device memory, in bytes, that was allocated without torch's allocator."""
+        """Device memory, in bytes, allocated outside torch's allocator."""
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that contains copies of the weights, in bytes."""
+        """Host memory used for copies of the weights, in bytes."""
 
     def empty_weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor with undefined values. Raises torch.OutOfMemoryError."""
+        """Return an uninitialised tensor. Raises torch.OutOfMemoryError."""
 
     def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a zero-filled tensor. Raises torch.OutOfMemoryError, or OSError on a CPU."""
@@ -59,23 +58,22 @@ class RankMemory(Protocol):
         """Whether `growing_kv` and `grow_kv` are supported."""
 
     def growing_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor whose first dimension is the block id. The caller may access only the first block
-        and the blocks that `grow_kv` has provided. Raises torch.OutOfMemoryError."""
+        """Return a tensor whose first dimension is the block id. Only the first block, and blocks provided by
+        `grow_kv`, may be accessed. Raises torch.OutOfMemoryError."""
 
     def grow_kv(self, blocks: int) -> None:
-        """Provide the first `blocks` blocks of every tensor from `growing_kv`, filled with zeros. Raises
+        """Provide the first `blocks` blocks, zero-filled, of every tensor from `growing_kv`. Raises
         torch.OutOfMemoryError."""
 
     def blocks_within(self, nbytes: int) -> int:
-        """Return the number of blocks to which `grow_kv` can grow the KV cache by allocating at most `nbytes`
-        bytes."""
+        """Return how many blocks the KV cache can have if `grow_kv` allocates at most `nbytes` bytes."""
 
     def check(self, ranks: int) -> None:
         """Raise SleepError if this rank cannot sleep. `ranks` is the number of ranks on this machine, each of
         which needs host memory."""
 
     def save(self) -> None:
-        """Copy everything that `release` would destroy and `restore` needs to host memory."""
+        """Copy to host memory everything that `release` would destroy and `restore` needs."""
 
     def forget(self) -> None:
         """Delete the copies made by `save`."""
@@ -84,12 +82,12 @@ class RankMemory(Protocol):
         """Release the memory after `save`, and return its size in bytes."""
 
     def restore(self) -> None:
-        """Restore the memory after `release`, with the original weights and a zero-filled KV cache. The
-        copies in host memory are kept until `forget`."""
+        """Restore the memory after `release`, with the original weights and a zero-filled KV cache. The host
+        copies are kept until `forget`."""
 
 
 class _FixedKv:
-    """The KV cache of a rank whose tensors cannot grow."""
+    """A rank's KV cache whose tensors cannot grow."""
 
     can_grow = False
 
@@ -113,14 +111,14 @@ class CpuMemory(_FixedKv):
         self._device = device
         self._ranks = ranks
         self._pages: list[mmap.mmap] = []
-        """The pages of the KV cache."""
+        """The KV cache's pages."""
 
     def empty_weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zero pages that are allocated lazily. Creating the tensor takes almost no time,
-        and a page uses no memory until it is written."""
+        """Return a tensor of zero pages that are allocated lazily: creating it takes almost no time, and a
+        page uses no memory until it is written."""
         pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pages.append(pages)
         return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
@@ -140,8 +138,8 @@ class CpuMemory(_FixedKv):
         return self._kv_bytes
 
     def restore(self) -> None:
-        # Released pages read as zeros and are allocated again when they are written, so nothing needs to be
-        # restored. However, when no free page is left, Linux kills a process.
+        # Released pages read as zeros and are reallocated when written, so nothing needs to be restored.
+        # However, Linux kills a process when no free page is left.
         needed, available = self._kv_bytes * self._ranks, memory.available_host_bytes()
         if needed > available:
             raise SleepError(
@@ -196,11 +194,11 @@ class GpuMemory:
         self._device, self._driver = device, driver
         self._weights = DeviceArena(driver, total_bytes)
         self._kv: list[DeviceArena] = []
-        """One arena per tensor of the KV cache, because only a tensor with its own arena can grow."""
+        """One arena per KV cache tensor, because only a tensor with its own arena can grow."""
         self._block_bytes: list[int] = []
         """Size of a block in each of these tensors."""
         self._copies: list[torch.Tensor] = []
-        """Page-locked copies of the weights, one for each piece."""
+        """Page-locked copies of the weights, one per piece."""
         self._freeing: threading.Thread | None = None
 
     @property
@@ -313,7 +311,7 @@ class GpuMemory:
 
 
 def open_memory(device: torch.device, ranks: int) -> RankMemory:
-    """Return the memory of a rank on this device. `ranks` is the number of ranks of the replica."""
+    """Return a rank's memory on this device. `ranks` is the replica's number of ranks."""
     if device.type == "cpu":
         return CpuMemory(device, ranks)
     _, total = torch.cuda.mem_get_info(device)

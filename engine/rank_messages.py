@@ -1,7 +1,7 @@
-"""The control messages between the core and the ranks of a replica.
+"""The control messages between the core and a replica's ranks.
 
-All structs contain only plain data, which `engine.wire` encodes as msgpack. The plans that rank 0 sends to
-the other ranks are defined in `engine.plan`. The core imports this module, so it does not load torch.
+All structs contain only plain data, which `engine.wire` encodes as msgpack. Plans, which rank 0 sends to the
+other ranks, are defined in `engine.plan`. The core imports this module, so it does not load torch.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from engine.levels import LEVELS
 from engine.messages import FinishReason, ReplicaInfo, ReplicaSpec
 
 BLOCK_CELLS = 16_384
-"""Maximum number of blocks that `BlockUse` describes."""
+"""Maximum number of blocks described by `BlockUse`."""
 NO_OWNER = 0xFFFF
-"""Owner of a block that no request uses, in `BlockUse.owners`."""
+"""The owner, in `BlockUse.owners`, of a block that no request uses."""
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
     """First message from the core to each rank. It tells the process to start as rank number `rank`. For rank
-    0, the message carries the file descriptors of the plan channels to the other ranks, in rank order. For
-    every other rank, it carries the descriptor of that rank's plan channel."""
+    0, it carries the file descriptors of the plan channels to the other ranks, in rank order; for any other
+    rank, the descriptor of that rank's plan channel."""
 
     spec: ReplicaSpec
     rank: int
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
-    """Sent by the core to rank 0 to connect a front. The message carries the file descriptor of the front's
-    data channel."""
+    """Sent by the core to rank 0 to connect a front. Carries the file descriptor of the front's data
+    channel."""
 
     front: str
 
 
 class CancelSequences(msgspec.Struct, tag="cancel_request", frozen=True):
-    """Sent by the core to rank 0 to end all sequences of a request, because an operator has cancelled the
-    request or its deadline has passed."""
+    """Sent by the core to rank 0 to end all of a request's sequences, because an operator has cancelled it or
+    its deadline has passed."""
 
     request_id: str
 
@@ -55,40 +55,38 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
     """Sent by rank 0 to the core after `Sleep` or `Wake`. Byte counts are sums over all ranks."""
 
     asleep: bool
-    """Whether the replica sleeps now."""
+    """Whether the replica is asleep now."""
     problem: str = ""
-    """Reason why the operation failed and changed nothing; empty if it succeeded."""
+    """Why the operation failed and changed nothing, or empty if it succeeded."""
     freed_bytes: int = 0
-    """Number of bytes that were released."""
+    """Number of bytes released."""
     host_bytes: int = 0
-    """Number of bytes of host memory that now contain copies of the weights."""
+    """Number of bytes of host memory that now hold copies of the weights."""
     seconds: float = 0.0
     """Duration of the operation."""
 
 
 class AskBlocks(msgspec.Struct, tag="ask_blocks", frozen=True):
-    """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. Rank 0
-    sends a single answer for all `AskBlocks` messages that arrived before the answer."""
+    """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. All
+    `AskBlocks` messages that arrive before the answer share it."""
 
 
 class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
-    """An unfinished request and its KV blocks, as part of `BlockUse`."""
+    """An unfinished request and its KV blocks, in `BlockUse`."""
 
     request_id: str
     blocks: int
     """Number of entries in the block tables of the request's samples. A block that several samples found in
-    the prefix cache is counted once per sample."""
+    the prefix cache counts once per sample."""
     preemptions: int
-    """Number of preemptions of the request's unfinished submissions."""
+    """Number of times the request's unfinished submissions have been preempted."""
 
 
 class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
-    """Sent by rank 0 to the core with the state of the KV blocks, in the order of the pool.
-
-    At most BLOCK_CELLS blocks are described. If the pool is larger, only every `stride`-th block is
-    described. A message therefore takes at most 64 KiB, plus about 40 bytes for each unfinished request. The
-    data of a message is collected over several steps. If the owner of a block changes during this time, the
-    message may name no owner for the block.
+    """Sent by rank 0 to the core with the state of the KV blocks, in pool order. It describes at most
+    BLOCK_CELLS blocks: every `stride`-th one, if the pool is larger. A message therefore takes at most
+    64 KiB, plus about 40 bytes per unfinished request. Its data is collected over several steps. If a block's
+    owner changes in the meantime, the message may name no owner for it.
     """
 
     stride: int
@@ -96,11 +94,11 @@ class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
     """One byte per described block: 0 (free), 1 (cached), 2 (used) or 3 (used, with more than one
     reference)."""
     ages: bytes
-    """One byte per described block. For a cached block, it is log2(1 + seconds since the block was last
-    used), rounded down. For other blocks, it is 0."""
+    """One byte per described block: log2(1 + seconds since its last use), rounded down, if the block is
+    cached, otherwise 0."""
     owners: bytes
-    """Two bytes per described block, little-endian: an index into `requests`, or NO_OWNER. The owner of a
-    block with several references is the first of its requests."""
+    """Two bytes per described block, little-endian: an index into `requests`, or NO_OWNER. A block with
+    several references belongs to the first of its requests."""
     requests: list[BlockOwner]
     """The unfinished requests, oldest first."""
 
@@ -115,40 +113,40 @@ device's layout; kernels are compiled and the KV pool is sized; warm-up steps ru
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
-    """Sent by a rank to the core during its start, with the current stage and its progress."""
+    """Sent by a starting rank to the core, with the current stage and its progress."""
 
     stage: LoadStage
     done: int = 0
     total: int = 0
-    """Total amount of work, or 0 if it is not known."""
+    """Total amount of work, or 0 if unknown."""
     unit: str = ""
     """What `done` and `total` count, such as "bytes" or "layers"."""
     detail: str = ""
-    """What the stage is working on, such as the name of a file."""
+    """What the stage is working on, such as a file name."""
     note: str = ""
-    """A message for the log, unrelated to the progress."""
+    """A message for the log, unrelated to progress."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """Sent by rank 0 to the core when the replica is ready to accept submissions."""
+    """Sent by rank 0 to the core when the replica is ready for submissions."""
 
     info: ReplicaInfo
 
 
 FatalKind = Literal["checkpoint", "memory", "device", "internal"]
-"""Cause of the exit of a rank. "checkpoint" means that the files or the configuration are invalid; the core
-then waits longer before it restarts the replica."""
+"""Why a rank exited. "checkpoint" means that the files or the configuration are invalid; the core then waits
+longer before restarting the replica."""
 
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
-    """Last message from a rank to the core, with the reason why the rank exits."""
+    """The last message from a rank to the core, with the reason for its exit."""
 
     kind: FatalKind
     message: str
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """Final counts of a submission. Exactly one `Finished` is sent for each `Submit`."""
+    """A submission's final counts. Exactly one `Finished` is sent for each `Submit`."""
 
     request_id: str
     index: int
@@ -156,40 +154,39 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    """Number of tokens that were generated for all samples. The tokens in `Submit.output_token_ids` are not
-    counted."""
+    """Number of tokens generated for all samples, not counting those in `Submit.output_token_ids`."""
     preemptions: int
     batch_size: int
-    """Batch size, as the number of sequences, of the step that started the submission."""
+    """Batch size, in sequences, of the step that started the submission."""
     finish_reason: list[FinishReason]
     """One finish reason per sample."""
     credit_tokens: int
-    """Total token credit of the submission. All of it has been returned to the core."""
+    """The submission's total token credit, all of which has been returned to the core."""
 
 
 class LayerExperts(msgspec.Struct, frozen=True):
-    """Statistics of the experts that tokens have chosen in one layer since the replica started."""
+    """Statistics of the experts chosen in one layer since the replica started."""
 
     layer: int
     experts: int
     """Number of experts."""
     choices: int
-    """Number of choices: the number of counted tokens times the number of experts that each token chooses."""
+    """Number of choices: the number of counted tokens times the number of experts chosen per token."""
     busiest: int
-    """The expert that was chosen most often."""
+    """The expert chosen most often."""
     busiest_choices: int
     unused: int
-    """Number of experts that no token has chosen."""
+    """Number of experts that were never chosen."""
 
     @property
     def imbalance(self) -> float:
-        """Number of times that the busiest expert was chosen, divided by the mean over all experts. It is 0
-        if no expert was chosen."""
+        """How often the busiest expert was chosen, divided by the mean over all experts, or 0 if none was
+        chosen."""
         return self.busiest_choices * self.experts / max(1, self.choices)
 
 
 class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a replica's engine. Counts of tokens, evictions and preemptions are totals since the replica
+    """State of a replica's engine. Token, eviction and preemption counts are totals since the replica
     started."""
 
     step: int
@@ -197,10 +194,10 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     credit_seqs: int
     credit_tokens: int
     returned_seqs: tuple[int, ...] = (0,) * LEVELS
-    """Number of finished samples per level. The sum equals `credit_seqs` minus the initial credit."""
+    """Number of finished samples per level. Their sum is `credit_seqs` minus the initial credit."""
     returned_tokens: tuple[int, ...] = (0,) * LEVELS
-    """Number of prompt tokens per level that were computed or dropped. The sum equals `credit_tokens` minus
-    the initial credit."""
+    """Number of prompt tokens per level that were computed or dropped. Their sum is `credit_tokens` minus the
+    initial credit."""
     running: int = 0
     waiting: int = 0
     waiting_seqs: tuple[int, ...] = (0,) * LEVELS
@@ -209,81 +206,80 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     blocks_used: int = 0
     blocks_cached: int = 0
     blocks_shared: int = 0
-    """Number of used blocks with more than one reference. All samples that were forked from one prompt count
-    as a single reference."""
+    """Number of used blocks with more than one reference. All samples forked from one prompt count as a
+    single reference."""
     evictions: int = 0
-    """Number of cached blocks that were overwritten because no block was free."""
+    """Number of cached blocks overwritten because no block was free."""
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Number of prompt tokens of all started submissions. A prompt is counted once per submission."""
+    """Number of prompt tokens of all started submissions. A prompt counts once per submission."""
     cached_tokens: int = 0
     """Number of prompt tokens of all started submissions that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
-    tokens, are counted again."""
+    """Number of tokens computed in prefills. Tokens recomputed after a preemption, including output tokens,
+    are counted again."""
     generated_tokens: int = 0
     expert_layers: tuple[LayerExperts, ...] = ()
-    """Statistics of the chosen experts, for each layer that has experts. All steps are counted. The counts
-    are up to one second old."""
+    """Statistics of the experts chosen, for each layer with experts. All steps are counted. The counts are up
+    to one second old."""
 
 
 class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
-    """State of a replica's engine, and statistics of the steps since the previous report."""
+    """State of a replica's engine, and statistics of its steps since the previous report."""
 
     decode_steps: int = 0
     """Number of decode-only steps."""
     step_ms: float = 0.0
     """Mean duration of a decode-only step in milliseconds, or 0 if there was none."""
     idle_us: float = 0.0
-    """Mean time, in microseconds, for which the device waited for the host before a decode-only step."""
+    """Mean time, in microseconds, that the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
-    """Number of steps with prefill. Their mean duration and mean idle time are `mixed_step_ms` and
+    """Number of steps with prefill, whose mean duration and idle time are `mixed_step_ms` and
     `mixed_idle_us`."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0
-    """Number of log lines that rank 0 has dropped since its start because standard error was blocked."""
+    """Number of log lines dropped by rank 0 since its start because standard error was blocked."""
 
 
 class LongestStep(msgspec.Struct, array_like=True, frozen=True):
-    """A replica's longest step with decodes. Prefill in such a step delays the next tokens of the decoding
-    sequences."""
+    """A replica's longest step with decodes. Prefill in such a step delays the decoding sequences' next
+    tokens."""
 
     ms: float
     """Duration in milliseconds."""
     decodes: int
-    """Number of sequences that decoded."""
+    """Number of decoding sequences."""
     prompt_tokens: int
-    """Number of prompt tokens that the step computed."""
+    """Number of prompt tokens computed in the step."""
     request_id: str = ""
-    """Id of the request with the largest chunk of the step, or an empty string if the step computed no prompt
-    tokens."""
+    """Id of the request with the step's largest chunk, or an empty string if no prompt tokens were
+    computed."""
 
 
 class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
-    """Sent by rank 0 to the core with the state of the replica. A report is sent after each step that ended a
-    submission or granted credit, every 100 ms while steps run, and every 500 ms otherwise. A longer pause is
-    announced by `LongStep`.
+    """Sent by rank 0 to the core with the replica's state: after each step that ended a submission or granted
+    credit, every 100 ms while steps run, and every 500 ms otherwise. A longer pause is announced by
+    `LongStep`.
 
-    Credits are totals granted since the start. The core computes the available credit as the granted credit
-    minus the used credit. `credit_seqs` starts at `max_num_seqs` and increases by one for each ended sample.
-    `credit_tokens` starts at the token budget of two steps with decodes or of one step without decodes,
-    whichever is larger. It increases by a submission's `credit_tokens` as these tokens are computed, found in
-    the prefix cache, or dropped. `returned_seqs` and `returned_tokens` contain the credit that was returned
-    for each level.
+    Credits are totals granted since the start. The available credit, computed by the core, is the granted
+    credit minus the used credit. `credit_seqs` starts at `max_num_seqs` and increases by one for each ended
+    sample. `credit_tokens` starts at the token budget of two steps with decodes or of one step without
+    decodes, whichever is larger. It increases by a submission's `credit_tokens` as these tokens are computed,
+    found in the prefix cache, or dropped. `returned_seqs` and `returned_tokens` are the credit returned per
+    level.
     """
 
     finished: list[Finished] = []
     longest_step: LongestStep | None = None
     """The longest step with decodes since the previous report, or None if there was none."""
     disconnected_fronts: list[str] = []
-    """Front processes whose channels have closed. All of their submissions have been reported in
-    `finished`."""
+    """Fronts whose channels have closed. All of their submissions have been reported in `finished`."""
 
 
 class LongStep(msgspec.Struct, tag="long_step", frozen=True):
-    """Sent by rank 0 to the core before it waits for a long step. Rank 0 sends no other message until the
-    step ends."""
+    """Sent by rank 0 to the core before waiting for a long step. Rank 0 sends nothing else until the step
+    ends."""
 
     expected_s: float
     """Predicted duration in seconds, based on the step's size and the measured speed of earlier steps

@@ -1,8 +1,8 @@
 """The process of one rank: `python -m engine.replica --channel FD`.
 
 Rank 0 plans the steps and communicates with the fronts and the core. The other ranks execute its plans. A
-rank exits immediately if the core or another rank exits, or if a step fails. A replica therefore never
-continues with only some of its ranks.
+rank exits immediately if the core or another rank exits, or a step fails, so a replica never continues with
+only some of its ranks.
 """
 
 from __future__ import annotations
@@ -40,15 +40,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS_TIMEOUT_S = 600.0
-"""Maximum time, in seconds, that ranks wait for each other. The time is long because a rank may read its
-weights from a slower disk. The wait for a rank that has exited is shorter, because the core detects the
-exit."""
+"""Maximum time, in seconds, that ranks wait for each other. It is long because one rank may read its weights
+from a slower disk. If a rank has exited, the wait is shorter, because the core detects the exit."""
 FAILURE_CHECK_S = 0.05
-"""Interval, in seconds, at which ranks other than rank 0 check for a failed step while no plans arrive."""
+"""Interval, in seconds, at which ranks other than rank 0 check for a failed step when no plans arrive."""
 FATAL_TIMEOUT_S = 1.0
 """Maximum time, in seconds, that a failing rank waits for the core to read the reason."""
 LOSS_GRACE_S = 0.3
-"""Time limit, in seconds, for a rank to exit after it has lost a peer. The launcher, whose limit is slightly
+"""Time limit, in seconds, for a rank to exit after losing a peer. The launcher, whose limit is slightly
 longer, kills ranks that exceed it."""
 _PR_SET_PDEATHSIG = 1
 
@@ -63,14 +62,14 @@ def main() -> None:
     bound_kernel_caches()
     _die_with_parent()
     # Only the core ends a rank, by sending Stop or closing the channel. A signal to the whole process group,
-    # from Ctrl-C or systemd, must not interrupt requests that the core allows to finish first.
+    # from Ctrl-C or systemd, must not interrupt requests that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
     if start.spec.cpus:
-        # Set the CPUs before other threads start, so that those threads and the memory that they allocate
-        # stay near these CPUs.
+        # Set the CPUs before starting other threads, so that those threads and the memory they allocate stay
+        # near these CPUs.
         os.sched_setaffinity(0, start.spec.cpus)
     ranks = start.spec.tensor_parallel_size
     log_to_stderr(UtcFormatter(start.spec.process_name(start.rank).replace("%", "%%")))
@@ -82,19 +81,19 @@ def main() -> None:
         _watch_peers(start.rank, peers, runner.ranks)
         if runner.device.type == "cpu":
             # A rank on a GPU does not return freed memory to the operating system, because the thread that
-            # launches its kernels must not wait.
+            # launches its kernels must not be made to wait.
             return_memory_periodically()
         code = _serve(start, control, peers, runner)
     except Exception as error:
         kind = _kind_of(error)
         if kind == "internal":
-            # For other exceptions, the core logs the message, which contains the remedy.
+            # For other exceptions, the core logs the message, which includes the remedy.
             log.exception("the engine failed")
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         control.drain(FATAL_TIMEOUT_S)
         code = 1
-    # Exit without waiting for other threads, because threads of torch.distributed or the GPU libraries can
-    # block a normal exit.
+    # Exit without waiting for other threads: those of torch.distributed or the GPU libraries can block a
+    # normal exit.
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
@@ -114,20 +113,20 @@ def _serve(
             settle_garbage()
             follow(control, plan_channel(peers[0].detach()), runner)
     except RankFailureError as error:
-        # No Fatal message is sent, because the core already knows the cause: the exit of the lost rank.
+        # Send no Fatal message, because the core already knows the cause: the lost rank's exit.
         log.error("%s", error)
         return 1
     return 0
 
 
 def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
-    """Exit this process when a peer's process exits. Rank 0 watches all other ranks, and each other rank
-    watches rank 0."""
+    """Exit this process when a peer's process exits. Rank 0 watches all other ranks, which all watch rank
+    0."""
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
-        # Normally, the main thread now raises RankLost or returns. It does neither if it is idle or blocked
-        # in a collective, so this thread ends the process.
+        # Normally, the main thread now raises RankLost or returns. If it is idle or blocked in a collective,
+        # it does neither, so this thread ends the process.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has ended; this rank exits", name)
         logging.shutdown()
@@ -159,12 +158,12 @@ def _lead(
 
 
 class FollowingRunner(StepRunner, MemoryRunner, Protocol):
-    """Executes all plans of rank 0."""
+    """Executes all of rank 0's plans."""
 
 
 def follow(control: Channel[RankInbound], plans: Channel[Any], runner: FollowingRunner) -> None:
-    """Execute the plans of rank 0 until rank 0 or the core closes its channel. Raises the exception of a
-    failed step or operation."""
+    """Execute rank 0's plans until rank 0 or the core closes its channel. Raises the exception of a failed
+    step or operation."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(plans, selectors.EVENT_READ)
@@ -180,16 +179,15 @@ def follow(control: Channel[RankInbound], plans: Channel[Any], runner: Following
                 runner.change_memory(plan.asleep).result()
             else:
                 unread.append(runner.launch(plan))
-        # Check for failures even if no plan arrives. After a step has failed, rank 0 may send no plan because
-        # it is blocked in a collective of that step.
+        # Check for failures even if no plan arrives: after a failed step, rank 0 may send none because it is
+        # blocked in one of that step's collectives.
         while unread and unread[0].ready():
             unread.popleft().wait()
 
 
 def build_runner(spec: ReplicaSpec, rank: int, progress: ProgressCallback) -> ModelRunner:
-    """Load one rank of a replica, connect it to the other ranks, and return its runner.
-
-    Raises RankLost if the other ranks do not join in time, and the exceptions of `engine.runner.ModelRunner`.
+    """Load one rank of a replica, connect it to the others, and return its runner. Raises RankLost if the
+    other ranks do not join in time, and the exceptions of `engine.runner.ModelRunner`.
     """
     from engine import parallel
     from engine.device import select_device
@@ -209,8 +207,8 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     while True:
         selector.select()
         messages = control.read()
-        # Check the channel again, to detect that the core has exited since it sent Start. If the core exits
-        # later, the operating system kills this process (`_die_with_parent`).
+        # Check the channel again, in case the core has exited since sending Start. If it exits later, the
+        # operating system kills this process (`_die_with_parent`).
         messages += control.read()
         if control.violation:
             log.error("the core sent an invalid message: %s", control.violation)
@@ -228,7 +226,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         # The parent exited before prctl took effect. If it exited before `os.getppid` was called, the closed
-        # channel reveals this.
+        # channel reveals that.
         os._exit(0)
 
 
@@ -240,7 +238,7 @@ def _kind_of(error: Exception) -> Literal["checkpoint", "memory", "device", "int
 
     if isinstance(error, CheckpointError | UnsupportedError):
         return "checkpoint"
-    # torch raises a plain RuntimeError when an allocation in host memory fails.
+    # torch raises a plain RuntimeError when a host memory allocation fails.
     out_of_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if out_of_memory or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "memory"

@@ -37,8 +37,8 @@ class ReplicaModel:
     """Token budget of a step."""
 
     def check_shapes(self) -> None:
-        """Raise UnsupportedError if the model cannot be split across the ranks, or or if the GPU kernels do
-        not support the model. The message gives the field of `config.json`, its value and the remedy."""
+        """Raise UnsupportedError if the model cannot be split across the ranks, or is not supported by the
+        GPU kernels. The message gives the field of `config.json`, its value and the remedy."""
         config, size = self.config, self.tensor_parallel_size
         shard = config.shard(size, 0)
         group, experts = shard.heads // shard.kv_heads, config.experts
@@ -86,7 +86,7 @@ class ReplicaModel:
             raise UnsupportedError(*problem)
 
     def check_gpu(self, gpu: GpuModel) -> None:
-        """Raise UnsupportedError if the GPU does not support the kernels of this model."""
+        """Raise UnsupportedError if the GPU does not support this model's kernels."""
         capability = gpu.target.arch
         version = capability / 10
         elsewhere = f"serve this model on another GPU, {_WITHOUT_KERNELS}"

@@ -1,7 +1,6 @@
 """Defines one rank of a replica, which executes plans with its decoder, KV pools, device tables and sampler.
-
 Steps (`engine.steps`) run in launch order on one stream: the current CUDA stream, or a worker thread on a
-CPU. While they run, the step loop reads messages, plans the next step, and sends outputs.
+CPU. Meanwhile, the step loop reads messages, plans the next step, and sends outputs.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BYTES_PER_PROMPT_TOKEN = 4 * 8
-"""Bytes transferred per prompt token of a step: four int64 numbers."""
+"""Bytes transferred per prompt token in a step: four int64 numbers."""
 
 
 class ModelRunner:
@@ -120,8 +119,8 @@ class ModelRunner:
         self._memory_thread: ThreadPoolExecutor | None = None
         building = self._start_build()
         self.memory = open_memory(self.device, ranks.size)
-        # The next function must not refer to the runner. Otherwise, deleting the runner would not free its
-        # memory immediately.
+        # This function must not refer to the runner, or deleting the runner would not free its memory
+        # immediately.
         self._sleep = RankSleep(self.memory, ranks.size, partial(_totals, ranks, self.device))
         with torch.inference_mode():
             self.decoder = Decoder(
@@ -136,11 +135,11 @@ class ModelRunner:
                 kv_fp8=self.kv_cache_dtype == FP8,
                 memory=self.memory,
             )
-            # The size of the KV pool is determined later, because the pool uses the remaining memory.
+            # The KV pool's size is determined later, because the pool gets the remaining memory.
             ranks.prepare_overlap(
                 spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
             )
-            self._barrier()  # all ranks must have measured the free memory before any rank loads weights
+            self._barrier()  # all ranks must measure the free memory before any rank loads weights
             self._load(progress)
             self._sampler = Sampler(
                 ranks,
@@ -174,10 +173,8 @@ class ModelRunner:
     # ── running steps ──────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step after all previously launched steps, without waiting for them.
-
-        After a step has failed, every later step also raises an exception, because the device tables are
-        invalid.
+        """Start a step after all previously launched ones, without waiting for them. After a step has failed,
+        every later one also raises an exception, because the device tables are invalid.
         """
         if self._stream is not None:
             return ThreadStep(self._stream.submit(self._run_on_thread, plan), self.ranks.check)
@@ -212,7 +209,7 @@ class ModelRunner:
         self.ranks.close()
 
     def _thread(self, name: str) -> ThreadPoolExecutor:
-        # This function holds no reference to the runner (see `_sleep`).
+        # This function must hold no reference to the runner (see `_sleep`).
         return ThreadPoolExecutor(1, name, partial(_enter_thread, self._threads, self.device))
 
     def _change_memory(self, asleep: bool) -> MemoryChanged:
@@ -266,8 +263,8 @@ class ModelRunner:
         return StepExecutor(decoder, kv, tables, self._sampler)
 
     def _initial_max_model_len(self) -> int:
-        """Return the configured maximum sequence length. By default, it is the checkpoint's maximum, limited
-        by the largest possible KV cache."""
+        """Return the configured maximum sequence length or, by default, the checkpoint's maximum, limited by
+        the largest possible KV cache."""
         longest = self.config.resolve_length(self.spec.max_model_len)
         if self.spec.max_model_len is not None:
             return longest
@@ -280,8 +277,8 @@ class ModelRunner:
         return min(longest, max(1, blocks) * BLOCK_TOKENS)
 
     def _start_build(self) -> KernelBuild:
-        """On rank 0, start compiling the kernels of all ranks, because all ranks run the same kernels. Raises
-        UnsupportedError if the kernels do not support the model."""
+        """On rank 0, start compiling the kernels, which are the same on all ranks. Raises UnsupportedError if
+        they do not support the model."""
         served = ReplicaModel(
             config=self.config,
             dtype=self.dtype,
@@ -308,19 +305,18 @@ class ModelRunner:
     def _warm_up(
         self, progress: ProgressCallback, layers: LayerGraphs | None, halves: HalvesGraphs | None
     ) -> None:
-        """Load or capture all kernels that serving launches, and reserve the memory of the largest steps. No
-        request then has to wait for these operations. `layers` and `halves` are the captured parts of long
-        passes."""
+        """Load or capture all kernels that serving launches, and reserve the largest steps' memory, so that
+        no request has to wait for either. `layers` and `halves` are the captured parts of long passes."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         decoder, kernels = self.decoder, self.decoder.ops.name == "cuda"
         if kernels:
             self._capture_graphs(progress)
-            # While a graph is captured, no other graph can be replayed.
+            # While a graph is being captured, no other graph can be replayed.
             decoder.layer_graphs, decoder.halves_graphs = layers, halves
         scratch = decoder.allocate_kv(1)
         progress(Progress("warm up", detail="running the largest steps"))
-        # A pass frees the memory of each layer before it runs the next layer, so a few layers need as much
-        # memory as all layers.
+        # A pass frees each layer's memory before running the next layer, so a few layers need as much memory
+        # as all of them.
         run_largest_steps(self._executor(*decoder.representative(scratch)), self.max_model_len, self.spec)
         if kernels:
             progress(Progress("warm up", detail="running steps of every size"))
@@ -329,7 +325,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
     def _capture_graphs(self, progress: ProgressCallback) -> None:
-        """Capture CUDA graphs of decode steps and of short prompt passes."""
+        """Capture CUDA graphs for decode steps and short prompt passes."""
         # Imported here because these modules load Triton, which a CPU does not need.
         from engine.graphs import DecodeGraphs
         from engine.prompt_graphs import PromptGraphs
@@ -339,12 +335,12 @@ class ModelRunner:
         graphs.capture(progress)
         prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.max_num_batched_tokens)
         prompts.capture(progress)
-        torch.cuda.empty_cache()  # frees memory of the uncaptured passes that ran before each capture
+        torch.cuda.empty_cache()  # frees the memory of the uncaptured passes that ran before each capture
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _capture_layers(self, progress: ProgressCallback) -> LayerGraphs | None:
-        """Capture the layers of those passes whose kernels take the host longer to launch than the GPUs need
-        to run them."""
+        """Capture the layers of passes whose kernels take the host longer to launch than the GPUs need to run
+        them."""
         if not self._captured_sizes or self.decoder.ops.name != "cuda":
             return None
         # Imported here because this module loads Triton, which a CPU does not need.
@@ -392,8 +388,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
-        # Add the size of the pool. Its pages become resident only when they are first written, so the
-        # resident memory does not include them yet.
+        # Add the pool's size. Its pages become resident only when first written, so the resident memory does
+        # not include them yet.
         pool = self.kv_blocks * self._predict(None).kv_bytes_per_block
         return max(0, memory.resident_bytes() - resident_before) + pool
 
@@ -433,8 +429,8 @@ class ModelRunner:
 
 
 def _enter_thread(threads: int, device: torch.device) -> None:
-    # Set these values on this thread, because OpenMP stores the number of threads for each calling thread,
-    # and CUDA stores the current device for each thread.
+    # Set these on this thread: OpenMP keeps the number of threads, and CUDA the current device, per calling
+    # thread.
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)

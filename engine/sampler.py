@@ -2,9 +2,9 @@
 vocabulary.
 
 `kernels.draws` defines how a token is drawn from a row of logits. The caller passes in the sampling
-operations (kernels or reference implementation). With tensor parallelism, the ranks exchange the best (value,
-id) of each row. For greedy sampling, and for sampling with only a temperature, the result is exactly the same
-as with a single rank. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered
+operations (kernels or reference implementation). With tensor parallelism, the ranks exchange each row's best
+(value, id). For greedy sampling, and for sampling with only a temperature, the result is exactly the same as
+with a single rank. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered
 first.
 
 The operations are applied in this order: repetition penalty, frequency and presence penalties, logit bias,
@@ -20,8 +20,8 @@ with the last token kept by top-k, top-p or min-p are also kept.
 Log probabilities are computed from the model's own distribution, before all of these operations.
 
 If the largest logit of a row is not finite, the row's token id is −1 (`BAD_TOKEN`), and the caller must end
-the sequence with an error. This happens if the row contains a NaN, if a value overflowed, or if every token
-is banned. Other rows are not affected.
+the sequence with an error. This happens if the row contains a NaN, a value overflowed, or every token is
+banned. Other rows are not affected.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from kernels import sampling
 from kernels.draws import Draws, Logits, SamplingOps, Variant
 
 LOGPROB_ROWS = 128
-"""Maximum number of rows whose log probabilities are computed together. Computing a whole chunk or batch at
-once could take gigabytes of memory."""
+"""Maximum number of rows whose log probabilities are computed together. A whole chunk or batch at once could
+take gigabytes of memory."""
 
 
 @dataclass(slots=True)
 class SampledStep:
-    """Result of sampling, on the device."""
+    """The result of sampling, on the device."""
 
     token_ids: torch.Tensor
     """Sampled tokens: [sampling slots] int64, with BAD_TOKEN where no token could be sampled."""
@@ -55,9 +55,9 @@ class Sampler:
     """Samples tokens from one rank's part of the vocabulary.
 
     `first_vocab` is the token id of the first column of this rank's logits. `vocab` is the number of columns
-    including padding, which is equal on every rank. `vocab_real` is the number of columns without padding.
-    `vocab_size` is the number of tokens in the model's vocabulary. Logits are `[rows, vocab]` in float32 or a
-    16-bit dtype, and values in the padding are ignored.
+    including padding, which is the same on every rank; `vocab_real` is the number without padding.
+    `vocab_size` is the size of the model's vocabulary. Logits are `[rows, vocab]` in float32 or a 16-bit
+    dtype; values in the padding are ignored.
     """
 
     def __init__(
@@ -78,13 +78,12 @@ class Sampler:
         self._vocab = vocab_size if vocab is None else vocab
         self._real = self._vocab if vocab_real is None else vocab_real
         self._hashes = sampling.token_hashes(0, vocab_size, device)
-        """Hashes of all token ids, used for the sampling noise."""
+        """Hashes of all token ids, for the sampling noise."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
         """Sample a token for each sampling slot, and store it in `tables` as the slot's next input.
 
-        `logits` are the step's logit rows on this rank. Any additional rows are ignored. The logits are not
-        modified.
+        `logits` are the step's logit rows on this rank; any further rows are ignored. They are not modified.
         """
         if batch.logit_rows is None:
             logits = logits[: len(batch.slots)]
@@ -104,8 +103,8 @@ class Sampler:
         return SampledStep(token_ids, self.logprobs(logits, batch, token_ids))
 
     def draw(self, logits: torch.Tensor, variant: Variant, draws: Draws) -> torch.Tensor:
-        """Sample one token id per row of logits, without logits processors: [rows] int64. This method can be
-        captured in a CUDA graph if the sampling operations allow it."""
+        """Sample one token id per row of logits, without logits processors: [rows] int64. Can be captured in
+        a CUDA graph if the sampling operations allow it."""
         source, whole = self._source(logits, variant, whole=False)
         return self._best(variant, source, draws, whole)
 
@@ -158,8 +157,8 @@ class Sampler:
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:
-            # All padding is at the end of the gathered columns, so the first `vocab_size` columns are the
-            # vocabulary.
+            # All padding is at the end of the gathered columns, so the vocabulary is the first `vocab_size`
+            # columns.
             logits = self._ranks.all_gather_last_dim(logits)
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         mine = self._hashes[self._first : self._first + self._real]
@@ -167,7 +166,7 @@ class Sampler:
 
     def _best(self, variant: Variant, source: Logits, draws: Draws, whole: bool) -> torch.Tensor:
         if not whole and not self._real:
-            # All columns of this rank can be padding if the vocabulary is small.
+            # With a small vocabulary, all of this rank's columns may be padding.
             rows = len(source.values if source.index is None else source.index)
             values = torch.full((rows,), -torch.inf, device=source.values.device)
             ids = torch.full((rows,), self._first, dtype=torch.int64, device=values.device)
@@ -177,6 +176,5 @@ class Sampler:
             values, ids = self._ops.plain(source, draws)
         else:
             values, ids = self._ops.full(source, draws)
-        # Token ids increase with the rank, so the lowest id is returned if several ranks have the largest
-        # value.
+        # Token ids increase with the rank, so ties go to the lowest id.
         return ids if whole else self._ranks.best(values, ids)

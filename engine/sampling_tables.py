@@ -1,6 +1,5 @@
-"""Stores the sampling parameters of each slot on the device, and determines on the host how a step samples.
-
-The device itself updates only the penalty counts and the recent tokens that are compared with bad words.
+"""Stores each slot's sampling parameters on the device, and determines on the host how a step samples. The
+device itself updates only the penalty counts and the recent tokens compared with bad words.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from kernels.draws import Bans, Biases, Draws, Variant
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
 """Number of recent output tokens per sequence that are compared with bad words."""
 _ANY, _NONE = -1, -2
-"""Placeholders for token ids. _ANY pads short bad words and matches every token. _NONE pads short outputs and
-matches no token."""
+"""Placeholder token ids. _ANY pads short bad words and matches every token; _NONE pads short outputs and
+matches none."""
 
 
 @dataclass(slots=True)
 class BadWords:
-    """The bad words of several sampling slots. There is one entry for each bad word of each slot."""
+    """The bad words of several sampling slots, with one entry per bad word and slot."""
 
     slots: torch.Tensor
-    """Sequence slot of each entry: [entries] int64."""
+    """Each entry's sequence slot: [entries] int64."""
     prefixes: torch.Tensor
-    """Tokens of each bad word except the last one, right-aligned and padded with _ANY: [entries,
-    MAX_BAD_WORD_TOKENS - 1] int32."""
+    """Each bad word's tokens but the last, right-aligned and padded with _ANY: [entries, MAX_BAD_WORD_TOKENS
+    - 1] int32."""
     targets: torch.Tensor
     """Index of each bad word's last token in the flattened logits of the processed slots: [entries] int64."""
 
@@ -41,20 +40,20 @@ class LogitsProcessors:
     """The changes to the logits before sampling: penalties, biases, allowed tokens, bad words, and
     suppression of stop tokens before `min_tokens`.
 
-    "Processed" slots are the sampling slots whose logits are changed.
+    "Processed" slots are those whose logits are changed.
     """
 
     index: torch.Tensor
-    """Index of each processed slot in the list of sampling slots: [processed] int64."""
+    """Each processed slot's index in the list of sampling slots: [processed] int64."""
     index_of: torch.Tensor
-    """Index of each sampling slot in the list of processed slots, or -1: [sampling slots] int64."""
+    """Each sampling slot's index in the list of processed slots, or -1: [sampling slots] int64."""
     count_rows: torch.Tensor | None
-    """Row of each processed slot in the penalty counts, or -1: [processed] int64. None if no slot has
+    """Each processed slot's row in the penalty counts, or -1: [processed] int64. None if no slot has
     penalties."""
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
-    """For the slots with penalties: the indices in the list of sampling slots, and the rows of the penalty
+    """For slots with penalties: their indices in the list of sampling slots, and their rows in the penalty
     counts."""
     excluded: torch.Tensor | None
     """Tokens that each processed slot may not sample: [processed, vocabulary] bool. None if no slot restricts
@@ -62,19 +61,18 @@ class LogitsProcessors:
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
     """Slots whose requests have bad words: their indices in the list of sampling slots, and their slot
-    numbers. The tokens sampled for these slots are stored as recent tokens."""
+    numbers. Tokens sampled for them are stored as recent tokens."""
 
 
 @dataclass(slots=True)
 class SamplingMetadata:
-    """Determines how a step samples: the variant of the kernel, the logits processors and the log
-    probabilities."""
+    """Determines how a step samples: the kernel variant, the logits processors and the log probabilities."""
 
     variant: Variant
     """The cheapest sampling variant that supports every sampling slot."""
     processors: LogitsProcessors | None = None
     logprob_index: torch.Tensor | None = None
-    """Slots that return log probabilities, as indices in the list of sampling slots."""
+    """Slots that return log probabilities, as indices into the list of sampling slots."""
     logprob_rows: list[tuple[int, int]] = field(default_factory=list)
     """For each entry of `logprob_index`: (index in the list of sampling slots, requested number of
     alternatives)."""
@@ -82,8 +80,8 @@ class SamplingMetadata:
 
 @dataclass(slots=True)
 class _CachedMetadata:
-    """Cached metadata of a list of slots. The metadata is valid until the next setup or until a slot reaches
-    its `min_tokens`, whichever is earlier."""
+    """Cached metadata of a list of slots, valid until the next setup or until a slot reaches its
+    `min_tokens`."""
 
     epoch: int
     slots: list[int]
@@ -93,11 +91,11 @@ class _CachedMetadata:
 
 
 class SamplingTables:
-    """Sampling parameters of `max_num_seqs` slots. `vocab_size` is the vocabulary size of the whole model.
+    """Sampling parameters of `max_num_seqs` slots. `vocab_size` is the whole model's vocabulary size.
 
     Penalty counts take 4 bytes per vocabulary entry for each slot with penalties. The number of count rows is
-    rounded up to a power of two. A count row stays in use until the next setup of its slot. Allowed tokens
-    take 1 byte per vocabulary entry for each submission that restricts its tokens. In a step with such
+    rounded up to a power of two. A count row stays in use until its slot is next set up. Allowed tokens take
+    1 byte per vocabulary entry for each submission that restricts its tokens. In a step with such
     submissions, each processed slot needs another byte per vocabulary entry.
     """
 
@@ -117,17 +115,17 @@ class SamplingTables:
         self._excluded: dict[int, torch.Tensor] = {}
         """Tokens that each slot may not sample: [vocabulary] bool per slot."""
         self._bad_words: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Bad words of each slot: their prefixes [words, MAX_BAD_WORD_TOKENS - 1] and their last tokens
+        """Each slot's bad words: their prefixes [words, MAX_BAD_WORD_TOKENS - 1] and their last tokens
         [words]."""
         self._recent = torch.full((max_num_seqs, _PREFIX), _NONE, dtype=torch.int32, device=device)
-        """Most recent output tokens of slots with bad words. The device updates them, because the host may
-        launch a step before it has read the previous step's tokens."""
+        """The latest output tokens of slots with bad words. The device updates them, because the host may
+        launch a step before reading the previous step's tokens."""
         self._variant = np.zeros(max_num_seqs, dtype=np.int8)
         self._processed = np.zeros(max_num_seqs, dtype=bool)
-        """For each slot, whether it has penalties, biases, allowed tokens or bad words."""
+        """Whether each slot has penalties, biases, allowed tokens or bad words."""
         self._stop_from = np.zeros(max_num_seqs, dtype=np.int64)
-        """For each slot, the first position at which stop tokens may be sampled, or 0 if stop tokens are
-        never suppressed."""
+        """Each slot's first position at which stop tokens may be sampled, or 0 if they are never
+        suppressed."""
         self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._epoch = 0
         self._cached: _CachedMetadata | None = None
@@ -176,10 +174,8 @@ class SamplingTables:
         self.floats[staged[0]] = upload(np.array(floats, dtype=np.float32), self.device)
 
     def _set_up_lists(self, setup: SlotSetup) -> None:
-        """Store the biases, stop tokens, allowed tokens and bad words of a setup. All slots of the setup
-        share the same read-only tensors.
-
-        Ids outside the vocabulary cannot be sampled, so they are dropped.
+        """Store a setup's biases, stop tokens, allowed tokens and bad words. All of its slots share the same
+        read-only tensors. Ids outside the vocabulary cannot be sampled, and are dropped.
         """
         params, slots = setup.sampling, [slot for slot, _ in setup.members]
         for slot in slots:
@@ -255,9 +251,7 @@ class SamplingTables:
     # ── sampling a step ──────────────────────────────────────────────────────────────────────────
 
     def metadata(self, slots: list[int], lengths: np.ndarray) -> SamplingMetadata:
-        """Return the sampling metadata of a step for `slots`. The result is cached for as long as it is
-        valid.
-
+        """Return a step's sampling metadata for `slots`, which is cached for as long as it is valid.
         `lengths` is the position of each slot's next sampled token: [all slots] int64, on the host.
         """
         cached = self._cached
@@ -281,8 +275,8 @@ class SamplingTables:
     def _processors(
         self, processed: np.ndarray, slots: np.ndarray, stops_banned: np.ndarray
     ) -> LogitsProcessors:
-        """Return the logits processors of a step. `processed` contains indices into `slots`. For each entry
-        of `slots`, `stops_banned` is true if stop tokens are suppressed."""
+        """Return a step's logits processors. `processed` contains indices into `slots`. `stops_banned` is
+        true for each entry of `slots` whose stop tokens are suppressed."""
         index_of = np.full(len(slots), -1, dtype=np.int64)
         index_of[processed] = np.arange(len(processed))
         owners = slots[processed].tolist()
@@ -315,7 +309,7 @@ class SamplingTables:
         )
 
     def _exclusion(self, allowed_tokens: bytes) -> torch.Tensor:
-        """Return a mask of the tokens that have no bit set in `allowed_tokens`: `[vocabulary]` bool."""
+        """Return a mask of the tokens whose bit is not set in `allowed_tokens`: `[vocabulary]` bool."""
         size = -(-self.vocab_size // 8)
         packed = np.zeros(size, dtype=np.uint8)
         given = np.frombuffer(allowed_tokens, dtype=np.uint8)[:size]
@@ -352,7 +346,7 @@ class SamplingTables:
         )
 
     def restrict_(self, logits: torch.Tensor, processors: LogitsProcessors) -> None:
-        """In place, set the logits to -inf of tokens that are not allowed or that would complete a bad word.
+        """Set to -inf, in place, the logits of tokens that are not allowed or would complete a bad word.
         `logits` is [processed, vocabulary] float32."""
         if processors.excluded is not None:
             logits.masked_fill_(processors.excluded, -torch.inf)
@@ -360,20 +354,20 @@ class SamplingTables:
         if words is not None:
             recent = self._recent[words.slots]
             complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
-            # Several entries may have the same target. With the minimum, the result does not depend on the
-            # order in which the entries are written.
+            # Several entries may have the same target. Taking the minimum makes the result independent of the
+            # write order.
             limits = torch.where(complete, -torch.inf, torch.inf)
             logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
 
     def note(self, metadata: SamplingMetadata, token_ids: torch.Tensor) -> None:
-        """For slots with penalties or bad words, store the sampled tokens ([sampling slots] int64), because
-        these affect the next tokens of the slots."""
+        """Store the tokens sampled ([sampling slots] int64) for slots with penalties or bad words, because
+        they affect those slots' next tokens."""
         processors = metadata.processors
         if processors is None:
             return
         if processors.counted is not None and self.counts is not None:
             index, count_rows = processors.counted
-            # Each row of counts occurs only once, so no atomic addition is needed.
+            # Each count row occurs only once, so no atomic addition is needed.
             self.counts[count_rows, token_ids[index]] += 2
         if processors.remembered is not None:
             index, slots = processors.remembered

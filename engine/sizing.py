@@ -1,9 +1,8 @@
-"""Predicts the memory that a model needs per rank, before the model is loaded. This module does not load
-torch.
+"""Predicts a model's memory use per rank before the model is loaded. This module does not load torch.
 
 The sizes of the weights and the KV cache are exact. The size of the activations is an estimate, based on the
-largest set of tensors that exist at the same time in the largest step. A replica reports both the prediction
-and the measured memory use.
+largest set of tensors alive at the same time in the largest step. A replica reports both the predicted and
+the measured memory use.
 """
 
 from __future__ import annotations
@@ -37,50 +36,49 @@ __all__ = [
 ]
 
 FP8: Final = "fp8"
-"""Name of the dtype for weights or a KV cache in e4m3 with float32 scales. Weights have one scale per
-output."""
+"""Dtype name of e4m3 weights or KV caches with float32 scales. Weights have one scale per output."""
 FP8_BLOCKS: Final = "fp8-block"
-"""Name of the dtype for weights in e4m3 with one float32 scale per block of rows and columns."""
+"""Dtype name of e4m3 weights with one float32 scale per block of rows and columns."""
 
 EXPANSION_BLOCKS = 1024
-"""Maximum number of FP8 cache blocks that one pass with prompts expands to the model's dtype on a GPU."""
+"""Maximum number of FP8 cache blocks that a pass with prompts expands to the model's dtype on a GPU."""
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum number of bytes of keys that the CPU backend (`kernels.reference`) copies at a time. If the keys of
-a single sequence are larger, they are still copied at once."""
+"""Maximum number of bytes of keys that the CPU backend (`kernels.reference`) copies at a time. A single
+sequence's keys are copied at once even if they are larger."""
 
 _SAMPLED_COPIES = 4
-"""Number of float32 arrays of the size of the logits that sampling on a CPU needs: logits, noise, sorted
-values and cumulative values."""
+"""Number of logits-sized float32 arrays needed to sample on a CPU: logits, noise, sorted values and
+cumulative values."""
 
 _GRAPH_LAYER_BYTES = 300 << 10
-"""Memory, in bytes, that the CUDA graphs of one batch size use per layer (see `graph_bytes`)."""
+"""Memory, in bytes, used per layer by one batch size's CUDA graphs (see `graph_bytes`)."""
 _CUDA_BYTES = 700 << 20
-"""Memory, in bytes, that CUDA itself uses for its context, modules and library workspaces."""
+"""Memory, in bytes, used by CUDA itself for its context, modules and library workspaces."""
 PEER_ARENA_BYTES = 34_603_008
 """Size, in bytes, of the memory through which a GPU exchanges messages with one other rank
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""Minimum number of tokens for which a pass on several GPUs overlaps its sums over the ranks with computation
+"""Minimum number of tokens for a pass on several GPUs to overlap its sums over the ranks with computation
 (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
-"""The number of tokens in the first half of an overlapped pass is a multiple of this value, so that GEMM
-tiles are fully used."""
+"""The number of tokens in an overlapped pass's first half is a multiple of this value, so that GEMM tiles are
+filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """Predicted memory use of one rank, in bytes."""
+    """One rank's predicted memory use, in bytes."""
 
     weight_bytes: int
     kv_bytes_per_block: int
     kv_blocks: int
-    """Number of blocks that was passed to `predict`, or 0 if it was None."""
+    """The number of blocks passed to `predict`, or 0 if it was None."""
     activation_bytes: int
-    """Memory for hidden states, projections, logits and the attention workspace, in a step that uses the full
+    """Memory for hidden states, projections, logits and the attention workspace in a step that uses the full
     token budget."""
     table_bytes: int
-    """Memory for the device tables of all slots, and for the rotary table."""
+    """Memory for all slots' device tables, and for the rotary table."""
 
     @property
     def kv_bytes(self) -> int:
@@ -97,16 +95,14 @@ class Sizing:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the model. Tied embeddings are counted once."""
+    """Return the model's number of parameters. Tied embeddings are counted once."""
     return _parameters(config, config.shard(1, 0))
 
 
 def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: KvDType, tensor_parallel_size: int) -> int:
     """Return the size, in bytes, of a KV block on one rank. A block contains the keys and values of
-    BLOCK_TOKENS tokens in all layers.
-
-    It has `2 × layers × KV heads per rank × 64 × head_dim` elements. With "fp8", it also has one float32
-    scale for each key and value.
+    BLOCK_TOKENS tokens in all layers: `2 × layers × KV heads per rank × 64 × head_dim` elements and, with
+    "fp8", a float32 scale for each key and value.
     """
     shard = config.shard(tensor_parallel_size, 0)
     head = config.head_dim + 4 if kv_cache_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_cache_dtype]
@@ -154,10 +150,9 @@ def predict(
 
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype: ModelDType, weights: WeightsDType) -> int:
-    """Return the size, in bytes, of all weights of a rank.
-
-    `dtype` is the dtype of the embeddings, the norms and the output matrix. `weights` is the dtype of the
-    layers' matrices: the same dtype, "fp8" or "fp8-block".
+    """Return the size, in bytes, of all of a rank's weights. `dtype` is the dtype of the embeddings, the
+    norms and the output matrix. `weights` is the dtype of the layers' matrices: the same, "fp8" or
+    "fp8-block".
     """
     width = DTYPE_BYTES[dtype]
     if weights not in (FP8, FP8_BLOCKS):
@@ -178,10 +173,9 @@ def element_bytes(weights: WeightsDType) -> int:
 def weights_dtype(
     config: ModelConfig, quantization: Quantization, dtype: ModelDType, *, on_gpu: bool
 ) -> WeightsDType:
-    """Return the dtype of the layers' matrices in a replica: `dtype`, "fp8" or "fp8-block".
-
-    Matrices with one scale per block keep these scales only in the reference implementation. For the GPU
-    kernels, which support one scale per output, the matrices are converted while they are loaded.
+    """Return the dtype of a replica's layer matrices: `dtype`, "fp8" or "fp8-block". Only the reference
+    implementation keeps one scale per block. For the GPU kernels, which support one scale per output,
+    matrices are converted on loading.
     """
     if quantization == FP8 or (config.fp8 and not config.fp8_blocks):
         return FP8
@@ -198,7 +192,7 @@ class _Matrices:
     outputs: int
     inputs: int
     row_part: int
-    """Same as the parameter `row_part` of `engine.model.layers.ParameterFactory.matrix`."""
+    """The `row_part` parameter of `engine.model.layers.ParameterFactory.matrix`."""
     column_part: int
 
     @property
@@ -213,7 +207,7 @@ class _Matrices:
 
 
 def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
-    """Return all matrices that can be quantised: qkv and o, and gate_up and down of every MLP and expert."""
+    """Return all matrices that can be quantised: qkv and o, and every MLP's and expert's gate_up and down."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     qkv = _Matrices(1, q + 2 * kv, hidden, gcd(q, kv), 0)
     found = [qkv, _Matrices(1, hidden, q, 0, shard.cut(q))] * config.layers
@@ -225,8 +219,8 @@ def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
 
 
 def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, bool]]:
-    """Return the number and the width of a layer's MLPs or experts on this rank, and whether they are kept
-    whole instead of being split across the ranks."""
+    """Return the number and width of a layer's MLPs or experts on this rank, and whether they are kept whole
+    rather than split across the ranks."""
     if kind != EXPERTS or config.experts is None:
         return [(1, shard.intermediate, False)]
     shared, here = config.experts.shared_intermediate_size, shard.experts(config.experts)
@@ -235,10 +229,9 @@ def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, 
 
 
 def _parameters(config: ModelConfig, shard: Shard) -> int:
-    """Return the number of elements in all weights of this rank, including the vocabulary's padding.
-
-    A layer contains its matrices, two norms and, depending on the model family, biases, QK norms, a router
-    and the gate of a shared expert.
+    """Return the number of elements in all of this rank's weights, including vocabulary padding. A layer
+    contains its matrices, two norms and, depending on the model family, biases, QK norms, a router and a
+    shared expert's gate.
     """
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     matrices = sum(each.elements for each in _matrices(config, shard))
@@ -263,13 +256,11 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
 
 
 def _activations(config: ModelConfig, shard: Shard, dtype: ModelDType, tokens: int) -> int:
-    """Return the size, in bytes, of the largest set of tensors that exist at the same time in a layer. The
-    largest set occurs during attention or during the MLP.
-
-    Both phases need the residual and the normalised input (2 × hidden per token). Attention also needs qkv,
-    the rotated q and k in float32, q and the result. The MLP also needs gate_up, its activation and the
-    result. Experts also need, for each token and chosen expert, a copy of the input, gate_up, its activation
-    and its result.
+    """Return the size, in bytes, of the largest set of tensors alive at the same time in a layer, which
+    occurs either during attention or during the MLP. Both need the residual and the normalised input (2 ×
+    hidden per token). Attention also needs qkv, the rotated q and k in float32, q and the result. The MLP
+    also needs gate_up, its activation and the result. Experts also need, per token and chosen expert, a copy
+    of the input, gate_up, its activation and its result.
     """
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
@@ -279,8 +270,8 @@ def _activations(config: ModelConfig, shard: Shard, dtype: ModelDType, tokens: i
 
 
 def _feed_forward_activations(config: ModelConfig, shard: Shard, width: int) -> int:
-    """Return the size, in bytes per token, of an MLP's or the experts' tensors (see `_activations`) in a
-    dtype of `width` bytes."""
+    """Return the size, in bytes per token, of the MLP's or experts' tensors (see `_activations`) in a dtype
+    of `width` bytes."""
     mlp = (3 * shard.intermediate + config.hidden_size) * width
     if config.experts is None:
         return mlp
@@ -298,11 +289,9 @@ def _workspace_on_cpu(
     max_num_seqs: int,
     max_model_len: int,
 ) -> int:
-    """Return the size, in bytes, of the CPU backend's buffers.
-
-    The buffers contain float32 logits with their copies for sampling, and the blocks of one layer that
-    attention copies. Float32 models with tied embeddings also need a packed copy of the output matrix. FP8
-    weights also need a float32 copy of a matrix.
+    """Return the size, in bytes, of the CPU backend's buffers: float32 logits with their copies for sampling,
+    and one layer's blocks copied by attention. Float32 models with tied embeddings also need a packed copy of
+    the output matrix, and FP8 weights a float32 copy of a matrix.
     """
     kv = shard.kv_heads * config.head_dim
     outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)
@@ -321,13 +310,11 @@ def _workspace_on_gpu(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Return the size, in bytes, of a GPU's buffers.
-
-    The buffers contain two sets of logits (one is used by the CUDA graphs) and processed logits in float32.
-    They also contain penalty counts for every slot, and exclusion masks for every slot and for every
+    """Return the size, in bytes, of a GPU's buffers: two sets of logits (one for the CUDA graphs), processed
+    logits in float32, penalty counts for every slot, and exclusion masks for every slot and for every
     processed slot of a step. With several ranks, logits processors need the whole vocabulary, so both sets of
-    logits are also stored for all ranks. The result also includes the buffer for expanding an FP8 cache, the
-    CUDA graphs, and the memory of CUDA itself.
+    logits are also stored for all ranks. The result includes the buffer for expanding an FP8 cache, the CUDA
+    graphs, and CUDA's own memory.
     """
     width = DTYPE_BYTES[dtype]
     gathered = 2 * width if shard.vocab < config.vocab_size else 0
@@ -344,8 +331,8 @@ def graph_bytes(
     """Return the memory, in bytes, that the driver and the memory pools retain for CUDA graphs, excluding the
     logits of decode steps.
 
-    With 32 layers, the four graphs of one batch size take 8 to 9 MiB (measured). A prompt pass has one graph,
-    which contains the same number of kernels. The activations of the largest prompt pass are added.
+    With 32 layers, one batch size's four graphs take 8 to 9 MiB (measured). A prompt pass has one graph, with
+    the same number of kernels. The largest prompt pass's activations are added.
     """
     prompts = prompt_capture_sizes(max_num_batched_tokens)
     working = _activations(config, shard, dtype, prompts[-1]) if prompts else 0
@@ -355,17 +342,16 @@ def graph_bytes(
 
 
 def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return the token counts for which prompt passes are captured as CUDA graphs.
-
-    Above 1,024 tokens, the device takes longer to compute a pass than the host takes to launch it.
+    """Return the token counts for which prompt passes are captured as CUDA graphs. Above 1,024 tokens,
+    computing a pass takes the device longer than launching it takes the host.
     """
     sizes = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
     return [size for size in sizes if size <= max_num_batched_tokens]
 
 
 def gemm_sizes(largest: int) -> list[int]:
-    """Return the row counts, up to `largest`, for which GEMM kernels are loaded at start. Passes are padded
-    to these counts. The counts are closer together in ranges where cuBLAS often switches kernels."""
+    """Return the row counts, up to `largest`, for which GEMM kernels are loaded at startup, and to which
+    passes are padded. They are closer together in ranges where cuBLAS often switches kernels."""
     sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, largest, 256)]
     return [size for size in sizes if size < largest] + [largest]
 
@@ -386,8 +372,8 @@ def layer_capture_sizes(
 
 
 def pass_sizes(config: ModelConfig, tensor_parallel_size: int, max_num_batched_tokens: int) -> list[int]:
-    """Return the token counts to which passes with prompts are padded on a GPU: the counts of
-    `layer_capture_sizes`, and the larger counts of `gemm_sizes`."""
+    """Return the token counts to which passes with prompts are padded on a GPU: those of
+    `layer_capture_sizes`, and the larger ones of `gemm_sizes`."""
     captured = layer_capture_sizes(config, tensor_parallel_size, max_num_batched_tokens)
     sizes = gemm_sizes(max_num_batched_tokens)
     return [*captured, *(size for size in sizes if not captured or size > captured[-1])]
@@ -400,9 +386,9 @@ def size_for(count: int, sizes: list[int]) -> int:
 
 
 def decode_capture_sizes(largest: int) -> list[int]:
-    """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs. The sizes
-    are 1, 2, 4, 8, 12 and 16. From there to 72, they increase by 8. Larger sizes exceed the previous size by
-    an eighth to a quarter. The last size is `largest`."""
+    """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs: 1, 2, 4,
+    8, 12 and 16, then in steps of 8 up to 72, then in steps of an eighth to a quarter. The last size is
+    `largest`."""
     sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < largest]
     step = 8
     while (sizes[-1] if sizes else 0) < largest:
@@ -427,8 +413,8 @@ def overlap_split(tokens: int) -> int:
 def overlap_bytes(
     config: ModelConfig, dtype: ModelDType, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the size, in bytes per GPU, of the buffers for sums that overlap with a pass. For each half,
-    they contain this rank's part, all ranks' parts for the rows that this rank sums, and two results
+    """Return the size, in bytes per GPU, of the buffers for sums that overlap with a pass. Each half has this
+    rank's part, all ranks' parts of the rows that this rank sums, and two results
     (`engine.peer_overlap.PeerOverlap`)."""
     if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
         return 0
@@ -441,15 +427,14 @@ def captured_bytes(
     """Return the memory, in bytes per GPU, of the captured layers and halves of passes with prompts
     (`engine.layer_graphs`, `engine.halves_graphs`).
 
-    The memory consists of the buffers between the graphs, the memory in which the graphs compute an MLP or
-    experts, and the graphs themselves (as in `graph_bytes`). Passes in halves are captured for two token
-    counts.
+    It consists of the buffers between the graphs, the graphs' memory for computing an MLP or experts, and the
+    graphs themselves (as in `graph_bytes`). Passes in halves are captured for two token counts.
     """
     sizes = layer_capture_sizes(config, tensor_parallel_size, max_num_batched_tokens)
     if not sizes:
         return 0
     shard, width = config.shard(tensor_parallel_size, 0), DTYPE_BYTES[dtype]
-    # The buffers of a layer also have an int64 per token that marks padding.
+    # A layer's buffers also have an int64 per token that marks padding.
     attention = 2 * (shard.heads + shard.kv_heads) * config.head_dim * width + 8
     mlp = _feed_forward_activations(config, shard, width)
     count, graphs = sizes[-1] * (config.hidden_size * width + attention + mlp), len(sizes)

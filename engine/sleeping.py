@@ -1,8 +1,7 @@
-"""Puts a replica to sleep and wakes it: releases the device memory of its weights and KV cache, and restores
-it later at the same addresses, so that captured CUDA graphs stay valid.
-
-`RankSleep` performs these operations on one rank, together with the other ranks. `SleepControl` runs on rank
-0 and starts an operation between two steps. During the operation, the step loop continues to send reports.
+"""Puts a replica to sleep and wakes it: releases the device memory of its weights and KV cache, and later
+restores it at the same addresses, so that captured CUDA graphs stay valid. `RankSleep` does this on one rank,
+together with the other ranks. `SleepControl` runs on rank 0 and starts an operation between two steps. In the
+meantime, the step loop continues to send reports.
 
 The device code is passed in, so this module does not load torch.
 """
@@ -27,20 +26,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Totals = Callable[[Sequence[int]], list[int]]
-"""Returns the sum of each number over all ranks. All ranks must make the call at the same time."""
+"""Returns the sum of each number over all ranks, which must all call it at the same time."""
 
 
 class MemoryRunner(Protocol):
-    """Releases and restores the memory of a rank. Implemented by `engine.runner.ModelRunner`."""
+    """Releases and restores a rank's memory. Implemented by `engine.runner.ModelRunner`."""
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
         """Start releasing the memory if `asleep` is true, otherwise start restoring it. The operation begins
-        after all steps that have already been launched. Every rank must call this method. The future raises
-        an exception if the rank cannot continue."""
+        after all steps launched so far. Every rank must call this method. The future raises an exception if
+        the rank cannot continue."""
 
 
 class RankSleep:
-    """Releases and restores the memory of one rank. If the operation fails on any rank, all ranks undo it."""
+    """Releases and restores one rank's memory. If the operation fails on any rank, all ranks undo it."""
 
     def __init__(self, memory: RankMemory, ranks: int, totals: Totals) -> None:
         self.memory = memory
@@ -82,8 +81,7 @@ class RankSleep:
         return "", 0
 
     def _agree(self, attempt: Callable[[], None]) -> str:
-        """Call `attempt` on every rank. If a call failed on any rank, return the reason, otherwise an empty
-        string."""
+        """Call `attempt` on every rank. Return the reason if any call failed, otherwise an empty string."""
         problem = ""
         try:
             attempt()
@@ -100,8 +98,8 @@ class RankSleep:
 class SleepControl:
     """Runs on rank 0, and handles requests to put the replica to sleep or to wake it, one at a time.
 
-    While the replica sleeps, and during an operation, no step is planned. Submissions that arrive during this
-    time wait in the scheduler until the replica is awake.
+    No step is planned during an operation or while the replica sleeps. Submissions that arrive then wait in
+    the scheduler until the replica is awake.
     """
 
     def __init__(self, engine: EngineCore, runner: MemoryRunner) -> None:
@@ -121,15 +119,14 @@ class SleepControl:
         os.close(self._ended)
 
     def request(self, asleep: bool) -> None:
-        """Queue an operation. If `asleep` is true, the operation puts the replica to sleep, otherwise the
-        operation wakes it. Operations requested earlier run first."""
+        """Queue an operation: going to sleep if `asleep` is true, otherwise waking up. Operations run in the
+        order requested."""
         self._requests.append(asleep)
 
     def poll(self) -> MemoryChanged | None:
-        """Start the next operation if possible. Return the result of an operation that has ended.
-
-        A replica with unfinished sequences cannot sleep; the result then contains the reason. If an operation
-        fails and the replica cannot continue, the operation's exception is raised.
+        """Start the next operation if possible, and return the result of one that has ended. A replica with
+        unfinished sequences cannot sleep; the result then contains the reason. If an operation fails such
+        that the replica cannot continue, its exception is raised.
         """
         if self._running is None and self._requests and (refused := self._start()):
             return refused

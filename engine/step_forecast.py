@@ -1,8 +1,6 @@
-"""Predicts the duration of a step from its size and the measured speed of earlier steps.
-
-Rank 0 uses the prediction to announce long steps to the core. Otherwise, the core would assume that the
-replica hangs. The prediction need not be exact, because the core multiplies it by a safety factor before it
-kills a replica.
+"""Predicts a step's duration from its size and the measured speed of earlier steps. Rank 0 announces long
+steps to the core, which would otherwise assume that the replica hangs. The prediction need not be exact,
+because the core multiplies it by a safety factor before killing a replica.
 """
 
 from __future__ import annotations
@@ -10,11 +8,11 @@ from __future__ import annotations
 from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
-"""Conservative rates of a CPU and of a GPU, in operations per second, that every device can achieve. They are
-used until a step of the same kind has been measured."""
+"""Conservative rates for a CPU and a GPU, in operations per second, which every device can reach. Used until
+a step of the same kind has been measured."""
 _KEEP = 0.8
-"""Factor by which the totals of all earlier steps are multiplied at each new step. With this value, the
-average depends mainly on the last five steps."""
+"""Factor by which the totals of all earlier steps are multiplied at each new step. At this value, the average
+depends mainly on the last five steps."""
 
 
 class _Speed:
@@ -33,8 +31,8 @@ class _Speed:
 
 
 class StepForecast:
-    """Predicts the duration of steps. Decode-only steps and steps with prompts are measured separately:
-    memory bandwidth limits decode-only steps, and arithmetic limits steps with prompts."""
+    """Predicts step durations. Decode-only steps, which are limited by memory bandwidth, and steps with
+    prompts, which are limited by arithmetic, are measured separately."""
 
     def __init__(self, *, parameters: int, attention_width: int, on_gpu: bool) -> None:
         """Create a forecast for one model. `attention_width` is layers × heads × head_dim, summed over all
@@ -56,8 +54,8 @@ class StepForecast:
         return self._mixed if plan.chunks else self._decode
 
     def _work(self, plan: StepPlan) -> float:
-        """Return the number of arithmetic operations in the step. Each token of a chunk is assumed to attend
-        to all tokens up to the end of the chunk."""
+        """Return the number of arithmetic operations in the step. Every token in a chunk is assumed to attend
+        to all tokens up to the chunk's end."""
         work = len(plan.decodes) * self._per_token
         for chunk in plan.chunks:
             tokens = len(chunk.token_ids)

@@ -1,4 +1,4 @@
-"""Runs the largest steps on a GPU, and raises an error that explains the remedy if memory is too small for
+"""Runs the largest steps on a GPU, and raises an error with a remedy if there is too little memory for
 them."""
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from engine.warmup_steps import largest_steps
 
 
 def run_largest_steps(steps: StepExecutor, max_model_len: int, spec: ReplicaSpec) -> None:
-    """Run the steps that use the most memory. Torch's allocator keeps this memory for later steps.
-
-    All ranks must call this function. `steps` needs only one KV block. The tables of `steps` are invalid
-    afterwards.
+    """Run the steps that use the most memory, which torch's allocator then keeps for later steps. All ranks
+    must call this function. `steps` needs only one KV block; its tables are invalid afterwards.
     """
     for plan in largest_steps(max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens):
         steps.run(plan)
@@ -26,8 +24,7 @@ def run_largest_steps(steps: StepExecutor, max_model_len: int, spec: ReplicaSpec
 
 @contextlib.contextmanager
 def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
-    """Convert an out-of-memory error into StepsTooLarge if it occurs in the steps or graph captures of a
-    starting replica."""
+    """Convert an out-of-memory error in a starting replica's steps or graph captures to StepsTooLarge."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,6 @@
-"""Executes one step on a rank's device: runs a plan, and returns the sampled tokens as tensors.
-
-Decode-only steps and short prompt passes replay captured CUDA graphs, if any exist (`engine.graphs`,
-`engine.prompt_graphs`). In all other steps, each kernel is launched separately.
+"""Executes one step on a rank's device: runs a plan, and returns the sampled tokens as tensors. Decode-only
+steps and short prompt passes replay captured CUDA graphs, if there are any (`engine.graphs`,
+`engine.prompt_graphs`). Otherwise, each kernel is launched separately.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ EXPERT_CHOICES_S = 1.0
 
 @dataclass(slots=True)
 class StepExecutor:
-    """Executes steps with one model, its KV cache, device tables and graphs. If all ranks execute the same
-    plans in the same order, they perform the same operations."""
+    """Executes steps with one model and its KV cache, device tables and graphs. Ranks that execute the same
+    plans in the same order perform the same operations."""
 
     decoder: Decoder
     kv: list[KvPool]
@@ -45,14 +44,14 @@ class StepExecutor:
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
     choices_due: float = 0.0
-    """Earliest time at which the next step may return expert choices."""
+    """Earliest time at which a step may return expert choices again."""
 
     def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
         """Launch a step on the current stream, after all earlier steps. On a CPU, the step has finished when
         this method returns.
 
-        `on_begin` is called when the host has prepared the step, right before the device accesses the KV
-        cache. Exceptions of torch propagate, and the device tables are invalid afterwards.
+        `on_begin` is called once the host has prepared the step, right before the device accesses the KV
+        cache. Exceptions from torch propagate, and leave the device tables invalid.
         """
         self.tables.apply(plan)
         if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
@@ -80,7 +79,7 @@ class StepExecutor:
         )
 
     def _expert_choices(self) -> ExpertChoices | None:
-        """Return the expert choices that rank 0 has counted. Returns None if they were returned less than
+        """Return the expert choices counted on rank 0, or None if they were returned less than
         EXPERT_CHOICES_S seconds ago."""
         now = time.monotonic()
         if self.decoder.ranks.rank != 0 or now < self.choices_due:
@@ -115,7 +114,7 @@ class StepExecutor:
         return StepResults(sampled, batch.metadata.logprob_rows, [], [], self._expert_choices())
 
     def _prepare_blocks(self, plan: StepPlan) -> None:
-        """Zero and copy KV blocks as listed in the plan."""
+        """Clear and copy KV blocks as the plan requires."""
         if plan.clears:
             index = upload(np.array(plan.clears, dtype=np.int64), self.tables.device)
             for pool in self.kv:
@@ -131,7 +130,7 @@ class StepExecutor:
     def _prompt_logprobs(
         self, hidden: torch.Tensor, batch: StepBatch, prompt: PromptSlice
     ) -> list[torch.Tensor]:
-        """Return the results of `Sampler.token_logprobs` for a range of prompt tokens, in parts of at most
+        """Return the `Sampler.token_logprobs` results for a range of prompt tokens, in parts of at most
         LOGPROB_ROWS rows."""
         assert batch.logits_indices is not None
         parts = []

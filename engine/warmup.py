@@ -1,11 +1,9 @@
 """Warms up a replica: launches every kernel used for serving before the replica reports ready.
 
-The driver loads a kernel at its first launch, after waiting until the device is idle. If this wait occurred
-in a step with prompts, it would delay every decoding sequence by a tenth of a second. cuBLAS and the
-attention operations select different kernels for different row counts. Passes with prompts are therefore
-padded to token counts that have been warmed up (`engine.device_tables.Padding`), and decode-only steps replay
-captured graphs.
-
+The driver loads a kernel at its first launch, after waiting for the device to become idle. In a step with
+prompts, this would delay every decoding sequence by a tenth of a second. cuBLAS and the attention operations
+select different kernels for different row counts, so passes with prompts are padded to token counts that have
+been warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured graphs.
 `engine.launch_enumeration` runs this code on meta tensors to find the kernels to compile.
 """
 
@@ -28,7 +26,7 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Row counts below the smallest of `gemm_sizes`. They are also warmed up, because other kernels are selected
+"""Row counts below the smallest of `gemm_sizes`. They are warmed up too, because other kernels are selected
 for small row counts."""
 
 
@@ -40,11 +38,10 @@ def warm_up(
     collect: Callable[[StepResults], object] = lambda results: None,
     progress: ProgressCallback = no_progress,
 ) -> None:
-    """Launch every kernel of steps that are not replayed from a graph. All ranks must call this function.
-
-    The executor `steps` runs padded passes of all `sizes`, which do not change its cache. The executor
-    `apart` runs one step of every kind. The tables of `apart` are invalid afterwards. `collect` is called
-    with the results of each step, to load the kernels that reading results launches.
+    """Launch every kernel of steps that are not replayed from a graph. All ranks must call this function. The
+    executor `steps` runs padded passes of all `sizes`, which do not change its cache. The executor `apart`
+    runs one step of every kind; its tables are invalid afterwards. `collect` is called with each step's
+    results, to load the kernels used for reading results.
     """
     run_padded_passes(steps, sizes, progress)
     for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):
@@ -52,17 +49,15 @@ def warm_up(
 
 
 def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCallback = no_progress) -> None:
-    """Run passes that contain only padding: passes with prompts, decode-only passes, and passes that compute
-    logits for every row count.
-
-    The passes use a few layers that together launch every kernel (`ModelConfig.representative_layers`). This
-    function does not wait for the device.
+    """Run passes of nothing but padding: passes with prompts, decode-only passes, and passes that compute
+    logits for every row count. They use a few layers that together launch every kernel
+    (`ModelConfig.representative_layers`). Does not wait for the device.
     """
     passes = _PaddedPasses(steps)
     largest = sizes.results[-1]
     rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
-    # Run the largest pass first: torch's allocator then retains enough memory for all other passes. If the
-    # passes ran in increasing order, each would allocate additional memory, several gigabytes in total.
+    # Run the largest pass first: torch's allocator then retains enough memory for all others. In increasing
+    # order, each would allocate more memory, several gigabytes in total.
     tokens = sizes.tokens[::-1]
     count = max(len(tokens), len(rows))
     for index in range(count):
@@ -71,14 +66,14 @@ def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCal
     for count in rows:
         passes.run_decodes(count)
     passes.run_long_prompts()
-    # Log probabilities of prompt tokens are computed for LOGPROB_ROWS tokens at a time.
+    # Prompt token log probabilities are computed for LOGPROB_ROWS tokens at a time.
     scored = gemm_sizes(LOGPROB_ROWS) if largest < LOGPROB_ROWS else []
     for count in sorted({*rows, *scored}, reverse=True):
         passes.run_logits(count)
 
 
 class _PaddedPasses:
-    """Runs passes that contain only padding, so that nothing is written to the KV cache."""
+    """Runs passes of nothing but padding, so that nothing is written to the KV cache."""
 
     def __init__(self, steps: StepExecutor) -> None:
         self._decoder, self._kv = steps.decoder.representative(steps.kv)
@@ -103,12 +98,11 @@ class _PaddedPasses:
 
     def run_long_prompts(self) -> None:
         """Run a chunk far from the beginning of its prompt, if the maximum sequence length allows it. Hopper
-        GPUs use a separate attention kernel for these chunks. Other warm-up steps may not launch this
-        kernel."""
+        GPUs have a separate attention kernel for such chunks, which other warm-up steps may not launch."""
         # Imported here because Triton is not used on a CPU.
         from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
 
-        # With EXPAND_FROM tokens, the chunk is long enough for an FP8 cache to be expanded.
+        # A chunk of EXPAND_FROM tokens is long enough for an FP8 cache to be expanded.
         if self._columns * BLOCK_TOKENS >= HOPPER_ABOVE + EXPAND_FROM:
             self.run_prompts(EXPAND_FROM, results=1, context=HOPPER_ABOVE)
 

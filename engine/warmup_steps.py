@@ -1,5 +1,5 @@
-"""Creates the steps that warm-up runs: the largest steps, to reserve their memory, and one step of every
-kind, to load the kernels."""
+"""Creates the steps run by warm-up: the largest ones, to reserve their memory, and one of every kind, to load
+the kernels."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _WAYS_TO_SAMPLE = (
     SamplingParams(max_tokens=1, temperature=1.0, allowed_tokens=b"\xff", bad_words=((0, 1), (2,))),
 )
 _ROWS = 8
-"""Number of sequences in a step of `every_kind`. Kernels that depend on the number of sequences are loaded by
+"""Number of sequences in a step of `every_kind`. Kernels that depend on this number are loaded by
 `engine.warmup.run_padded_passes`, which runs passes of all sizes."""
 _LENGTH = 8
-"""Maximum length in tokens of the sequences in these steps."""
+"""Maximum length, in tokens, of the sequences in these steps."""
 
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
-    """Return the steps with the highest memory use. They need only one block of KV cache, because memory use
-    depends on the number of values that a step reads, not on the values themselves.
+    """Return the steps that use the most memory. They need only one KV block, because memory use depends on
+    the number of values read, not on the values themselves.
 
-    The steps, in this order, contain:
+    In order, the steps contain:
 
     1. prompts that fill the token budget; the first prompt completes a sequence of maximum length, and every
       sequence samples with the full variant
@@ -55,8 +55,8 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
     longest = max(1, max_model_len - 1)
     deep = _prompts(max_num_seqs, max_num_batched_tokens, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
-    # All decodes share the KV pool. Limit their total length to about the length of the longest sequence or
-    # the token budget of a step.
+    # All decodes share the KV pool. Limit their total length to about that of the longest sequence or a
+    # step's token budget.
     together = max(max_model_len, max_num_batched_tokens)
     length = max(1, min(max_model_len - 2, together // max_num_seqs))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
@@ -74,17 +74,16 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
 
 
 def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
-    """Return one step of every kind. Each step has a few sequences, which all use block 0.
-
-    The kinds include prompts that end (alone, together with decodes, and with several samples), prompts that
-    continue, and decodes alone. There is a step of each of these kinds for every sampling variant. Other
-    steps compute prompt log probabilities, copy and clear blocks, and use the full token budget. The list is
-    empty if the maximum sequence length or the token budget is too small for these steps.
+    """Return one step of every kind, each with a few sequences that all use block 0. For every sampling
+    variant, there are prompts that end (alone, together with decodes, and with several samples), prompts that
+    continue, and decodes alone. Other steps compute prompt log probabilities, copy and clear blocks, and use
+    the full token budget. The list is empty if the maximum sequence length or the token budget is too small
+    for these steps.
     """
     if max_model_len < _LENGTH or max_num_batched_tokens < 2:
         return []
-    # Reserve one token of the budget, so that the first sequence can have two tokens. Every other sequence
-    # has one token.
+    # Reserve one token of the budget, so that the first sequence can have two tokens and every other sequence
+    # one.
     rows = list(range(min(max_num_seqs, max_num_batched_tokens - 1, _ROWS)))
     plans = []
     for params in _WAYS_TO_SAMPLE:
@@ -95,8 +94,8 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
             StepPlan(0, [], [], [], rows[2:], [Chunk(0, 2, [0, 0], rows[:2])]),
             StepPlan(0, [], [], [], rows, []),
         ]
-    # Use several rows and a single row, because torch sorts and splits tensors with different kernels for a
-    # single row.
+    # Use both several rows and a single row, because torch sorts and splits tensors with different kernels
+    # for a single row.
     for logprobs in (0, 2):
         alone = SlotSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
         plans += [
@@ -111,9 +110,9 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
 
 
 def _prompts(max_num_seqs: int, max_num_batched_tokens: int, longest: int) -> list[Chunk]:
-    """Return the first chunks of several prompts, with at most `longest` tokens per chunk. The chunks fill
-    the token budget, unless every sequence has a chunk before the budget is used up. All prompts continue
-    after these chunks."""
+    """Return the first chunks of several prompts, with at most `longest` tokens each. They fill the token
+    budget, unless every sequence gets a chunk before it is used up. All prompts continue after these
+    chunks."""
     left, chunks = max_num_batched_tokens, list[Chunk]()
     while left and len(chunks) < max_num_seqs:
         count = min(left, longest)

@@ -1,10 +1,8 @@
 """Channels between processes. A channel transfers length-prefixed msgpack frames and file descriptors over a
-Unix stream socketpair.
-
-A step loop polls a `Channel` with `read`. On an event loop, `listen` registers callbacks. Only `drain`
-blocks. End of file means that the peer has exited or closed its end. A frame consists of its length (4 bytes,
-little-endian) and one struct in msgpack. File descriptors are sent with the first byte of their frame
-(`SCM_RIGHTS`), so they arrive in the order of the frames.
+Unix stream socketpair. A step loop polls a `Channel` with `read`; on an event loop, `listen` registers
+callbacks. Only `drain` blocks. End of file means that the peer has exited or closed its end. A frame consists
+of its length (4 bytes, little-endian) and one struct in msgpack. File descriptors are sent with the first
+byte of their frame (`SCM_RIGHTS`), so they arrive in the order of the frames.
 """
 
 from __future__ import annotations
@@ -26,16 +24,15 @@ Inbound = TypeVar("Inbound")
 
 _HEADER = 4
 _DROPPED = -1
-"""Stands for a received file descriptor that the kernel has dropped."""
+"""Placeholder for a received file descriptor that the kernel has dropped."""
 _READ_BYTES = 1 << 18
 _MAX_READS = 16
 _MAX_FDS = 64
 
 MAX_FRAME_BYTES = 64 << 20
-"""Default maximum size of a frame in bytes. A longer frame violates the protocol, and the channel is
-closed."""
+"""Default maximum frame size in bytes. A longer frame violates the protocol, and closes the channel."""
 MAX_BACKLOG_BYTES = 256 << 20
-"""Maximum number of unsent bytes. If the peer leaves more bytes unread, the channel is closed to limit memory
+"""Maximum number of unsent bytes. If the peer leaves more unread, the channel is closed to limit memory
 use."""
 
 
@@ -51,7 +48,7 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
 
 
 def encode_frame(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:
-    """Return the frame of a message, which consists of its length and its msgpack encoding."""
+    """Return a message's frame: its length and its msgpack encoding."""
     payload = encoder.encode(message)
     return len(payload).to_bytes(_HEADER, "little") + payload
 
@@ -60,7 +57,7 @@ class Channel(Generic[Inbound]):
     """One end of a channel. `inbound` is the union of the structs that this end accepts, in frames of at most
     `max_frame_bytes` bytes.
 
-    Channels are not thread-safe: only one thread or event loop may use this object.
+    Channels are not thread-safe: only one thread or event loop may use one.
     """
 
     def __init__(self, sock: socket.socket, inbound: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -78,9 +75,9 @@ class Channel(Generic[Inbound]):
         self._on_message: Callable[[Inbound], None] | None = None
         self._on_close: Callable[[], None] | None = None
         self.closed = False
-        """Whether the channel was closed by the peer, by a protocol violation, or by `close`."""
+        """Whether the channel was closed: by the peer, by a protocol violation, or by `close`."""
         self.violation = ""
-        """The reason why the peer's last frame was invalid; empty if no frame was invalid."""
+        """Why the peer's last frame was invalid; empty if none was."""
 
     def fileno(self) -> int:
         """Return the socket's file descriptor for use in selectors, or -1 if the channel is closed."""
@@ -94,11 +91,10 @@ class Channel(Generic[Inbound]):
     # ── sending ──
 
     def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Queue `message`, and write as many bytes as the socket accepts.
-
-        File descriptors are duplicated, and the caller remains responsible for closing its own copies. If the
-        channel is closed, the message is dropped without an error, because the reader detects the end of
-        file. Raises OSError if too many files are open to duplicate the descriptors; nothing is then sent.
+        """Queue `message`, and write as many bytes as the socket accepts. File descriptors are duplicated;
+        the caller must still close its own copies. If the channel is closed, the message is silently dropped,
+        because the reader detects the end of file. Raises OSError if too many files are open to duplicate the
+        descriptors; nothing is then sent.
         """
         if self.closed:
             return
@@ -123,8 +119,8 @@ class Channel(Generic[Inbound]):
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                # The peer has closed its end. Its earlier messages can still be read, and the end of file is
-                # reported by `read`.
+                # The peer has closed its end. Its earlier messages can still be read; `read` then reports the
+                # end of file.
                 self._drop_output()
                 return True
             _close_all(fds)
@@ -153,11 +149,9 @@ class Channel(Generic[Inbound]):
     # ── receiving ──
 
     def read(self) -> list[Inbound]:
-        """Return the complete messages that have arrived. At the end of file or after an invalid frame,
-        `closed` is set.
-
-        One call reads a limited number of bytes, so that the caller's loop remains responsive. File
-        descriptors that arrived with the messages are returned by `take_fd`, in order.
+        """Return the complete messages that have arrived. Sets `closed` at the end of file or after an
+        invalid frame. A call reads a limited number of bytes, so that the caller's loop remains responsive.
+        File descriptors that arrived with the messages are returned by `take_fd`, in order.
         """
         messages: list[Inbound] = []
         for _ in range(_MAX_READS):
@@ -175,8 +169,8 @@ class Channel(Generic[Inbound]):
                     fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
                     self._received_fds.extend(fds)
             if flags & socket.MSG_CTRUNC:
-                # The kernel dropped a descriptor because this process has too many open files. A placeholder
-                # preserves the order, so that later messages receive the correct descriptors.
+                # The kernel dropped a descriptor because this process has too many open files. The
+                # placeholder preserves the order, so that later messages get the correct descriptors.
                 self._received_fds.append(_DROPPED)
             self._received += data
             if not self._parse(messages) or not data:
@@ -187,10 +181,8 @@ class Channel(Generic[Inbound]):
         return messages
 
     def take_fd(self) -> int:
-        """Return the next received file descriptor, which the caller must close.
-
-        Raises LookupError if there is no descriptor, or if the kernel dropped it because this process has too
-        many open files.
+        """Return the next received file descriptor, which the caller must close. Raises LookupError if there
+        is none, or if the kernel dropped it because this process has too many open files.
         """
         fd = self._received_fds.popleft() if self._received_fds else _DROPPED
         if fd == _DROPPED:
@@ -249,7 +241,7 @@ class Channel(Generic[Inbound]):
     # ── closing ──
 
     def close(self) -> None:
-        """Close this end without calling `on_close`. The peer can still read the messages that were written,
+        """Close this end without calling `on_close`. The peer can still read the messages already written,
         followed by the end of file."""
         self._on_close = None
         self._close_socket()
@@ -277,7 +269,7 @@ class Channel(Generic[Inbound]):
             self._loop.remove_reader(self._sock.fileno())
         self._drop_output()
         self.closed = True
-        # Descriptors of decoded messages remain open until `take_fd` or `release_fds` is called.
+        # Descriptors of decoded messages stay open until `take_fd` or `release_fds` is called.
         self._sock.close()
 
     def release_fds(self) -> None:
