@@ -108,6 +108,9 @@ class ActionRunner:
         if not drains:
             session.say("nothing to resume: neither a model nor the service is draining", "warn")
             return
+        if any(one.stopping for one in drains):
+            session.say("the service is stopping, so it cannot be resumed", "warn")
+            return
 
         def end(model: str | None) -> None:
             self.begin(action, {} if model is None else {"model": model}, given=True)

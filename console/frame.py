@@ -204,6 +204,7 @@ def _banners(state: FrameState, width: int) -> list[Line]:
         lines.append(clip([span(f" {state.error} ", "badge_bad")], width))
     if snapshot is not None:
         can_act = state.context.write and state.past is None
+        can_act = can_act and not any(one.stopping for one in snapshot.drains)
         key = key_of(state.context.keys, "act resume") if can_act else ""
         lines += _drains(snapshot, width, key)
     return lines
@@ -231,12 +232,22 @@ def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
         if one.queue:
             facts.append(f"{one.held:,} held")
         announced = one.state == "announced"
-        state = "DRAIN ANNOUNCED" if announced else one.state.upper()
+        state = "STOPPING" if one.stopping else "DRAIN ANNOUNCED" if announced else one.state.upper()
         effect = "are still accepted" if announced else "wait" if one.queue else "are refused"
         text = f" {name} {state}: {', '.join([*facts, f'new requests {effect}'])}"
-        space = max(0, width - width_of(remedy))
-        lines.append(clip([span(fit(span(text).text, space), "badge"), *remedy], width))
+        lines += _banner(text, remedy, width)
     return lines
+
+
+def _banner(text: str, remedy: Line, width: int) -> list[Line]:
+    """Return a text and, to its right, its remedy. A long text continues on a second line."""
+    space = max(_MIN_SCREEN[0], width - width_of(remedy))
+    first, *others = wrap(text, space, "badge", " ")
+    lines = [[span(fit(first[0].text, space), "badge"), *remedy]]
+    if others:
+        rest = " ".join(one[0].text.strip() for one in others)
+        lines.append([span(fit(f" {rest}", width), "badge")])
+    return [clip(one, width) for one in lines]
 
 
 def _footer(state: FrameState, width: int) -> list[Line]:

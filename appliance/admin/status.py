@@ -155,6 +155,7 @@ class StatusReader:
         """Return the status of a drain."""
         left = self.traffic.remaining(drain.model)
         return DrainStatus(
+            stopping=drain is self.drains.stopping,
             model=drain.model,
             state=drain.state,
             grace_s=drain.grace_s,

@@ -231,6 +231,8 @@ DrainState = Literal["announced", "draining", "drained"]
 class DrainStatus(msgspec.Struct, kw_only=True):
     """A drain. It lasts until an operator resumes service."""
 
+    stopping: bool = False
+    """Whether the service is stopping, so that the drain cannot be ended."""
     model: str | None
     """The drained model, or null for the whole service."""
     state: DrainState

@@ -35,6 +35,13 @@ FRAME: dict[str, Explanation] = {
         "The displayed time, and its resolution: with a resolution of 10 s or 60 s, values are means.",
         "GET /telemetry",
     ),
+    "stopping": Explanation(
+        "STOPPING",
+        "",
+        NOW,
+        "The service is stopping: it finishes its requests and then ends, so the drain cannot be ended.",
+        "status: drains.stopping",
+    ),
     "drained_requests": Explanation(
         "running, queued, held",
         "requests",

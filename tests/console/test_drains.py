@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from textual.pilot import Pilot
 from textual.widgets import OptionList, Static
 
@@ -40,6 +42,32 @@ def test_the_banner_names_its_key_at_every_width() -> None:
     for width in (80, 120, 160):
         (banner,) = banners(a_session("qwen3-8b", write=True), width)
         assert banner.startswith(" MODEL qwen3-8b DRAIN") and banner.endswith("press R to resume")
+
+
+@pytest.mark.parametrize("width", [59, 80, 120])
+def test_the_whole_banner_is_shown(width: int) -> None:
+    made = a_session("qwen3-8b", write=True)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    drain = msgspec.structs.replace(snapshot.drains[0], state="draining", running=12, queued=3, queue=True)
+    made.accept(msgspec.structs.replace(snapshot, at=snapshot.at + 1, drains=[drain]))
+    top = [plain(row) for row in made.lines(width, 24)[1:4]]
+    text = " ".join(" ".join(top).replace("press R to resume", "").split())
+    for part in ("MODEL qwen3-8b DRAINING: 12 running, 3 queued, ETA ", "grace left 1m59s", " held", "wait"):
+        assert part in text
+    assert sum("press R to resume" in row for row in top) == 1
+
+
+def test_no_key_is_offered_while_the_service_stops() -> None:
+    made = a_session(None, "qwen3-8b", write=True)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    first, second = snapshot.drains
+    drains = [msgspec.structs.replace(first, stopping=True), second]
+    made.accept(msgspec.structs.replace(snapshot, at=snapshot.at + 1, drains=drains))
+    stopping, other = banners(made, 160)
+    assert stopping.startswith(" SERVICE STOPPING: ") and other.startswith(" MODEL qwen3-8b DRAIN")
+    assert "press" not in stopping + other
 
 
 def test_a_read_only_console_offers_no_key_for_a_drain() -> None:
