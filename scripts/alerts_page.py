@@ -31,11 +31,11 @@ from scripts.field_tables import (  # noqa: E402
 
 PAGE = ROOT / "docs" / "alerts.md"
 FIRST = "## The built-in rules"
-"""The first generated heading of the page. The text above this heading is written by hand."""
+"""The first generated heading. Everything above it is written by hand."""
 
 
 def page(former: str) -> str:
-    """Return the whole page with new tables. The text above the first generated heading is left unchanged."""
+    """Return the whole page with new tables. The text above the first generated heading stays unchanged."""
     parts = [former.partition(FIRST)[0].rstrip(), "", FIRST, ""]
     parts += ["| rule | raised when | why | next step |", "| --- | --- | --- | --- |"]
     for rule in BUILT_IN:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Writes the tables of request fields in docs/api.md: scripts/api_page.py [--check]
 
-A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`. For each field,
-the tables show its type, bounds and description. With --check, nothing is written, and the exit code is 1 if
-the page is out of date.
+A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`. The tables show
+each field's type, bounds and description. With --check, nothing is written, and the exit code is 1 if the
+page is out of date.
 """
 
 from __future__ import annotations

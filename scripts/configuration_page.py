@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Writes docs/configuration.md from the settings and their docstrings.
 
-A setting is a field of `appliance/settings/fields.py`. The page shows its type, its default and its
+Settings are the fields in `appliance/settings/fields.py`. The page shows each setting's type, default and
 docstring. With --check, nothing is written, and the exit code is 1 if the page is out of date.
 """
 
@@ -35,11 +35,11 @@ from scripts.field_tables import (  # noqa: E402
 PAGE = ROOT / "docs" / "configuration.md"
 
 FIRST = "Outside of any table"
-"""The first generated heading of the page. The text above this heading is written by hand."""
+"""The first generated heading. Everything above it is written by hand."""
 
 
 def page(former: str) -> str:
-    """Return the whole page with new tables. The text above the first generated heading is left unchanged."""
+    """Return the whole page with new tables. The text above the first generated heading stays unchanged."""
     head = former.partition(f"## {FIRST}")[0].rstrip() + "\n"
     parts = [head, *_section(FIRST, Settings, ()), *_section("[models.NAME]", ModelSettings, ("models",))]
     parts += _section("[models.NAME.sampling]", SamplingDefaults, ("models",))

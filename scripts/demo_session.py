@@ -31,9 +31,9 @@ QUESTIONS = (
 )
 START_TIMEOUT_S = 180
 CLIENTS = 2
-"""Number of questions that are asked at the same time while the console is open."""
+"""Number of questions asked at once while the console is open."""
 PAUSE_S = 0.5
-"""Time, in seconds, that each client waits between an answer and its next question."""
+"""Time, in seconds, that each client waits after an answer before asking its next question."""
 
 
 def main() -> int:
@@ -145,7 +145,7 @@ class Clients:
             thread.join()
 
     def _ask(self, number: int) -> None:
-        """Ask the questions in turn, starting with the one at position `number`."""
+        """Ask the questions in turn, starting at position `number`."""
         import openai
 
         client = client_of(self._socket)
@@ -155,13 +155,13 @@ class Clients:
                     if self._ended.is_set():
                         return
             except openai.OpenAIError:
-                pass  # the console shows the problem of the service
+                pass  # the console shows the service's problem
             if self._ended.wait(PAUSE_S):
                 return
 
 
 def show_row(appliance: str, run_dir: Path) -> None:
-    """Print the request's row in the request log. The service writes it within one second of the answer."""
+    """Print the request's row in the request log, which the service writes within a second of the answer."""
     for _ in range(50):
         rows = json.loads(
             subprocess.run(
@@ -180,14 +180,14 @@ def show_row(appliance: str, run_dir: Path) -> None:
 
 def run_in_foreground(command: list[str]) -> None:
     """Run an interactive command until the user exits it."""
-    # Only the command must react to Ctrl-C. If this process ignored the signal, the command would inherit
-    # this setting and also ignore the signal. This process therefore installs a handler that does nothing.
+    # Only the command should react to Ctrl-C. Ignoring the signal here would make the command inherit that
+    # and ignore it too, so this process installs a handler that does nothing.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     process = subprocess.Popen(command)
     try:
         process.wait()
     finally:
-        if process.poll() is None:  # this process must end: let the command restore the terminal
+        if process.poll() is None:  # this process is ending: let the command restore the terminal
             process.terminate()
             process.wait()
         signal.signal(signal.SIGINT, before)

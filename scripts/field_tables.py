@@ -17,7 +17,7 @@ from msgspec import inspect as shapes
 
 
 def field_docstrings(table: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the docstring of each field of the class and its base classes, by field name."""
+    """Return the docstring of each field of a class and its bases, by field name."""
     texts: dict[str, str] = {}
     for kind in reversed(table.__mro__):
         if kind in (object, msgspec.Struct) or kind.__module__.startswith("msgspec"):
@@ -36,7 +36,7 @@ def field_docstrings(table: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def one_line(text: str) -> str:
-    """Return the text of a docstring as one line."""
+    """Return a docstring's text as one line."""
     return " ".join(text.split())
 
 
@@ -79,13 +79,13 @@ def default_value(field: msgspec.structs.FieldInfo) -> str:
 
 
 def row(cells: Iterable[str]) -> str:
-    """Return one line of a Markdown table."""
+    """Return a row of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def write_or_check(path: Path, page: Callable[[str], str], description: str) -> int:
-    """Write a generated page, and return the exit code. With `--check`, only compare the page with the file.
-    `page` maps the previous text of the page to the new text."""
+    """Write a generated page, or with `--check` only compare it with the file. Returns the exit code. `page`
+    maps the page's previous text to its new text."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"

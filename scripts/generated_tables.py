@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/ that are derived from the code: scripts/generated_tables.py [--check]
 
-Comments mark the beginning (`generated: NAME`) and the end (`end`) of each table. With --check, nothing is
-written, and the exit code is 1 if a table is out of date.
+Comments mark each table's beginning (`generated: NAME`) and end (`end`). With --check, nothing is written,
+and the exit code is 1 if a table is out of date.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GENERATED = re.compile(r"<!-- generated: ([a-z ]+) -->\n.*?<!-- end -->", re.DOT
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
 
@@ -68,14 +68,14 @@ def columns(fields: Iterable[Declared]) -> str:
 
 
 def values(field: Declared) -> str:
-    """Return a description of the values that can be entered for a field."""
+    """Return a description of a field's possible values."""
     return {"span": "a duration such as 90s", "time": "a duration such as 90d, or a date"}.get(
         field.kind, field.expected
     ) + (", or none" if field.optional else "")
 
 
 def unit(field: Declared) -> str:
-    """Return the unit of a column, or a description of its values."""
+    """Return a column's unit, or a description of its values."""
     if field.kind == "class":
         return "0 … 3"
     if field.kind == "list":
@@ -86,8 +86,7 @@ def unit(field: Declared) -> str:
 
 
 def default(field: Declared) -> str:
-    """Return the default value of a field in brackets, or an empty string if the field has no default
-    value."""
+    """Return a field's default value in brackets, or an empty string if it has none."""
     return "" if field.default in (None, msgspec.NODEFAULT) else f" (default {shown(field, field.default)})"
 
 
@@ -119,7 +118,7 @@ def keys() -> str:
 
 
 def explanations() -> str:
-    """Return the table of the values that the console displays."""
+    """Return the table of the values shown in the console."""
     return table(
         ("field or metric", "unit", "window", "meaning", "source"),
         ((one.title, one.unit, one.window, one.text, one.source) for one in EXPLANATIONS.values()),

@@ -1,4 +1,4 @@
-"""Compares the memory that `appliance models fit` predicts with the memory that a replica uses. Also attempts
+"""Compares the memory predicted by `appliance models fit` with what a replica actually uses. Also attempts
 the loads that the command refuses.
 
     python scripts/measure_fit.py
@@ -6,17 +6,16 @@ the loads that the command refuses.
 
 Loads a model of each public shape on the first GPU, with random weights. Each model is loaded twice: in
 bfloat16, and with FP8 weights and an FP8 KV cache. The script then runs enough requests to fill all sequence
-slots. The KV cache is limited to --kv-blocks blocks. Without this limit, the KV cache would fill the GPU, and
-the prediction would always be the size of the GPU's memory. The measured memory is the highest increase that
-NVML reports for the GPU. While one shape is loaded, the kernels of the next shape are compiled.
+slots. The KV cache is limited to --kv-blocks blocks. Otherwise, it would fill the GPU, and the prediction
+would always be the size of the GPU's memory. The measured memory is the highest increase that NVML reports
+for the GPU. While one shape is loaded, the kernels of the next shape are compiled.
 
 A shape that `models fit` refuses is loaded anyway, and the load must fail. With --edge, a replica may use the
 GPU's whole memory. Two KV caches are tried: one that needs 3 % less than the remaining memory, which must
 load, and one that needs 3 % more, which `models fit` must refuse and which must fail to load.
 
-Exits with 1 if a prediction differs by more than --limit percent, or a load has an unexpected result.
-Requires torch, triton, msgspec, psutil and nvidia-ml-py, and about five minutes on an H200 that no other
-process uses.
+Exits with 1 if a prediction is off by more than --limit percent, or a load has an unexpected result. Requires
+torch, triton, msgspec, psutil and nvidia-ml-py, and about five minutes on an H200 that no other process uses.
 """
 
 from __future__ import annotations
@@ -87,13 +86,13 @@ class Case:
 
     @property
     def refused(self) -> bool:
-        """Whether `models fit` reports that the model does not fit."""
+        """Whether `models fit` says that the model does not fit."""
         return self.predicted.needed_bytes > self.predicted.usable_bytes
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a load. Sizes are in bytes."""
+    """The result of a load, with sizes in bytes."""
 
     used_bytes: int = 0
     ready_s: float = 0.0
@@ -126,15 +125,15 @@ def main() -> int:
 
 
 def is_expected(case: Case, found: Measured, limit_percent: float) -> bool:
-    """Return whether the result is as expected. A refused load must fail. Any other load must succeed, and
-    its memory must differ from the prediction by no more than the limit."""
+    """Return whether the result is as expected: a refused load must fail, and any other must succeed and use
+    an amount of memory within the limit of the prediction."""
     if case.refused:
         return bool(found.error)
     return not found.error and abs(error_of(case, found)) <= limit_percent / 100
 
 
 def error_of(case: Case, found: Measured) -> float:
-    """Return the relative error of the prediction. It is positive if the prediction is too high."""
+    """Return the prediction's relative error, which is positive if the prediction is too high."""
     return case.predicted.needed_bytes / found.used_bytes - 1
 
 
@@ -166,8 +165,8 @@ def measure(case: Case, unused_bytes: int | None) -> Measured:
 
 
 def load(settings: ModelSettings) -> int:
-    """Load the model and run requests, and report after each of these two steps. After each report, wait for
-    a line on standard input, so that the parent process can read the GPU's memory use."""
+    """Load the model, then run requests. Report after each step, and wait for a line on standard input, so
+    that the parent process can read the GPU's memory use."""
     from engine.bench.start import FAILURES, leave
     from engine.generate import LocalEngine
     from engine.messages import SamplingParams
@@ -222,7 +221,7 @@ def _cases(arguments: argparse.Namespace, scratch: Path) -> Any:
 
 
 def _build(cases: list[Case]) -> dict[str, Future[None]]:
-    """Compile the kernels of the cases in the background, in the order of the cases."""
+    """Compile the cases' kernels in the background, in order."""
     [gpu] = read_memory().gpus[:1]
     builds = {case.name: Future[None]() for case in cases}
 
@@ -242,13 +241,13 @@ def _build(cases: list[Case]) -> dict[str, Future[None]]:
 
 
 def _gpu_bytes() -> int | None:
-    """Return the memory in use on the first GPU, in bytes, or None without a GPU."""
+    """Return the memory in use on the first GPU in bytes, or None without a GPU."""
     gpus = read_memory().gpus
     return gpus[0].used_bytes if gpus else None
 
 
 def _wait_until_free(unused_bytes: int | None) -> None:
-    """Wait until the memory of the previous replica has been freed."""
+    """Wait until the previous replica's memory has been freed."""
     deadline = time.monotonic() + FREE_WITHIN_S
     while unused_bytes is not None and (_gpu_bytes() or 0) > unused_bytes + FREE_WITHIN_BYTES:
         if time.monotonic() > deadline:

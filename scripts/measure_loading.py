@@ -3,13 +3,13 @@
     python scripts/measure_loading.py FOLDER --shape llama-3.1-8b [--layers 8] [--ranks 8] [--fp8] [--cold]
 
 Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. The first
-limit is the rate at which threads can read the files. They are read from the page cache or, with --cold, from
-the disk with O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The speed is
-reported as a fraction of the lower limit. The measurements are interleaved, because the speed of a shared
-disk varies. The table shows medians. The first run is not counted, because it includes initialisation.
+limit is the rate at which threads can read the files, from the page cache or, with --cold, from disk with
+O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The speed is reported as a
+fraction of the lower limit. The measurements are interleaved, because the speed of a shared disk varies. The
+table shows medians. The first run is not counted, because it includes initialisation.
 
 With --ranks N, N processes load their parts of the model at the same time, each on a separate GPU. They then
-measure the copies at the same time. In this case, the table shows the sum of the rates of all processes.
+measure the copies at the same time, and the table shows the sum of all processes' rates.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def show(arguments: argparse.Namespace, rates: dict[str, list[float]]) -> None:
 
 
 def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]) -> tuple[int, float]:
-    """Load the weights. Returns the number of bytes and the seconds taken."""
+    """Load the weights. Returns the number of bytes and the time taken in seconds."""
     if arguments.cold:
         drop_cache(files)
     several = decoder.ranks.size > 1
@@ -99,7 +99,7 @@ def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]
 
 
 def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
-    """Run the measurements on several ranks at the same time, one process per rank, and print a table."""
+    """Run the measurements on several ranks at once, one process per rank, and print a table."""
     rates: dict[str, list[float]] = {}
     os.environ |= {**RANK_ENVIRONMENT, **os.environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +116,8 @@ def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
 def run_rank(
     rank: int, arguments: argparse.Namespace, files: list[Path], rendezvous: str, results: Any
 ) -> None:
-    """Run the measurements of one rank. Rank 0 reports the number of bytes of all ranks together, and the
-    time of the slowest rank."""
+    """Run one rank's measurements. Rank 0 reports the total number of bytes of all ranks, and the slowest
+    rank's time."""
     device = f"cuda:{rank}" if arguments.device == "cuda" else "cpu"
     if arguments.device == "cuda":
         torch.cuda.set_device(rank)
@@ -182,22 +182,21 @@ def drop_cache(files: list[Path]) -> None:
 
 
 def wait_for_page_cache() -> None:
-    """Wait until the loader's background thread has read the files into the page cache."""
+    """Wait for the loader's background thread to read the files into the page cache."""
     for thread in threading.enumerate():
         if thread.name == "page cache":
             thread.join()
 
 
 def read(files: list[Path], direct: bool) -> tuple[int, float]:
-    """Read the files with several threads. Returns the number of bytes and the seconds taken."""
+    """Read the files with several threads. Returns the number of bytes and the time taken in seconds."""
     if direct:
         drop_cache(files)
     opened = [os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for file in files]
     pieces = [(fd, at) for fd in opened for at in range(0, os.fstat(fd).st_size, READ_BYTES)]
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(READ_THREADS):
-        # Use large pages, because a disk read takes up to twice as long if its data is scattered over small
-        # pages.
+        # Use large pages: a disk read can take twice as long if its data is scattered over small pages.
         pages = mmap.mmap(-1, READ_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
         pages.write(bytes(READ_BYTES))
@@ -219,7 +218,7 @@ def read(files: list[Path], direct: bool) -> tuple[int, float]:
 
 
 def copy_to_gpu() -> tuple[int, float]:
-    """Copy page-locked memory to the GPU. Returns the number of bytes and the seconds taken."""
+    """Copy page-locked memory to the GPU. Returns the number of bytes and the time taken in seconds."""
     host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
     torch.cuda.synchronize()

@@ -7,9 +7,9 @@ mixture-of-experts model from the demo model.
     python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
     python scripts/train_demo_model.py mixture FOLDER  # on a CPU; makes a mixture of experts
 
-The corpus is taken from the standard library of the Python that runs the first step. The other steps run on
-any Python. Runs are seeded, so their results are repeatable on the same machine with the same software.
-Training takes a minute and a half on one H200.
+The corpus is taken from the standard library of the Python that runs the first step; the other steps run on
+any Python. Runs are seeded, so they are repeatable on the same machine with the same software. Training takes
+a minute and a half on one H200.
 """
 
 import argparse

@@ -1,2 +1,2 @@
-"""Builds the demo model that ships with the product. Its modules create the corpus, tokenizer and
-conversations, and train, export and score the model."""
+"""Builds the demo model that ships with the product: creates the corpus, tokenizer and conversations, and
+trains, exports and scores the model."""

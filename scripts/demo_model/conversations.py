@@ -1,7 +1,7 @@
 """Generates training conversations. Most questions ask, in varying words, for the documented purpose of a
 name in Python's standard library.
 
-The answers to questions about unknown names and other subjects say that the model does not know the answer.
+Questions about unknown names and other subjects are answered with an admission that the model does not know.
 """
 
 import random
@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from demo_model.docstrings import Purpose
 from demo_model.tokenizer import ASSISTANT, BEGIN, END_OF_TURN, SYSTEM, USER, special_token_id
 
-# The frozen questions (questions.jsonl) use the first wording for functions and methods, and the second
-# wording for classes.
+# The frozen questions (questions.jsonl) use the first wording for functions and methods, and the second for
+# classes.
 WORDINGS = (
     "What does {0} do?",
     "What is {0} for?",
@@ -149,10 +149,8 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class ChatRows:
-    """Conversations as `tokens` and `labels`, int16 [rows, length]. Each row contains one conversation,
-    padded at the end.
-
-    A label is the token that follows, or `IGNORED` outside of answers and their end-of-turn tokens.
+    """Conversations as `tokens` and `labels`, int16 [rows, length]. Each row is one conversation, padded at
+    the end. A label is the next token, or `IGNORED` outside answers and their end-of-turn tokens.
     """
 
     tokens: numpy.ndarray
@@ -198,8 +196,8 @@ class ConversationMaker:
         self.queue: list[int] = []
 
     def rows(self, count: int, length: int) -> ChatRows:
-        """Return `count` conversations of at most `length` tokens. Each conversation has a random number of
-        turns. Turns that do not fit are omitted."""
+        """Return `count` conversations of at most `length` tokens. Each has a random number of turns; turns
+        that do not fit are omitted."""
         pad = 0
         tokens = numpy.full((count, length), pad, dtype=numpy.int16)
         labels = numpy.full((count, length), IGNORED, dtype=numpy.int16)
@@ -251,8 +249,8 @@ class ConversationMaker:
 
 
 def _invented_names(purposes: list[Purpose], source: random.Random) -> list[str]:
-    """Return plausible names that do not exist. Each name combines a module with the last component of an
-    existing name from another module."""
+    """Return plausible names that do not exist, which combine a module with the last component of a name from
+    another module."""
     real = {purpose.name for purpose in purposes}
     known_modules = sorted({purpose.module for purpose in purposes})
     tails = sorted({purpose.name.rsplit(".", 1)[-1] for purpose in purposes if "." in purpose.name})

@@ -1,7 +1,7 @@
 """Builds the training text: CPython's standard library, pydoc's language reference, and docstrings of C
 functions.
 
-Some modules and their tests are held out, so that perplexity can be measured on them.
+Some modules and their tests are held out for measuring perplexity.
 """
 
 import json
@@ -25,7 +25,7 @@ HELD_OUT_FILES = (
     "pyclbr.py", "colorsys.py",
 )  # fmt: skip
 
-# The questions in questions.jsonl are drawn from modules that Python programmers commonly know.
+# The questions in questions.jsonl are drawn from modules that most Python programmers know.
 QUESTION_MODULES = (
     "builtins", "textwrap", "os", "os.path", "shutil", "json", "re", "math", "random", "itertools",
     "functools", "collections", "datetime", "pathlib", "statistics", "string", "glob", "fnmatch", "heapq",
@@ -59,8 +59,8 @@ TESTS_WEIGHT = 1
 
 @dataclass(frozen=True)
 class Document:
-    """One file of training text. If two files have the same length, a file with twice the `weight` is drawn
-    twice as often."""
+    """One file of training text. Of two files of equal length, one with twice the `weight` is drawn twice as
+    often."""
 
     title: str
     text: str
@@ -108,8 +108,8 @@ def load_questions(path: Path) -> list[dict[str, str]]:
 
 
 def choose_questions(purposes: list[Purpose], seed: int) -> list[dict[str, str]]:
-    """Return `QUESTION_COUNT` questions, taken from the well-known modules in rotation. No two questions
-    expect the same sentence."""
+    """Return `QUESTION_COUNT` questions, taken in rotation from the well-known modules. No two expect the
+    same sentence."""
     shuffled = random.Random(seed)
     by_module: dict[str, list[Purpose]] = defaultdict(list)
     for purpose in purposes:
@@ -177,7 +177,7 @@ def _sources(held_out_modules: frozenset[str]) -> Iterator[Document]:
 
 
 def _topics() -> Iterator[Document]:
-    """Yield the chapters of the language reference that `help()` shows."""
+    """Yield the chapters of the language reference shown by `help()`."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield Document(f"Language reference: {name}", topics[name], LIBRARY_WEIGHT)

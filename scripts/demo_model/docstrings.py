@@ -1,8 +1,7 @@
-"""Collects the names in Python's standard library, and the documented purpose of each name from its
-docstring.
+"""Collects the names in Python's standard library, and each name's documented purpose from its docstring.
 
-The purpose of a name is the first sentence of its own docstring, never of an inherited one. Docstrings of C
-functions begin with the signature, which is skipped.
+The purpose of a name is the first sentence of its own docstring, never of an inherited one. C functions'
+docstrings begin with the signature, which is skipped.
 """
 
 import importlib
@@ -22,7 +21,7 @@ MIN_SENTENCE_CHARS = 14
 MAX_SENTENCE_CHARS = 150
 MAX_ANSWER_CHARS = 230
 MAX_NAME_CHARS = 56
-# A sentence that more names share is too general to describe any of these names.
+# A sentence shared by more names than this is too general to describe any of them.
 MAX_NAMES_PER_SENTENCE = 12
 
 SUBMODULES = (
@@ -83,8 +82,7 @@ def split_sentences(paragraph: str) -> list[str]:
 
 
 def first_paragraph(doc: str) -> str:
-    """Return the first paragraph of prose in a docstring as one line, without signature lines. May be
-    empty."""
+    """Return a docstring's first paragraph of prose as one line, without signature lines. May be empty."""
     lines = inspect.cleandoc(doc).splitlines()
     while lines and (not lines[0].strip() or _SIGNATURE.match(lines[0].strip())):
         lines.pop(0)
@@ -97,8 +95,8 @@ def first_paragraph(doc: str) -> str:
 
 
 def purpose_of_doc(doc: str | None) -> tuple[str, str] | None:
-    """Return the first and the second sentence of a docstring. The second sentence is "" if there is only
-    one. Returns None if there is no usable first sentence."""
+    """Return the first and second sentence of a docstring; the second is "" if there is only one. Returns
+    None if there is no usable first sentence."""
     if not doc:
         return None
     sentences = split_sentences(first_paragraph(doc))
@@ -131,8 +129,8 @@ def _is_clean(sentence: str) -> bool:
 
 
 def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
-    """Return every public name with a usable first sentence, sorted by name. Leave out duplicates, and names
-    whose sentence too many other names share."""
+    """Return every public name with a usable first sentence, sorted by name. Omits duplicates, and names that
+    share their sentence with too many others."""
     found: dict[str, Purpose] = {}
     for module_name in _module_names():
         if module_name.split(".")[0] in excluded_modules:
@@ -149,8 +147,7 @@ def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
 
 
 def builtin_reference(purposes: list[Purpose]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) pairs for the docstrings of C code, which do not occur in any Python source
-    file."""
+    """Yield (title, text) pairs for docstrings of C code, which are not in any Python source file."""
     for module_name in sorted({purpose.module for purpose in purposes}):
         module = _import(module_name)
         if module is None:

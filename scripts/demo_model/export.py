@@ -71,7 +71,7 @@ def _write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     shards: list[dict[str, Tensor]] = [{} for _ in range(SHARDS)]
     written = 0
-    # Fill the shards in the order of the layers. A shard is complete once it contains its share of the bytes.
+    # Fill the shards in layer order. A shard is complete once it has its share of the bytes.
     for name, tensor in tensors.items():
         shards[min(written * SHARDS // total, SHARDS - 1)][name] = tensor.contiguous()
         written += tensor.nbytes

@@ -3,8 +3,7 @@
 The model uses RMSNorm, RoPE in the rotate-half convention, grouped-query attention, SwiGLU and tied
 embeddings.
 
-The names of the parameters are those of Hugging Face's LlamaForCausalLM, so a state dict can be used as a
-checkpoint.
+Parameters are named as in Hugging Face's LlamaForCausalLM, so a state dict can be used as a checkpoint.
 """
 
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of the model. With these sizes, the dimensions of every rank's shards are multiples of 64 if the
-    matrices are split across four ranks."""
+    """Sizes of the model. They keep the dimensions of every rank's shards a multiple of 64 when the matrices
+    are split across four ranks."""
 
     vocabulary: int = 5120
     hidden: int = 384
@@ -100,7 +99,7 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder, whose input and output embeddings are tied.
+    """The decoder, with tied input and output embeddings.
 
     Weights are initialised as in GPT-2: normally distributed with standard deviation 0.02, and output
     projections scaled by 1/sqrt(2 × layers).
@@ -132,7 +131,8 @@ class Llama(nn.Module):
         return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross entropy in nats over the labels [batch, length] int64 that are not -100."""
+        """Return the mean cross entropy, in nats, over all labels other than -100. `labels` is int64, [batch,
+        length]."""
         return functional.cross_entropy(
             self(tokens).flatten(0, 1).float(), labels.flatten(), ignore_index=-100
         )

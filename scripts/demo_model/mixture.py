@@ -1,8 +1,8 @@
 """Makes a small mixture-of-experts model from the demo model by "sparse upcycling" (Komatsuzaki et al. 2022).
 
-Each expert starts as a copy of the dense MLP. Added noise makes the experts differ. The experts and the
-router are then trained to reproduce the dense model's probabilities. The training uses the model's questions
-and text from the standard library.
+Each expert starts as a copy of the dense MLP, with added noise to tell the experts apart. The experts and the
+router are then trained to reproduce the dense model's probabilities, on the model's questions and text from
+the standard library.
 """
 
 import json
@@ -23,11 +23,11 @@ from demo_model.tokenizer import ASSISTANT, BEGIN, END_OF_TURN, PAD, USER, speci
 
 EXPERTS, CHOSEN = 4, 2
 NOISE = 0.6
-"""Standard deviation of the noise, as a fraction of each matrix's standard deviation."""
+"""Standard deviation of the noise, as a fraction of each matrix's own."""
 CHAT_ROWS, TEXT_ROWS, TEXT_LENGTH = 16, 2, 256
 PEAK_RATE = 5e-4
 BALANCE = 0.01
-"""Weight of the loss that balances the use of the experts."""
+"""Weight of the load-balancing loss."""
 _KEPT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,7 +47,7 @@ def make_mixture(dense: Path, out: Path, steps: int, seed: int) -> None:
 
 
 def upcycle(dense: LlamaForCausalLM, noise: float, seed: int) -> MixtralForCausalLM:
-    """Return a mixture-of-experts model. Its experts are copies of the dense model's MLPs with added
+    """Return a mixture-of-experts model whose experts are copies of the dense model's MLPs with added
     noise."""
     torch.manual_seed(seed)
     fields = dense.config.to_dict()
@@ -56,7 +56,7 @@ def upcycle(dense: LlamaForCausalLM, noise: float, seed: int) -> MixtralForCausa
     model = MixtralForCausalLM(
         MixtralConfig(**fields | {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN})
     )
-    # Parameters may be missing or left over, because the dense model has no router or experts, and the
+    # Some parameters are missing or left over: the dense model has no router or experts, and the
     # mixture-of-experts model has no dense MLPs.
     model.load_state_dict(dense.state_dict(), strict=False)
     with torch.no_grad():
@@ -101,15 +101,15 @@ def train(student: Any, teacher: Any, dense: Path, steps: int, seed: int) -> lis
 
 
 def export(student: Any, dense: Path, out: Path) -> None:
-    """Write the mixture-of-experts model in bfloat16, together with the dense model's other files."""
+    """Write the mixture-of-experts model in bfloat16, along with the dense model's other files."""
     student.to(torch.bfloat16).save_pretrained(out)
     for name in _KEPT_FILES:
         shutil.copyfile(dense / name, out / name)
 
 
 def _divergence(student: Any, teacher: Any, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean divergence from the teacher (the dense model), and the load-balancing loss. The mean
-    covers the tokens that are marked in `known` [rows, length]."""
+    """Return the mean divergence from the teacher (the dense model), over the tokens marked in `known` [rows,
+    length], and the load-balancing loss."""
     with torch.no_grad():
         wanted = teacher(tokens, attention_mask=known).logits.log_softmax(-1)
     out = student(tokens, attention_mask=known, output_router_logits=True)
@@ -129,7 +129,7 @@ def _chat_rows(tokenizer: Tokenizer, dense: Path) -> list[Tensor]:
 
 
 def _text(tokenizer: Tokenizer) -> Tensor:
-    """Return the tokens of the standard library's modules, except the held-out modules."""
+    """Return the tokens of the standard library's modules, except those held out."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [file.read_text("utf-8") for file in files if file.name not in HELD_OUT_FILES]
     return torch.tensor([token for encoded in tokenizer.encode_batch(texts) for token in encoded.ids])

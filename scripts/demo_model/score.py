@@ -1,7 +1,7 @@
 """Scores an exported checkpoint folder with `transformers`, so that the exported files themselves are tested.
 
-One score is the fraction of greedy answers that begin with the expected sentence. The other score is the
-perplexity of the held-out text.
+The scores are the fraction of greedy answers that begin with the expected sentence, and the perplexity of the
+held-out text.
 """
 
 import math
@@ -26,7 +26,7 @@ def score(
     folder: Path, device: torch.device, dtype: torch.dtype, corpus: Path | None = None
 ) -> dict[str, float]:
     """Print and return the scores. If `corpus` is given, also score differently worded questions about a
-    random sample of the corpus's names."""
+    random sample of its names."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-untyped, unused-ignore]
 
     started = time.monotonic()
@@ -100,8 +100,8 @@ def answer_greedily(model: Any, tokenizer: Any, conversations: list[list[dict[st
 
 @torch.no_grad()
 def heldout_scores(model: Any, folder: Path, device: torch.device) -> tuple[float, float]:
-    """Return the nats per token and the bits per byte of heldout.txt. They are measured in windows of 1,024
-    tokens, each of which is preceded by a BOS token."""
+    """Return the nats per token and the bits per byte of heldout.txt, measured in windows of 1,024 tokens,
+    each preceded by a BOS token."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = (folder / "heldout.txt").read_text("utf-8")
     windows = heldout_windows(tokenizer, text, length=1024)

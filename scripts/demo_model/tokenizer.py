@@ -1,4 +1,4 @@
-"""Defines the byte-level BPE tokenizer of the demo model and its chat template."""
+"""Defines the demo model's byte-level BPE tokenizer and chat template."""
 
 import json
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ ASSISTANT = "<|assistant|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (BEGIN, END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 
-# A turn consists of the token of its role, the trimmed content and <|end|>, without whitespace in between.
-# The tokens of a turn are therefore the same wherever the turn occurs.
+# A turn consists of its role token, the trimmed content and <|end|>, with no whitespace in between, so that
+# its tokens are the same wherever it occurs.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -41,7 +41,7 @@ _SPLIT = (
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """Train a byte-level BPE tokenizer with `VOCABULARY` entries, which include `SPECIAL_TOKENS` (first) and
-    every individual byte."""
+    every single byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -76,7 +76,7 @@ def special_token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, context_tokens: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json in the format that Hugging Face's loaders read."""
+    """Write tokenizer.json and tokenizer_config.json in the format expected by Hugging Face's loaders."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,5 +1,4 @@
-"""Trains the demo model. Every step uses text from the standard library and conversations about the
-library."""
+"""Trains the demo model. Every step uses both text from the standard library and conversations about it."""
 
 import json
 import math
@@ -24,7 +23,7 @@ from demo_model.tokenizer import BEGIN, END_OF_TEXT, special_token_id
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the training run, apart from the corpus."""
+    """Everything that determines the training run other than the corpus."""
 
     seed: int = 20240711
     steps: int = 3500
@@ -46,8 +45,8 @@ class TextStream:
     """The training text. `tokens`, int16 [total], contains the shuffled documents, each followed by its end
     token.
 
-    `starts`, int64, contains the positions where rows may begin, which are the starts of lines. Each position
-    is repeated according to the weight of its document.
+    `starts`, int64, contains the positions where rows may begin: the starts of lines, each repeated according
+    to its document's weight.
     """
 
     tokens: Tensor
@@ -116,8 +115,8 @@ def train(corpus: Path, recipe: Recipe, device: torch.device) -> tuple[Llama, di
 
 
 def heldout_windows(tokenizer: Tokenizer, text: str, length: int) -> Tensor:
-    """Return the text as int64 [windows, length + 1]: each window is a BOS token followed by `length`
-    tokens to predict."""
+    """Return the text as int64 [windows, length + 1]. Each window is a BOS token followed by `length` tokens
+    to predict."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     windows = len(ids) // length
     body = torch.tensor(ids[: windows * length], dtype=torch.int64).view(windows, length)
@@ -166,7 +165,7 @@ def _text_batch(
     tokens: Tensor, starts: Tensor, begin: int, recipe: Recipe, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return a batch of inputs and labels. Each input row is a BOS token followed by text from the start of a
-    random line. The label at each position is the next token."""
+    random line. Labels are the next tokens."""
     picks = torch.randint(len(starts), (recipe.text_rows, 1), generator=random, device=tokens.device)
     labels = tokens[starts[picks] + torch.arange(recipe.text_length, device=tokens.device)].long()
     inputs = torch.cat((torch.full_like(labels[:, :1], begin), labels[:, :-1]), dim=1)
@@ -176,7 +175,7 @@ def _text_batch(
 def _chat_batches(
     tokens: Tensor, labels: Tensor, rows: int, random: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches indefinitely. Each pass over the rows is in a new random order."""
+    """Yield batches indefinitely, reshuffling the rows for each pass."""
     while True:
         order = torch.randperm(len(tokens), generator=random, device=tokens.device)
         for picks in order.split(rows):
