@@ -240,13 +240,12 @@ def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
 
 
 def _banner(text: str, remedy: Line, width: int) -> list[Line]:
-    """Return a text and, to its right, its remedy. A long text continues on a second line."""
+    """Return a text and, to its right, its remedy. A long text continues on the lines below."""
     space = max(_MIN_SCREEN[0], width - width_of(remedy))
     first, *others = wrap(text, space, "badge", " ")
     lines = [[span(fit(first[0].text, space), "badge"), *remedy]]
-    if others:
-        rest = " ".join(one[0].text.strip() for one in others)
-        lines.append([span(fit(f" {rest}", width), "badge")])
+    rest = wrap(" ".join(one[0].text for one in others), width, "badge", " ")
+    lines += [[span(fit(one[0].text, width), "badge")] for one in rest]
     return [clip(one, width) for one in lines]
 
 

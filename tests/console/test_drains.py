@@ -51,7 +51,7 @@ def test_the_whole_banner_is_shown(width: int) -> None:
     assert snapshot is not None
     drain = msgspec.structs.replace(snapshot.drains[0], state="draining", running=12, queued=3, queue=True)
     made.accept(msgspec.structs.replace(snapshot, at=snapshot.at + 1, drains=[drain]))
-    top = [plain(row) for row in made.lines(width, 24)[1:4]]
+    top = [plain(row) for row in made.lines(width, 24)[1:5]]
     text = " ".join(" ".join(top).replace("press R to resume", "").split())
     for part in ("MODEL qwen3-8b DRAINING: 12 running, 3 queued, ETA ", "grace left 1m59s", " held", "wait"):
         assert part in text
