@@ -104,9 +104,12 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
             return _silence(silence_with(target, context), snapshot)
         case "alert":
             found = [one for one in snapshot.alerts if one.id == target]
-            return [
+            lines = [
                 f"{units.about(one.where, one.description)} ({one.severity}, {one.state})" for one in found
             ]
+            if any(one.state == "resolved" for one in found):
+                lines.append("the service will refuse: the alert has ended")
+            return lines
     return []
 
 
