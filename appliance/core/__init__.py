@@ -1,1 +1,1 @@
-"""The core process: its components, and how they are started, reloaded and stopped."""
+"""The core process: its components, and how to start, reload and stop them."""

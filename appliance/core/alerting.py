@@ -1,5 +1,5 @@
-"""The alerts of the running service. This module connects the rules in the settings, the alert manager, the
-database and the receivers."""
+"""The running service's alerts. Connects the rules in the settings, the alert manager, the database and the
+receivers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Alerting:
-    """The alerts of the running service. All methods must be called on the event loop's thread."""
+    """The running service's alerts. All methods must be called on the event loop thread."""
 
     def __init__(self, settings: Settings, history: Writer) -> None:
         self._history = history
@@ -28,7 +28,7 @@ class Alerting:
         self.manager = AlertManager(rules, AlertLog(history), self._receivers)
 
     def start(self) -> None:
-        """Restore the alerts of the service's previous run, and start the receivers."""
+        """Restore the previous run's alerts, and start the receivers."""
         reader = AlertReader(self._history.path)
         try:
             self.manager.restore(reader.open(), reader.silences(time.time()))
@@ -37,10 +37,10 @@ class Alerting:
         self._receivers.start()
 
     def configure(self, settings: Settings) -> None:
-        """Apply changed settings of the alerts."""
+        """Apply changed alert settings."""
         self.manager.set_rules(effective_rules(settings.alerts.rules, settings.alerts.disabled))
         self._receivers.sinks = settings.alerts.sinks
 
     def stop(self) -> None:
-        """Stop the receivers of alerts."""
+        """Stop the receivers."""
         self._receivers.stop()

@@ -11,7 +11,7 @@ from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 
 _ENGINE_CANCEL_S = 2.0
-"""A front that has not cancelled a request within this time is considered hung. The core then cancels the
+"""A front that fails to cancel a request within this time is considered hung, and the core cancels the
 request in the engine."""
 
 
@@ -23,7 +23,7 @@ class RequestCanceller:
     models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
-        """End a request, and send its client this message. Return False if there is no request with this
+        """End a request, sending its client this message. Return False if there is no request with this
         id."""
         if not self.requests.abort(request_id, message):
             return False
@@ -31,7 +31,7 @@ class RequestCanceller:
         return True
 
     def cancel_matching(self, matches: Callable[[Identity], bool], message: str) -> int:
-        """End all requests whose callers match the condition, and return the number of these requests."""
+        """End all requests whose callers match the condition, and return their number."""
         in_flight = self.requests.state.in_flight
         ids = [request.request_id for request in in_flight.values() if matches(request.first.identity)]
         return sum([self.cancel(request_id, message) for request_id in ids])

@@ -1,5 +1,5 @@
-"""Detects jumps of the system clock. After the clock has jumped to a wrong time, log entries must not be
-removed because of their age."""
+"""Detects system clock jumps, so that log entries are not removed by age after the clock has jumped to a
+wrong time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ immediately."""
 
 
 def _steady() -> float:
-    """Return the time, in seconds, of a clock that cannot be set and that also runs while the machine is
+    """Return the time, in seconds, of a clock that cannot be set and keeps running while the machine is
     suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class ClockGuard:
-    """Compares the time of day with a clock that cannot be set."""
+    """Compares wall-clock time with a clock that cannot be set."""
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = _steady) -> None:
         self._wall, self._steady = wall, steady
@@ -29,8 +29,8 @@ class ClockGuard:
 
     @property
     def jump_s(self) -> float:
-        """Number of seconds by which the system clock jumped, or 0 if it has not jumped within the last
-        `HOLD_S` seconds."""
+        """How many seconds the system clock jumped, or 0 if it has not jumped within the last `HOLD_S`
+        seconds."""
         now = self._steady()
         jump_s = self._wall() - now - self._offset_s
         if abs(jump_s) < MIN_JUMP_S:
@@ -40,8 +40,7 @@ class ClockGuard:
             self._jumped_at, self._seen_s = now, jump_s
         if now - self._jumped_at < HOLD_S:
             return jump_s
-        # The clock has shown the new time for `HOLD_S` seconds, so from now on the new time is considered
-        # correct.
+        # The clock has kept the new time for `HOLD_S` seconds, so accept it as correct.
         self._offset_s += jump_s
         self._jumped_at = None
         return 0.0

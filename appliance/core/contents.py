@@ -1,5 +1,5 @@
-"""Handles stored prompts and answers in the core: writes them to `contents.db` according to the tenants' log
-policies, returns them to operators, and removes them after the tenant's retention time."""
+"""Handles stored prompts and answers in the core: writes them to `contents.db` according to tenants' log
+policies, returns them to operators, and removes them after the tenant's retention period."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 
 DAY_S = 86400.0
 _MAX_BYTES = 64 << 20
-"""Maximum size of one request's texts, in bytes of UTF-8."""
+"""Maximum size of one request's texts, in UTF-8 bytes."""
 _MAX_WAITING = 256
-"""Maximum number of requests whose texts are waiting to be read from memfds. Each of these requests occupies
-a file descriptor."""
+"""Maximum number of requests whose texts are waiting to be read from memfds. Each one occupies a file
+descriptor."""
 
 
 class ContentKeeper:
-    """Stores the prompts and answers that fronts send, and reads them for operators. Methods must be called
-    on the event loop's thread. The texts are processed in a separate thread."""
+    """Stores prompts and answers sent by fronts, and reads them for operators. Methods must be called on the
+    event loop thread. Texts are processed in a separate thread."""
 
     def __init__(
         self, writer: Writer, policies: Callable[[], Policies], rules: Callable[[], LogSettings]
@@ -49,14 +49,14 @@ class ContentKeeper:
         self._waiting = 0
 
     def close(self) -> None:
-        """Pass all texts that have been received so far to the writer."""
+        """Pass all texts received so far to the writer."""
         self._thread.shutdown()
 
     # ── storing ──
 
     def keep(self, message: Keep, descriptor: int) -> None:
-        """Store the texts in the memfd according to the log policy of the caller (`message.identity`). The
-        caller closes the descriptor."""
+        """Store the texts in the memfd according to the log policy of `message.identity`. The caller of this
+        method closes the descriptor."""
         if message.identity.log_policy == "metadata":
             return
         with self._lock:
@@ -113,7 +113,7 @@ class ContentKeeper:
         )
 
     def _days(self, tenant: str) -> float:
-        """Return for how many days a tenant's contents are kept, or 0 if there is no limit."""
+        """Return how many days a tenant's contents are kept, or 0 if there is no limit."""
         known = self._policies().tenants.get(tenant)
         own = known.log_days if known is not None else None
         return self._rules().contents_days if own is None else own
@@ -121,8 +121,8 @@ class ContentKeeper:
     # ── removing ──
 
     def limits(self) -> tuple[dict[str, float | None], float | None]:
-        """Return the unix times before which contents are removed: a dict with one time for each tenant, and
-        one time for deleted tenants. A value of None means that contents are kept forever."""
+        """Return the unix times before which contents are removed: a dict with one time per tenant, and a
+        time for deleted tenants. None means that contents are kept forever."""
 
         def before(days: float) -> float | None:
             return time.time() - days * DAY_S if days else None

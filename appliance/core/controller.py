@@ -1,4 +1,4 @@
-"""The controller, which manages the life cycle of the service's components from startup to shutdown.
+"""The controller, which manages the lifecycle of the service's components.
 
                                   Controller
         ┌──────────┬────────────┬─────┴──────┬──────────────┐
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _COUNT_WITHIN_S = 1.0
-"""Time that replicas have to report how many tokens they generated for the last requests before the service
-stops."""
+"""Time that replicas have, before the service stops, to report how many tokens they generated for the last
+requests."""
 
 
 @dataclass
 class Controller:
     """Starts, checks and stops the components that serve requests. All methods must be called on the event
-    loop's thread."""
+    loop thread."""
 
     policies: Callable[[], Policies]
-    """Returns the tenants and keys that operators have configured."""
+    """Returns the tenants and keys configured by operators."""
     requests: RequestManager
     models: ModelManager
     fronts: FrontPool
@@ -51,17 +51,15 @@ class Controller:
     def start(self) -> None:
         """Start all processes. Connections are accepted once a front is ready."""
         self.fronts.publish_configuration()
-        # Replicas are started before fronts because they take longer.
+        # Start replicas before fronts, because they take longer.
         self.models.start()
         self.fronts.start()
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Drain the service, then stop all processes. When `hurry` is set, the drain stops waiting for
-        requests.
-
-        Until the drain is complete, new requests are refused. On sockets that outlive the service, new
-        connections wait for the next start of the service.
+        requests. New requests are refused until the drain is complete. On sockets that outlive the service,
+        new connections wait for the next startup.
         """
         self.listeners.begin_stop()
         await self.drains.stop(hurry)
@@ -82,7 +80,7 @@ class Controller:
             )
 
     def apply_policies(self) -> None:
-        """Apply changes to tenants and keys to the request queue and to the fronts."""
+        """Apply tenant and key changes to the request queue and the fronts."""
         if (policies := self.policies()) is not self._applied_policies:
             self._applied_policies = policies
             self.requests.set_policies(policies)

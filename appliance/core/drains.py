@@ -7,8 +7,8 @@
 
 A drain begins by reporting "not ready". New requests are refused only after every front has applied that
 state and gateways have had time to notice. Requests that are running or waiting when a drain begins may
-finish; any that are left after the grace period end with an error. An operator's drain lasts until the
-operator resumes service. The shutdown of the service is a drain that is never resumed.
+finish; any left after the grace period end with an error. An operator's drain lasts until the operator
+resumes service. A service shutdown is a drain that is never resumed.
 """
 
 from __future__ import annotations
@@ -27,34 +27,31 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _ABORT_WITHIN_S = 3.0
-"""When the service stops, fronts have this many seconds to end the requests that remain after the grace
-period."""
+"""When the service stops, fronts have this many seconds to end requests that outlast the grace period."""
 STOPPING = "the service is stopping"
 
 
 class FrontConfiguration(Protocol):
-    """Sends the fronts their configuration, which includes the readiness of the models."""
+    """Sends the fronts their configuration, which includes model readiness."""
 
     def publish_configuration(self) -> None:
-        """Send changes of the configuration to the fronts."""
+        """Send configuration changes to the fronts."""
 
     async def configured(self) -> None:
-        """Send changes of the configuration to the fronts, and wait until the fronts have applied them."""
+        """Send configuration changes to the fronts, and wait until they have applied them."""
 
 
 class DrainTools(NamedTuple):
-    """The parts of the service that a drain uses."""
+    """The parts of the service used by a drain."""
 
     requests: RequestManager
     fronts: FrontConfiguration
     cancel: Callable[[str, str], bool]
-    """Ends a request, and sends its client this message. Returns False if there is no request with this
-    id."""
+    """Ends a request, sending its client this message. Returns False if there is no request with this id."""
 
 
 class Drain:
-    """One drain. The method `run` performs the drain from start to finish. Cancelling the task of `run`
-    cancels the drain."""
+    """One drain, performed from start to finish by `run`. Cancelling its task cancels the drain."""
 
     def __init__(
         self,
@@ -72,10 +69,10 @@ class Drain:
 
         - `model` is the model to drain, or None for the whole service.
         - `reason` is the message for clients.
-        - `notice_s` is the time in seconds that gateways have to notice the drain.
-        - `hold` is true if new requests are held instead of being refused.
-        - `hurry` is an event. When it is set, the drain stops waiting.
-        - `abort_within_s` limits the time for ending the requests that remain after the grace period.
+        - `notice_s` is how many seconds gateways have to notice the drain.
+        - `hold` means that new requests are held instead of being refused.
+        - `hurry` is an event that, when set, makes the drain stop waiting.
+        - `abort_within_s` limits the time for ending requests that outlast the grace period.
         """
         self.model = model
         self.reason = reason
@@ -84,7 +81,7 @@ class Drain:
         self.state: DrainState = "announced"
         self.started_at = time.time()
         self.ended = 0
-        """Number of requests that the drain has ended because they did not finish within the grace period."""
+        """Number of requests ended because they did not finish within the grace period."""
         self._tools = tools
         self._notice_s = notice_s
         self._announced = False
@@ -96,37 +93,35 @@ class Drain:
 
     @property
     def name(self) -> str:
-        """The name of what is being drained, as used in messages: "the service", or for example "model
-        'demo'"."""
+        """What is being drained, as shown in messages: "the service" or, for example, "model 'demo'"."""
         return _name(self.model)
 
     @property
     def public_state(self) -> Literal["draining", "drained"]:
-        """The state that operators and gateways see. It is "draining" as soon as the drain has been
-        announced."""
+        """The state seen by operators and gateways: "draining" as soon as the drain has been announced."""
         return "drained" if self.state == "drained" else "draining"
 
     @property
     def elapsed_s(self) -> float:
-        """Time in seconds that the drain has taken so far, or took in total if it is complete."""
+        """Time in seconds that the drain has taken so far, or took in total."""
         return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property
     def grace_left_s(self) -> float:
-        """Time in seconds until the unfinished requests are ended."""
+        """Time in seconds until unfinished requests are ended."""
         if self._grace_ends_at is None:
             return self.grace_s
         return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Take over the progress of the drain `former`, but use the grace period of this drain."""
+        """Take over the progress of the drain `former`, but use this drain's grace period."""
         if former.state != "drained":
             self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
             self.state, self._announced = "draining", True
 
     async def run(self) -> None:
-        """Run the drain, from its announcement until no requests are left."""
+        """Run the drain, from its announcement until no requests remain."""
         requests = self._tools.requests
         if not self._announced:
             await self._tools.fronts.configured()
@@ -151,8 +146,8 @@ class Drain:
         return self._tools.requests.state.finished(self.model)
 
     async def _poll(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `done` returns true, but at most `timeout_s` seconds and only while `hurry` is not set.
-        Return the last result of `done`."""
+        """Wait up to `timeout_s` seconds until `done` returns true or `hurry` is set. Return the last result
+        of `done`."""
         deadline = time.monotonic() + timeout_s
         while not (result := done()) and time.monotonic() < deadline and not self._hurry.is_set():
             await asyncio.sleep(_POLL_S)
@@ -164,16 +159,15 @@ class DrainError(Exception):
 
 
 class Drains:
-    """All current drains: at most one per model, one of the whole service, and one for the shutdown of the
-    service."""
+    """All current drains: at most one per model, one of the whole service, and one for the service's
+    shutdown."""
 
     def __init__(
         self, tools: DrainTools, settings: Callable[[], Settings], models: Callable[[], Collection[str]]
     ) -> None:
-        """`settings` is a function that returns the settings in effect, and `models` is a function that
-        returns the names of the served models."""
+        """`settings` returns the current settings, and `models` returns the names of the served models."""
         self.stopping: Drain | None = None
-        """The drain for the shutdown of the service, or None before the shutdown has begun."""
+        """The shutdown drain, or None before the shutdown has begun."""
         self._tools = tools
         self._settings = settings
         self._models = models
@@ -181,15 +175,14 @@ class Drains:
         self._tasks: dict[str | None, asyncio.Task[None]] = {}
 
     def __iter__(self) -> Iterator[Drain]:
-        """Iterate over all drains, beginning with the drain for the shutdown."""
+        """Iterate over all drains, starting with the shutdown drain."""
         if self.stopping is not None:
             yield self.stopping
         yield from self._active.values()
 
     @property
     def of_service(self) -> Drain | None:
-        """The drain of the whole service, whether for its shutdown or by an operator; None if there is
-        none."""
+        """The drain of the whole service, whether for shutdown or by an operator; None if there is none."""
         return self.stopping or self._active.get(None)
 
     def of(self, model: str | None) -> Drain | None:
@@ -219,8 +212,8 @@ class Drains:
         return drain
 
     def resume(self, model: str | None) -> Drain:
-        """Cancel or end an operator's drain, and accept requests again. Requests that the drain held are
-        queued before new ones. Raises DrainError."""
+        """Cancel or end an operator's drain, and resume accepting requests. Held requests are queued before
+        new ones. Raises DrainError."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}, so it cannot be resumed")
         drain = self._active.get(model)
@@ -233,7 +226,7 @@ class Drains:
         return drain
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service for its shutdown. When `hurry` is set, the drain stops waiting for requests."""
+        """Drain the service for shutdown. When `hurry` is set, the drain stops waiting for requests."""
         settings = self._settings()
         for task in self._tasks.values():
             task.cancel()
@@ -249,7 +242,7 @@ class Drains:
         await self.stopping.run()
 
     def keep_only(self, models: Collection[str]) -> None:
-        """Cancel the drains of models that are no longer served. Admission to these models stays paused."""
+        """Cancel the drains of models that are no longer served. Admission to them stays paused."""
         for drain in list(self._active.values()):
             if drain.model is not None and drain.model not in models:
                 self._forget(drain.model)

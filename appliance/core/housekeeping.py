@@ -1,5 +1,5 @@
-"""The core's periodic work. It retries writing spooled audit entries, records the head of the audit chain,
-and removes old rows in batches that are small enough not to delay requests."""
+"""The core's periodic work: retries writing spooled audit entries, records the head of the audit chain, and
+removes old rows in batches small enough not to delay requests."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _REMOVE_EVERY_S = 5.0
 _REMOVE_ALERTS_EVERY_S = 60.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
-"""Length of the pause after each batch, as a multiple of the batch's duration. With this factor, removing
-rows takes at most a tenth of the database writer's time."""
+"""Length of the pause after each batch, as a multiple of the batch's duration. With this value, removing rows
+takes at most a tenth of the database writer's time."""
 
 
 class Housekeeper:
@@ -48,8 +48,7 @@ class Housekeeper:
         self._history = history
         self._contents = contents
         self._settings = settings
-        # SQLite's write-ahead log may still contain texts that were removed during the previous run of the
-        # service.
+        # SQLite's write-ahead log may still contain texts removed during the previous run.
         self._log_has_removed = True
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -121,13 +120,13 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except StoreError:
-            pass  # The writer has already logged the error. The operation will be retried.
+            pass  # The writer has already logged the error, and the operation will be retried.
         except Exception:
             log.exception("housekeeping failed and will be retried in %g s", every_s)
 
 
 async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
-    """Remove rows in batches until no old rows are left. Return the total number of removed rows."""
+    """Remove rows in batches until no old rows are left. Return the total number removed."""
     rows = pages = 0
     try:
         while True:

@@ -1,5 +1,4 @@
-"""Keeps the newest log lines of all processes in memory, so that operators can read them over the admin
-API."""
+"""Keeps the newest log lines of all processes in memory, for operators to read through the admin API."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ _LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 class LogLines(logging.Handler):
-    """A log handler that keeps the newest log lines. Any thread may log; the lines are read on the event
-    loop."""
+    """A log handler that keeps the newest log lines. Any thread may log; lines are read on the event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +28,7 @@ class LogLines(logging.Handler):
         self._order = threading.Lock()
 
     def attach(self) -> None:
-        """Add this handler to the root logger, and to the logger for records from fronts and replicas."""
+        """Add this handler to the root logger and the logger for records from fronts and replicas."""
         for logger in (logging.getLogger(), child_records):
             logger.addHandler(self)
 
@@ -62,10 +60,8 @@ class LogLines(logging.Handler):
 
     def page(self, query: LogQuery) -> LogPage:
         """Return the newest lines that match the query, oldest first. If `query.after` is set, return the
-        first matching lines after that number instead.
-
-        Lines from fronts and replicas arrive a moment after they were written, so the serial numbers are not
-        strictly in chronological order.
+        first matching lines after that number instead. Lines from fronts and replicas arrive slightly late,
+        so serial numbers are not strictly chronological.
         """
         with self._order:
             lines, number = list(self._lines), self.number
@@ -89,7 +85,7 @@ class LogLines(logging.Handler):
 
 
 def is_of(process: str, wanted: str) -> bool:
-    """Return whether `process` is the process named `wanted`, one of its ranks, or a later process of the
+    """Return whether `process` is the process named `wanted`, one of its ranks, or a later incarnation of the
     same front."""
     return process == wanted or process.startswith((f"{wanted}.", f"{wanted} "))
 

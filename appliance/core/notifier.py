@@ -1,7 +1,7 @@
 """Reports the service's state (started, loading, draining, alive) to the service manager.
 
-The core's event loop sends keep-alives to the watchdog, but only while the writers of all databases make
-progress. Hanging replicas are not reported, because the core kills them itself.
+The core's event loop sends keep-alives to the watchdog, but only while all database writers are making
+progress. Hung replicas are not reported, because the core kills them itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _KEEP_ALIVES = 4
-"""Minimum number of keep-alives in one watchdog interval."""
+"""Minimum number of keep-alives per watchdog interval."""
 
 
 class Notifier:
     """Reports to the service manager until `close` is called."""
 
     def __init__(self, manager: Manager, readiness: Readiness, stalled_s: Callable[[], float]) -> None:
-        """`stalled_s` is a function that returns how many seconds the slowest database writer has been busy
-        with its current operation."""
+        """`stalled_s` returns how many seconds the slowest database writer has been busy with its current
+        operation."""
         self._manager = manager
         self._readiness = readiness
         self._stalled_s = stalled_s
@@ -43,7 +43,7 @@ class Notifier:
             self._tick()
 
     def begin_stop(self) -> None:
-        """Report that the service is stopping. The shutdown of the service begins with a drain."""
+        """Report that the service is stopping, which begins with a drain."""
         self._stopping = True
         self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=EXTENSION_US)
 

@@ -1,5 +1,5 @@
-"""The components that read and record the state of the service: snapshots and their history, the event
-stream, log lines, usage and forecasts."""
+"""The components that read and record the service's state: snapshots and their history, the event stream, log
+lines, usage and forecasts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from store.telemetry import TelemetryLog
 
 
 class ObservingParts:
-    """The components that read and record the state of the service."""
+    """The components that read and record the service's state."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ObservingParts:
         alerts: AlertManager,
         held: contextlib.AsyncExitStack,
     ) -> None:
-        """Everything that this constructor opens is closed later by the exit stack `held`."""
+        """Everything opened here is later closed by the exit stack `held`."""
         control = state.control
         lines = LogLines()
         lines.attach()
@@ -68,7 +68,7 @@ class ObservingParts:
             blocks.recent,
             [alerts.observe],
         )
-        # A reader that gets one frame per second gets exactly the snapshots that are recorded.
+        # A reader that receives one frame per second receives exactly the recorded snapshots.
         feeds = EventFeeds(
             lambda hz: self._recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self._streams
         )
@@ -84,7 +84,7 @@ class ObservingParts:
                 WhatIf(parts.requests.state, lambda: control.policies, lambda: settings.current.queue)
             ),
         ]
-        """Routes of the admin API that read the service's state."""
+        """Admin API routes that read the service's state."""
 
     def start(self) -> None:
         """Start recording the service's state."""

@@ -1,4 +1,4 @@
-"""Keeps the most recent problems for the status report, and counts how often each problem has occurred."""
+"""Keeps the most recent problems for the status report, and counts how often each has occurred."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Problems:
         self._problems: OrderedDict[tuple[str, str], Problem] = OrderedDict()
 
     def note(self, where: str, description: str) -> None:
-        """Log and store a problem. `where` is the place at which the problem occurred, such as a front,
-        replica or socket."""
+        """Log and store a problem. `where` is its location, such as a front, replica or socket."""
         log.warning("%s: %s", where, description)
         self.total += 1
         known = self._problems.pop((where, description), None)

@@ -1,5 +1,4 @@
-"""The core process: reads the settings, opens the state, and runs the service until it gets a signal to
-stop."""
+"""The core process: reads the settings, opens the state, and runs the service until signalled to stop."""
 
 from __future__ import annotations
 
@@ -32,12 +31,11 @@ from store.errors import StoreError
 log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
-"""Interval at which the service checks during startup whether any model can be served."""
+"""Interval at which to check, during startup, whether any model can be served."""
 COLLECT_AFTER = (50_000, 20, 100)
-"""Thresholds of Python's garbage collector. The collector scans new objects after this many allocations, the
-middle generation after 20 such scans, and the oldest generation after 100 scans of the middle one. With the
-default of 700 allocations, the collector would scan all waiting requests once for every thirty arriving
-requests."""
+"""Python garbage collector thresholds. New objects are scanned after this many allocations, the middle
+generation after 20 such scans, and the oldest generation after 100 scans of the middle one. With the default
+of 700 allocations, all waiting requests would be scanned once for every thirty arriving requests."""
 
 
 class StartError(Exception):
@@ -45,13 +43,13 @@ class StartError(Exception):
 
 
 def run(flags: Flags) -> int:
-    """Run the service until SIGTERM or SIGINT, and return the exit code: 0, 1, or 78 for unusable settings.
-    The code 78 is EX_CONFIG in sysexits.h, which tells a service manager not to restart the service. Must be
-    called on the main thread."""
+    """Run the service until SIGTERM or SIGINT, and return the exit code: 0, 1, or 78 for invalid settings. 78
+    is EX_CONFIG in sysexits.h, which tells a service manager not to restart the service. Must be called on
+    the main thread."""
     import uvloop
 
-    # The service manager's watchdog kills a hanging process with SIGABRT. Python then logs a stack trace,
-    # which shows where the process hung.
+    # The service manager's watchdog kills a hung process with SIGABRT. Python then logs a stack trace that
+    # shows where it hung.
     faulthandler.enable()
     return_freed_memory()
 
@@ -85,7 +83,7 @@ async def serve(
     front_module: str = "appliance.front",
     checks: ModelChecks = MODEL_CHECKS,
 ) -> None:
-    """Run the service. The first SIGTERM or SIGINT drains it, and a second one stops it immediately. SIGHUP
+    """Run the service. The first SIGTERM or SIGINT drains it, and the second stops it immediately. SIGHUP
     applies the settings that `reread` returns. Raises RunDirError, SettingsError, ListenError or StoreError
     if the service cannot start.
 
@@ -114,8 +112,8 @@ async def serve(
 
 
 async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
-    """Wait until `stop` is set. Raises StartError if no model has answered requests yet and all models have
-    problems that only an operator can correct."""
+    """Wait until `stop` is set. Raises StartError if no model has answered requests yet and all have problems
+    that only an operator can correct."""
     while not stop.is_set() and not readiness.serves():
         if reason := readiness.permanent_problems():
             raise StartError(f"no model can be served: {reason}")
@@ -125,15 +123,15 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
 
 
 def _tell_end(manager: Manager, reason: str) -> None:
-    """Tell the service manager why the service was not ready. The service manager still shows this status
-    after the process has exited."""
+    """Tell the service manager why the service was not ready. It still shows this status after the process
+    has exited."""
     if reason:
         manager.tell(STATUS=f"stopped: {reason}")
 
 
 def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
-    """Return the models whose files have a problem, mapped to their problems. Raises SettingsError if no
-    model is left to serve."""
+    """Return the models with faulty files, mapped to their problems. Raises SettingsError if no model is left
+    to serve."""
     models = loaded.settings.models
     findings = checks.files(models)
     for warning in model_warnings(loaded, findings):
@@ -147,8 +145,7 @@ def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Install signal handlers, and return two events. The first SIGTERM or SIGINT sets the first event, and
-    the second signal sets the second event."""
+    """Install signal handlers, and return two events, set by the first and the second SIGTERM or SIGINT."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
@@ -156,15 +153,14 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signalled)
-    # Until the service can reload, SIGHUP is ignored. Nothing is lost, because the settings have just been
-    # read.
+    # Ignore SIGHUP until the service can reload. Nothing is lost, because the settings have just been read.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return stop, hurry
 
 
 def _raise_descriptor_limit() -> None:
-    # Every connection that is being passed to a front occupies a file descriptor. The usual soft limit of
-    # 1024 exists only for select(), which this process does not use.
+    # Every connection being passed to a front occupies a file descriptor. The usual soft limit of 1024 exists
+    # only for select(), which this process does not use.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,5 +1,4 @@
-"""Saves how much of each quota is used in `history.db`, so that these levels survive a restart. The request
-log is in the same database."""
+"""Saves quota levels in `history.db`, alongside the request log, so that they survive a restart."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ request log."""
 
 
 class LevelKeeper:
-    """Saves the quota levels periodically. Must be used on the event loop's thread."""
+    """Saves the quota levels periodically. Must be used on the event loop thread."""
 
     def __init__(self, quotas: Quotas, quota_log: QuotaLog) -> None:
         self._quotas = quotas
@@ -28,8 +27,8 @@ class LevelKeeper:
         self._timer: asyncio.TimerHandle | None = None
 
     def restore(self, path: Path) -> None:
-        """Load the quota levels that the previous run saved, from the database at `path`. Call this once,
-        after the quotas' policies have been set and before the first request."""
+        """Restore the quota levels saved by the previous run in the database at `path`. Call this once, after
+        the quota policies have been set and before the first request."""
         try:
             state = read_quotas(path)
         except StoreError as error:
@@ -38,18 +37,18 @@ class LevelKeeper:
         self._quotas.restore(state, time.time())
 
     def start(self) -> None:
-        """Save the levels immediately, and then every few seconds."""
+        """Save the levels now, and then every few seconds."""
         self._timer = asyncio.get_running_loop().call_later(_SAVE_EVERY_S, self.start)
         self.save()
 
     def save(self) -> None:
-        """Save the quota levels that have changed since the last save."""
+        """Save the levels that have changed since the last save."""
         levels, deleted = self._quotas.news(time.time())
         if (levels or deleted) and not self._log.save(levels, deleted):
             self._quotas.remember(deleted)
 
     def close(self) -> None:
-        """Save the quota levels one last time. Call this after the last request has ended."""
+        """Save the levels one last time. Call this after the last request has finished."""
         if self._timer is not None:
             self._timer.cancel()
         self.save()

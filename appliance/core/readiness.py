@@ -1,8 +1,6 @@
-"""Determines whether the service and its models can answer requests, and why they cannot. The result is
-reported to gateways, operators and the service manager.
-
-Each call reads the state of `Drains`, `ModelManager`, `FrontPool` and the request manager. This module stores
-no state of its own.
+"""Determines whether the service and its models can answer requests and, if not, why. The result is reported
+to gateways, operators and the service manager. Each call reads the state of `Drains`, `ModelManager`,
+`FrontPool` and the request manager; this module stores no state of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from appliance.traffic.state import TrafficState
 
 @dataclass
 class Readiness:
-    """Determines from the state of the other components whether the service is ready."""
+    """Determines from the other components' state whether the service is ready."""
 
     settings: Callable[[], Settings]
     traffic: TrafficState
@@ -34,8 +32,8 @@ class Readiness:
     drains: Drains
 
     def reason(self) -> str:
-        """Return the reason why a required model is not ready, or an empty string if all are ready. Required
-        models that an operator has drained are ignored, unless all of them are drained."""
+        """Return why a required model is not ready, or an empty string if all are ready. Required models
+        drained by an operator are ignored, unless all of them are drained."""
         names = self.models.required()
         wanted = [name for name in names if self.drains.of(name) is None]
         return self.service_drain() or "; ".join(filter(None, map(self.silence, wanted or names)))
@@ -46,22 +44,20 @@ class Readiness:
         return ready and not any(map(self.silence, self.models.required()))
 
     def worth_waiting_for(self) -> bool:
-        """Return whether the service manager should keep waiting until the service has started.
-
-        It should wait while a replica is loading. It should also wait if at least one model is already being
-        served. Otherwise, one model that cannot start would cause the service manager to stop the service,
-        including the working models.
+        """Return whether the service manager should keep waiting for the service to start: while a replica is
+        loading, or if any model is already being served. Otherwise, one model that cannot start would make
+        the service manager stop the service, including the working models.
         """
         return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 
     def serves(self) -> bool:
-        """Return whether at least one model answers requests."""
+        """Return whether any model answers requests."""
         return not all(map(self.silence, self.models.models))
 
     def permanent_problems(self) -> str:
-        """Return the problems of all models if no model can be served until an operator corrects files or
-        settings. Return an empty string if any model may still become ready, or if a registered version is
-        loaded or being loaded."""
+        """Return all models' problems if no model can be served until an operator corrects files or settings.
+        Return an empty string if any model may still become ready, or if a registered version is loaded or
+        being loaded."""
         models = self.models.models
         if not all(map(self.models.is_declared, models)):
             return ""
@@ -86,7 +82,7 @@ class Readiness:
         return f"{ready}; loading: {', '.join(loading)}" if loading else ready
 
     def silence(self, model: str) -> str:
-        """Return the reason why the model does not answer requests, or an empty string if it answers them."""
+        """Return why the model does not answer requests, or an empty string if it does."""
         if drain := self.drains.of(model):
             return drain.reason
         if self.models.accepts_early(model):
@@ -105,15 +101,14 @@ class Readiness:
         return "" if "" in silent else silent[0]
 
     def service_drain(self) -> str:
-        """Return the reason why the whole service refuses requests, or an empty string if it accepts them."""
+        """Return why the whole service refuses requests, or an empty string if it accepts them."""
         if self.drains.stopping is not None:
             return STOPPING
         drain = self.drains.of_service
         return drain.reason if drain is not None else ""
 
     def front_problems(self, model: str) -> str:
-        """Return the reason why fronts cannot serve the model, or an empty string if all fronts can serve
-        it."""
+        """Return why fronts cannot serve the model, or an empty string if they all can."""
         names: dict[str, list[str]] = {}
         for front in self.fronts.fronts:
             if model in front.problems:
@@ -121,7 +116,7 @@ class Readiness:
         return "; ".join(f"{', '.join(fronts)}: {text}" for text, fronts in names.items())
 
     def configuration(self) -> Configure:
-        """Return the current configuration of the fronts."""
+        """Return the fronts' current configuration."""
         settings, reason, drain = self.settings(), self.reason(), self.service_drain()
         routes = self.routing.routes()
         return Configure(

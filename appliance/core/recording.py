@@ -1,5 +1,5 @@
-"""Samples the service once per second, records each sample, and passes it to the alerts and to those readers
-of the event stream that get one snapshot per second."""
+"""Samples the service once per second, records each sample, and passes it to the alerts and to event stream
+readers that receive one snapshot per second."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _EVERY_S = 1.0
 
 
 class Recorder:
-    """Takes a sample of the service every second from `start` to `stop`. Must be used on the event loop's
-    thread."""
+    """Samples the service every second from `start` to `stop`. Must be used on the event loop thread."""
 
     def __init__(
         self,
@@ -32,8 +31,8 @@ class Recorder:
         blocks: Callable[[], Mapping[str, BlockMap]],
         observers: Sequence[Callable[[TelemetrySample], None]] = (),
     ) -> None:
-        """`read` returns a snapshot of the service. `blocks` returns the last known KV blocks of each
-        replica. Each function in `observers` is called with every sample."""
+        """`read` returns a snapshot of the service. `blocks` returns each replica's last known KV blocks.
+        Each of the `observers` is called with every sample."""
         self._read = read
         self._blocks = blocks
         self._telemetry = telemetry
@@ -47,11 +46,11 @@ class Recorder:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to sample every second."""
+        """Start sampling every second."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop sampling, and write the time intervals that are not complete yet."""
+        """Stop sampling, and write the incomplete time intervals."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -104,14 +103,14 @@ class Recorder:
                 if not failed:
                     log.exception("the service could not be sampled; sampling will be retried every second")
                 failed = True
-            # If the process was paused, skip the samples that were due during the pause.
+            # If the process was paused, skip the samples missed during the pause.
             due = max(due + _EVERY_S, loop.time() + _EVERY_S / 10)
             await asyncio.sleep(due - loop.time())
 
 
 def sampled_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the part of a snapshot that is recorded as measurements, as JSON values. Requests, alerts,
-    stalls and KV blocks are recorded as details."""
+    """Return the part of a snapshot to record as measurements, as JSON values. Requests, alerts, stalls and
+    KV blocks are recorded as details."""
     sampled = msgspec.structs.replace(
         snapshot,
         requests=[],

@@ -1,7 +1,6 @@
-"""Reloads the settings while the service is running. Only changed settings are applied.
-
-The steps that can fail come first. If the settings are invalid, a model's folder cannot be read or an address
-is already in use, the whole reload is refused and no setting changes.
+"""Reloads the settings at run time. Only changed settings are applied. The steps that can fail come first: if
+the settings are invalid, a model's folder cannot be read or an address is already in use, the whole reload is
+refused and no setting changes.
 """
 
 from __future__ import annotations
@@ -34,13 +33,14 @@ ReloadHook = Callable[[Settings], None]
 
 
 class ConfiguredListener(Protocol):
-    """A socket that listens on an address from the settings."""
+    """A listener on an address from the settings."""
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the address in `settings` if the service does not listen on it yet. Raises ListenError."""
+        """Open the address in `settings` unless the service is already listening on it. Raises
+        ListenError."""
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen on the address that `prepare` opened instead of the previous address. Must not fail."""
+        """Switch to the address opened by `prepare`. Must not fail."""
 
 
 AT_RESTART = frozenset({"run_dir", "state_dir"})
@@ -54,7 +54,7 @@ class ReloadError(Exception):
 
 
 class LiveSettings:
-    """Returns the settings in effect, which each reload replaces."""
+    """Returns the current settings, which each reload replaces."""
 
     def __init__(self, current: Settings) -> None:
         self.current = current
@@ -65,28 +65,27 @@ class LiveSettings:
 
 @dataclass(kw_only=True)
 class Reloader:
-    """Reads the settings again and applies the changes."""
+    """Rereads the settings and applies the changes."""
 
     loaded: Loaded
     reread: Callable[[], Loaded]
-    """Reads the settings in the same way as at startup."""
+    """Reads the settings as at startup."""
     live: LiveSettings
     models: ModelManager
     check_models: Check
-    """Checks the changed models before any change is made."""
+    """Checks changed models before any change is made."""
     registry: Callable[[], Registry]
-    """Returns the registry of models."""
+    """Returns the model registry."""
     drains: Drains
     publish: Callable[[], None]
     """Sends changed settings to the fronts."""
     listeners: Sequence[ConfiguredListener]
     hooks: Mapping[str, ReloadHook]
-    """The reload hook of each top-level setting."""
+    """The reload hook for each top-level setting."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def declared_in(self, model: str) -> str:
-        """Return the place in the settings that declares a model, or an empty string if the settings do not
-        contain the model."""
+        """Return where the settings declare a model, or an empty string if they do not contain it."""
         if model not in self.loaded.settings.models:
             return ""
         path = ("models", model)
@@ -94,7 +93,7 @@ class Reloader:
         return "the defaults" if place is None else str(place)
 
     def configuration(self) -> Configuration:
-        """Return the settings in effect and the source of each."""
+        """Return the current settings and their sources."""
         return as_table(self.loaded)
 
     async def reload(self) -> Reloaded:
@@ -133,8 +132,8 @@ class Reloader:
             )
 
     async def _check_changed_models(self, former: Loaded, loaded: Loaded) -> None:
-        """Check all new models, all models whose replicas would be replaced, and all models whose chat
-        template changes. Raises SettingsError if one of these models cannot be served."""
+        """Check new models, models whose replicas would be replaced, and models whose chat template changes.
+        Raises SettingsError if any of them cannot be served."""
         known = former.settings.models
         changed = {
             name: model
@@ -176,8 +175,8 @@ def _close(opened: Sequence[socket.socket | None]) -> None:
 
 
 def check_still_there(former: Loaded, loaded: Loaded) -> None:
-    """Check that the settings file still exists. Without this check, removing the file would unload every
-    model. Raises SettingsError."""
+    """Check that the settings file still exists, since otherwise removing it would unload every model. Raises
+    SettingsError."""
     if not former.files or (missing := former.files[0]) in loaded.files:
         return
     if missing.parent.name == DROP_INS and loaded.files:
@@ -192,7 +191,7 @@ def check_still_there(former: Loaded, loaded: Loaded) -> None:
 
 
 def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
-    """Check that no model added to the settings has the name of a model or alias in the registry. Raises
+    """Check that no model added to the settings shares its name with a model or alias in the registry. Raises
     SettingsError."""
     faults = []
     for name in loaded.settings.models.keys() - former.settings.models.keys():
@@ -212,7 +211,7 @@ def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
 
 
 def _until_restart(loaded: Loaded, former: Loaded) -> Loaded:
-    """Return the new settings, but with the previous values of settings that only a restart can change."""
+    """Return the new settings, but keep the previous values of settings that require a restart."""
     for name in AT_RESTART:
         setattr(loaded.settings, name, getattr(former.settings, name))
     places = {path: place for path, place in loaded.places.items() if path[0] not in AT_RESTART}

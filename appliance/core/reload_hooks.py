@@ -26,8 +26,7 @@ def reload_hooks(
     shown_tenants: ShownTenants,
     alerts: Alerting,
 ) -> dict[str, ReloadHook]:
-    """Return the reload hook of each setting, except the settings that `appliance.core.reload` applies
-    itself."""
+    """Return the reload hook for each setting, except those that `appliance.core.reload` applies itself."""
 
     def front_count(settings: Settings) -> None:
         fronts.set_count(settings.fronts)
@@ -58,8 +57,8 @@ def reload_hooks(
         alerts.configure(settings)
 
     def nothing(settings: Settings) -> None:
-        """Do nothing. This hook is used for settings that are read again whenever they are needed, and for
-        settings that are part of the fronts' configuration."""
+        """Do nothing: the hook for settings that are read whenever they are needed, or that are part of the
+        fronts' configuration."""
 
     return {
         "fronts": front_count,

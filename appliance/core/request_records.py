@@ -1,5 +1,5 @@
-"""The components that record requests: the identities that send them, the quotas that they use, their rows in
-the request log, and their stored texts."""
+"""The components that record requests: their callers' identities, the quotas they use, their rows in the
+request log, and their stored texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestRecords:
     """The components that record requests."""
 
     def __init__(self, settings: LiveSettings, state: State, held: contextlib.AsyncExitStack) -> None:
-        """Everything that this constructor opens is closed later by the exit stack `held`."""
+        """Everything opened here is later closed by the exit stack `held`."""
         control = state.control
         self.identities = IdentityRegistry(lambda: control.policies, settings.current.unix)
         self.quotas = Quotas(time.monotonic)

@@ -1,5 +1,5 @@
-"""The composition root: creates all components of the service, passes their dependencies to them, and starts
-and stops them in order."""
+"""The composition root: creates the service's components, passes them their dependencies, and starts and
+stops them in order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """All components of a running service. Must be used on the event loop's thread."""
+    """All components of a running service. Must be used on the event loop thread."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Service:
         checks: ModelChecks,
         broken: Mapping[str, str],
     ) -> None:
-        """Everything that this constructor opens is closed later by the exit stack `held`. `broken` maps each
-        model whose files have a problem to that problem. Raises SettingsError, ListenError or StoreError."""
+        """Everything opened here is later closed by the exit stack `held`. `broken` maps each model with
+        faulty files to the problem. Raises SettingsError, ListenError or StoreError."""
         self.settings = LiveSettings(loaded.settings)
         self._state, self._started_at, self._clock = state, time.time(), ClockGuard()
         self._problems = _problems_at_start(loaded, state)
@@ -133,7 +133,7 @@ class Service:
         )
 
     def _scraper(self) -> Scraper:
-        """Return the component that collects the values of the metrics."""
+        """Return the component that collects metric values."""
         serving, state = self._serving, self._state
         return Scraper(
             self._records.counted,
@@ -157,7 +157,7 @@ class Service:
         )
 
     def _reloader(self, loaded: Loaded, reread: Callable[[], Loaded], checks: ModelChecks) -> Reloader:
-        """Return the component that reads the settings again."""
+        """Return the component that reloads the settings."""
         serving, records = self._serving, self._records
         return Reloader(
             loaded=loaded,
@@ -202,7 +202,7 @@ class Service:
     def _admin_backend(
         self, reloader: Reloader, status: StatusReader, scrape: Scraper, checks: ModelChecks
     ) -> tuple[Backend, AuditedActions]:
-        """Return the backend of the admin API, and the object that performs its actions."""
+        """Return the admin API's backend, and the object that performs its actions."""
         serving = self._serving
         models = ModelAdmin(
             operations=serving.operations,
@@ -253,7 +253,7 @@ class Service:
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Drain the service and shut it down. When `hurry` is set, the drain stops waiting for requests. The
-        admin API responds until all requests have ended."""
+        admin API responds until all requests have finished."""
         log.info("stopping: running requests have %g s to finish", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
         self._serving.on_demand.stop()
@@ -267,7 +267,7 @@ class Service:
 
 
 def _problems_at_start(loaded: Loaded, state: State) -> Problems:
-    """Return the problems that are known before the service starts."""
+    """Return the problems known before startup."""
     problems = Problems()
     if state.former is not None and not state.former.stopped:
         problems.note(

@@ -4,9 +4,9 @@
         ▲                              │                                               │
         └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
 
-Two components need components that are created after them, so they receive functions instead. The request
-manager sends its answers through the front pool. The front pool gets the configuration of the fronts from
-`Readiness`, and tells `OnDemand` for which models requests wait.
+Two components depend on components created after them, so they receive functions instead. The request manager
+sends its answers through the front pool. The front pool gets the fronts' configuration from `Readiness`, and
+tells `OnDemand` which models have waiting requests.
 """
 
 from __future__ import annotations

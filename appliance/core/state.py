@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
-    """All databases of one service."""
+    """All of a service's databases."""
 
     control: ControlStore
     """Tenants, keys, mapped users and the audit chain."""
@@ -37,21 +37,20 @@ class State(NamedTuple):
     """Writes to `contents.db`, which contains stored prompts and answers."""
     requests: RequestLog
     former: LockHolder | None
-    """The service that previously used the run directory, or None if there is none."""
+    """The service that previously used the run directory, or None."""
 
     @property
     def stalled_s(self) -> float:
-        """Time in seconds for which the slowest writer has been waiting for its disk."""
+        """How many seconds the slowest writer has been waiting for its disk."""
         return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
-    """Open the state in the directories that the settings name, and lock these directories for this service.
-    Log rows that an earlier run of the service left open are closed. Raises RunDirError or StoreError.
-
-    A migration, a recovery or a slow disk can take a long time. The service manager is therefore told to keep
-    waiting, and the status of the service shows which database is being opened.
+    """Open the state in the directories named by the settings, and lock them for this service. Log rows left
+    open by an earlier run are closed. Raises RunDirError or StoreError. A migration, a recovery or a slow
+    disk can take a long time, so the service manager is told to keep waiting, and the service's status shows
+    which database is being opened.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))
@@ -86,7 +85,7 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
 def _warn_missing(control: Path, others: list[Path]) -> None:
     """Warn about missing databases if the control database shows that the service has run before."""
     if not _has_bytes(control):
-        return  # This is the first startup, so no database is missing.
+        return  # On the first startup, no database is missing.
     for path in others:
         if not _has_bytes(path):
             log.warning(
@@ -106,7 +105,7 @@ def _has_bytes(path: Path) -> bool:
 
 def cache_salts(control: ControlStore) -> Callable[[str], str]:
     """Return a function that returns a tenant's salt for the prefix cache. Tenants in the same cache group
-    have the same salt. Salts cannot be guessed, and they change whenever the service starts."""
+    share a salt. Salts cannot be guessed, and change whenever the service starts."""
     secret = secrets.token_bytes(32)
 
     def salt(name: str) -> str:

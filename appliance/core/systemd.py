@@ -1,6 +1,6 @@
-"""The interface to systemd: sockets that systemd has opened, state reports, and the watchdog. The protocols
-are described in sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). If systemd did not start the
-process, this module does nothing."""
+"""The interface to systemd: sockets opened by systemd, state reports, and the watchdog. The protocols are
+described in sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). If systemd did not start the process,
+this module does nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""During a long operation, the start timeout is repeatedly extended by this time."""
+"""Time by which the start timeout is repeatedly extended during a long operation."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
@@ -24,14 +24,13 @@ class Manager:
     """The service manager that started this process, if any."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Read the service manager's environment variables, and remove them from `environ` so that child
+        """Read the service manager's environment variables, removing them from `environ` so that child
         processes do not use them."""
         self.sockets = _take_sockets(environ)
-        """Listening sockets that the service manager opened. Code that takes a socket from this list must
-        close it."""
+        """Listening sockets opened by the service manager. Code that takes a socket from this list must close
+        it."""
         self.watchdog_s = _watchdog_s(environ)
-        """Maximum interval between keep-alives that the service manager allows, or None if it expects no
-        keep-alives."""
+        """Maximum interval between keep-alives, or None if the service manager expects none."""
         self._socket: socket.socket | None = None
         address = environ.pop("NOTIFY_SOCKET", "")
         if address:
@@ -49,7 +48,7 @@ class Manager:
         return self._socket is not None
 
     def tell(self, **state: str | int) -> bool:
-        """Report a state such as READY=1 or STATUS="loading". Never blocks. Return False if the report was
+        """Report a state such as READY=1 or STATUS="loading". Never blocks; returns False if the report was
         not sent."""
         if self._socket is None:
             return False
@@ -62,8 +61,8 @@ class Manager:
         return True
 
     async def wait_for(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result. Until then, repeatedly ask the service manager to
-        wait longer."""
+        """Run `work` in a thread and return its result, repeatedly asking the service manager to wait
+        longer."""
         working = asyncio.create_task(asyncio.to_thread(work))
         while not working.done():
             self.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US, WATCHDOG=1)
