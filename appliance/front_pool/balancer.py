@@ -1,4 +1,4 @@
-"""Chooses the front process that gets a new connection."""
+"""Chooses a front process for each new connection."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class ConnectionBalancer:
         self._fronts = fronts
         self._next = 0
         self._waiting: deque[Untaken] = deque()
-        """Accepted connections that have not been given to a front yet."""
+        """Accepted connections not yet given to a front."""
         self._shortage = ShortageReport("fronts", note)
 
     @property
     def open(self) -> bool:
-        """Whether a new connection could be given to a front now."""
+        """Whether a front can be given a new connection now."""
         return not self._waiting and any(front.takes_connections for front in self._fronts)
 
     def assign(self, *connections: Untaken) -> None:
-        """Give the waiting connections to fronts, then the new `connections`. If no front accepts
-        connections, or too many files are open, the remaining connections wait until the next call."""
+        """Give first the waiting and then the new `connections` to fronts. If no front accepts connections,
+        or too many files are open, the rest wait until the next call."""
         self._waiting.extend(connections)
         while self._waiting and (front := self._next_front()) is not None:
             try:
@@ -38,8 +38,8 @@ class ConnectionBalancer:
             self._waiting.popleft()
 
     def _next_front(self) -> Front | None:
-        """Return the next front that has a free place for a connection. If all fronts are full, return the
-        next front anyway; it refuses the connection with 503. Return None if no front accepts connections."""
+        """Return the next front with room for a connection. If all fronts are full, return the next one
+        anyway; it refuses the connection with 503. Return None if no front accepts connections."""
         for needs_capacity in (True, False):
             for step in range(len(self._fronts)):
                 front = self._fronts[(self._next + step) % len(self._fronts)]

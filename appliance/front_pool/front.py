@@ -1,8 +1,6 @@
 """The core's view of one front process: starts the process, sends it the configuration and connections, and
-restarts it after it has exited.
-
-A `Front` does not depend on requests, models or other fronts. It passes its process's messages to its
-`FrontEvents` (`appliance.front_pool.pool.FrontPool`).
+restarts it after it exits. A `Front` does not depend on requests, models or other fronts. It passes the
+process's messages to its `FrontEvents` (`appliance.front_pool.pool.FrontPool`).
 """
 
 from __future__ import annotations
@@ -40,10 +38,9 @@ from appliance.protocol.status import FrontState, FrontStatus
 log = logging.getLogger(__name__)
 
 _MAX_UNREAD_BYTES = 64 << 10
-"""The core sends a front no more connections while the front's control channel has more unread bytes than
-this."""
+"""The core stops sending connections to a front while its control channel has more unread bytes than this."""
 _MAX_UNTAKEN = 12
-"""Maximum number of connections that the core has sent to a front and that the front has not taken yet.
+"""Maximum number of connections sent to a front and not yet taken by it.
 
 The number is less than half of the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`):
 while the front takes this many connections, the descriptors of as many closed connections may still be open.
@@ -55,33 +52,31 @@ The number is also at most an eighth of the core's descriptor limit: the core ke
 connection's descriptors, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
-"""The core sends a front no more connections if the front has sent no message for this long. Fronts report
-twice a second."""
+"""The core stops sending connections to a front that has sent no message for this long. Fronts report twice a
+second."""
 _SLOW_START_S = 30.0
-"""A front that has been starting for longer than this is reported as a problem. A front takes about two
-seconds per model to read the tokenizer."""
+"""A front that takes longer than this to start is reported as a problem. Reading a model's tokenizer takes
+about two seconds."""
 
 
 class Untaken:
-    """An accepted connection that no front has taken yet. This object owns the descriptors of the
-    connection."""
+    """An accepted connection that no front has taken yet. Owns the connection's descriptors."""
 
     def __init__(self, connection: ClientConnection, descriptors: Iterable[int]) -> None:
         self.connection = connection
         self.descriptors = list(descriptors)
 
     def close(self) -> None:
-        """Close the descriptors of the connection."""
+        """Close the connection's descriptors."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
 
 class Front:
-    """Supervises one front process. All methods must be called on the event loop's thread. That thread must
-    keep running, because the kernel kills a front process when the thread that spawned it exits.
-
-    Every process has a unique name ("front-0", then "front-0.1", …). A replica's late message about a front
-    that has exited therefore cannot be mistaken for a message about its successor.
+    """Supervises one front process. All methods must be called on the event loop thread. That thread must
+    keep running, because the kernel kills a front process when the thread that spawned it exits. Every
+    process has a unique name ("front-0", then "front-0.1", …), so that a replica's late message about an
+    exited front cannot be mistaken for one about its successor.
     """
 
     def __init__(
@@ -114,14 +109,13 @@ class Front:
         self._ready_at: float | None = None
         self._last_sign = 0.0
         self._given = 0
-        """Number of connections that have been given to the current process."""
+        """Number of connections given to the current process."""
         self._untaken: dict[int, Untaken] = {}
-        """Connections that were given to the process but from which it has not read anything yet, keyed by
-        the connection's number."""
+        """Connections given to the process but not yet read by it, keyed by connection number."""
         self._max_untaken = _max_untaken()
         self._receives_connections = True
-        """Whether the process has received all connections that were sent to it since its last report. If it
-        has not, it has too many open files."""
+        """Whether the process has received all connections sent to it since its last report. If not, it has
+        too many open files."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -135,7 +129,7 @@ class Front:
 
     @property
     def takes_connections(self) -> bool:
-        """Whether the front may currently be given a connection."""
+        """Whether the front can currently be given a connection."""
         child = self._child
         if self.operator_state != "ready" or child is None or not self._receives_connections:
             return False
@@ -143,24 +137,24 @@ class Front:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the front has a free place for another connection, counting the connections that have been
-        sent but not yet taken. A full front still accepts connections, but refuses them with 503."""
+        """Whether the front has room for another connection, counting those sent but not yet taken. A full
+        front still accepts connections, but refuses them with 503."""
         report = self._report
         return report is None or report.busy_connections + len(self._untaken) < report.max_connections
 
     @property
     def problems(self) -> dict[str, str]:
-        """Models that the front cannot serve, with the reason for each model."""
+        """Models that the front cannot serve, with the reasons."""
         return self._report.problems if self._report is not None else {}
 
     @property
     def configured(self) -> int:
-        """Serial number of the latest configuration that the front has applied."""
+        """Serial number of the latest configuration applied by the front."""
         return self._report.configured if self._report is not None else 0
 
     @property
     def routed(self) -> int:
-        """Serial number of the latest configuration whose routes the front uses."""
+        """Serial number of the latest configuration whose routes the front is using."""
         return self._report.routed if self._report is not None else 0
 
     @property
@@ -185,8 +179,7 @@ class Front:
     # ── start and stop ──
 
     def start(self) -> None:
-        """Spawn the front process. If spawning fails, try again after the same delay as for a process that
-        has exited."""
+        """Spawn the front process. If this fails, retry after the same delay as for an exited process."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at = None, None
@@ -206,7 +199,7 @@ class Front:
             self.kill(f"its channels could not be created: {error}")
 
     def send(self, message: CoreToFront) -> None:
-        """Send a message to the front process. Do nothing if there is no process."""
+        """Send a message to the front process, if there is one."""
         if self._child is not None:
             self._child.send(message)
 
@@ -216,7 +209,7 @@ class Front:
         self.send(configure)
 
     def attach(self, replica: str, model: str, descriptor: int) -> None:
-        """Send the front process the descriptor of a channel to a replica, and close this process's copy.
+        """Send the front process a descriptor of a channel to a replica, and close this process's copy.
         Raises OSError if too many files are open."""
         try:
             if self._child is not None:
@@ -234,12 +227,12 @@ class Front:
         self._untaken[self._given] = untaken
 
     def take_back(self) -> list[Untaken]:
-        """Return the connections from which the process had read nothing when it exited."""
+        """Return the connections that the process had not read from when it exited."""
         untaken, self._untaken = list(self._untaken.values()), {}
         return untaken
 
     def begin_stop(self, grace_s: float) -> None:
-        """Let the front process finish its running answers and then exit. The process is not restarted."""
+        """Let the front process finish its running answers and exit, without restarting it."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -323,7 +316,7 @@ class Front:
 
     def _descriptors(self, count: int) -> list[int]:
         """Return the descriptors that came with a message; the caller must close them. If the kernel has
-        dropped one of them because this process has too many open files, return no descriptors."""
+        dropped any because this process has too many open files, return none."""
         taken: list[int] = []
         try:
             if self._child is not None:
@@ -378,7 +371,7 @@ class Front:
         )
 
     def _explained(self, report: FrontReport | None) -> str:
-        """Return an explanation of the front's state for operators, or an empty string."""
+        """Return an explanation of the front's state, for operators, or an empty string."""
         if self._starting_s > _SLOW_START_S:
             return (
                 f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "
@@ -390,8 +383,8 @@ class Front:
         return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:
-        """Return a description of the connection limit that the front has reached, or an empty string if the
-        front has not reached a limit."""
+        """Describe the connection limit that the front has reached, or return an empty string if it has
+        reached none."""
         if report.max_connections and report.busy_connections >= report.max_connections:
             return (
                 f"full: all {report.max_connections:,} connections are in use, and new connections are "

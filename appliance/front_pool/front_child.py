@@ -30,11 +30,10 @@ class FrontChild:
         on_message: Callable[[FrontToCore], None],
         on_exit: Callable[[str], None],
     ) -> None:
-        """Spawn the process. `on_message` is called for each message from the process. `on_exit` is called
-        with the reason once the process has exited. If OSError is raised, all resources that the constructor
-        opened have been released."""
+        """Spawn the process. `on_message` is called for each message from the process, and `on_exit` with the
+        reason once it has exited. Raises OSError, after releasing all resources it opened."""
         self.kill_reason = ""
-        """Reason why the process is being killed, or an empty string if it is not being killed."""
+        """Why the process is being killed, or an empty string if it is not."""
         self._on_message, self._on_exit = on_message, on_exit
         self._memory_kills = count_memory_kills()
         with contextlib.ExitStack() as undo:
@@ -67,7 +66,7 @@ class FrontChild:
 
     @property
     def backlog_bytes(self) -> int:
-        """Number of bytes for the process that its control channel has not accepted yet."""
+        """Number of bytes not yet accepted by the process's control channel."""
         return self._channel.backlog_bytes
 
     def send(self, message: CoreToFront, descriptors: tuple[int, ...] = ()) -> None:
@@ -75,24 +74,24 @@ class FrontChild:
         self._channel.send(message, descriptors)
 
     def take_fd(self) -> int:
-        """Return the next file descriptor that the process has sent, as `Channel.take_fd` does."""
+        """Return the next file descriptor sent by the process, as `Channel.take_fd` does."""
         return self._channel.take_fd()
 
     def kill(self, reason: str) -> None:
-        """Kill the process immediately. Do nothing if the process has exited."""
+        """Kill the process immediately, unless it has exited."""
         if self._pidfd >= 0:
             self.kill_reason = self.kill_reason or reason
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it exits within half a second. The process is probably exiting already, and
-        its exit status is then a better explanation than the kill."""
+        """Kill the process unless it exits within half a second. It is probably exiting already, and its exit
+        status explains more than a kill would."""
         asyncio.get_running_loop().call_later(_DYING_S, self.kill, reason)
 
     def _exited(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
-        # The channel may still contain messages that the process sent before its exit.
+        # The channel may still contain messages sent by the process before it exited.
         for message in self._channel.read():
             self._on_message(message)
         self._channel.close()

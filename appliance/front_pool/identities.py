@@ -1,8 +1,6 @@
-"""Derives the identity table, which fronts use to authenticate callers, from tenants, keys and settings.
-
-The table is derived again only when policies or settings change, and fronts then receive only the
-differences. The core always reads the rights of a request's caller from its own table
-(`IdentityRegistry.of`), never from a front's message.
+"""Derives the identity table, which fronts use to authenticate callers, from tenants, keys and settings. The
+table is rebuilt only when policies or settings change, and fronts then receive only the differences. The core
+always reads a caller's rights from its own table (`IdentityRegistry.of`), never from a front's message.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ class IdentityRegistry:
 
     def __init__(self, policies: Callable[[], Policies], unix: UnixSettings) -> None:
         self.unix = unix
-        """Settings of the Unix socket. The attribute may be assigned at any time."""
+        """Unix socket settings. May be reassigned at any time."""
         self._policies = policies
         self._made_of: tuple[Policies, UnixSettings] | None = None
         self._table = Identities()
@@ -38,8 +36,8 @@ class IdentityRegistry:
         return self._table
 
     def of(self, identity: Identity) -> Identity:
-        """Return the current rights of a caller that a front has identified. If the caller's tenant or key
-        has been deleted since then, return the rights of a tenant without a policy."""
+        """Return the current rights of a caller identified by a front. If its tenant or key has since been
+        deleted, return the rights of a tenant without a policy."""
         policies = self._policies()
         if (tenant := policies.tenants.get(identity.tenant)) is not None:
             if not identity.key_id:
@@ -101,8 +99,8 @@ def local_uids(unix: UnixSettings) -> set[int]:
 
 
 def changes(before: Identities, after: Identities) -> Identities | None:
-    """Return the message that changes a front's identity table from `before` to `after`, or None if the
-    tables are equal."""
+    """Return the message that updates a front's identity table from `before` to `after`, or None if they are
+    equal."""
     keys = {name: known for name, known in after.keys.items() if before.keys.get(name) != known}
     keys |= dict.fromkeys(before.keys.keys() - after.keys.keys())
     same = (before.uids, before.gids, before.any_uid) == (after.uids, after.gids, after.any_uid)

@@ -34,15 +34,15 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _MAX_PER_PASS = 4
-"""Maximum number of connections accepted in one iteration of the event loop. The limit prevents a burst of
-connections from delaying requests in progress."""
+"""Maximum number of connections accepted per event loop iteration, so that a burst of connections does not
+delay requests in progress."""
 _RETRY_S = 0.1
-"""After descriptors or memory have run out, no connections are accepted for this long."""
+"""How long to stop accepting connections after running out of descriptors or memory."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Listener:
-    """One listening socket whose connections are given to fronts. This object owns the socket."""
+    """One listening socket whose connections are given to fronts. Owns the socket."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Listener:
         *,
         lasting: bool = False,
     ) -> None:
-        """`lasting` means that the service manager created the socket and keeps the socket open after the
-        service has ended."""
+        """`lasting` means that the service manager created the socket and keeps it open after the service has
+        stopped."""
         self.name = name
         self.lasting = lasting
         self.accepted = 0
@@ -69,8 +69,8 @@ class Listener:
         self._closed = False
 
     def update(self) -> None:
-        """Accept connections while a front can take them. Otherwise, leave new connections in the backlog of
-        the socket."""
+        """Accept connections while a front can take them. Otherwise, leave new ones in the socket's
+        backlog."""
         wanted = not (self._closed or self._stopping) and self._pause is None and self._balancer.open
         if wanted != self._reading:
             self._reading = wanted
@@ -82,8 +82,7 @@ class Listener:
 
     def begin_stop(self) -> None:
         """If the socket outlives the service, stop accepting connections, so that new clients wait for the
-        next start of the service. A socket that the service created accepts connections until the socket is
-        closed."""
+        next startup. A socket created by the service accepts connections until it is closed."""
         if self.lasting:
             self._stopping = True
             self.update()
@@ -101,7 +100,7 @@ class Listener:
         self.socket.close()
 
     def status(self) -> SocketStatus:
-        """Return the status of the socket for operators."""
+        """Return the socket's status, for operators."""
         state: SocketState = "closed" if self._closed else "accepting" if self._reading else "waiting"
         return SocketStatus(name=self.name, address=self.address, state=state, accepted=self.accepted)
 
@@ -124,7 +123,7 @@ class Listener:
             self._balancer.assign(Untaken(message, [connection.detach()]))
 
     def _pause_accepting(self, shortage: OSError) -> None:
-        """Accept no connections for a short time. New clients wait in the backlog of the socket."""
+        """Briefly stop accepting connections. New clients wait in the socket's backlog."""
         self._shortage.report("no connections can be accepted at the moment", shortage)
         self._pause = asyncio.get_running_loop().call_later(_RETRY_S, self._resume)
         self.update()
@@ -139,7 +138,7 @@ def _tcp_connection(peer: tuple[object, ...]) -> ClientConnection:
 
 
 class Listeners:
-    """All sockets of the API, opened by the service manager or by the service itself."""
+    """All API sockets, opened by the service manager or by the service itself."""
 
     def __init__(
         self,
@@ -148,10 +147,10 @@ class Listeners:
         balancer: ConnectionBalancer,
         note: NoteProblem,
     ) -> None:
-        """Assign the sockets in `given` to listeners by their addresses, and open the sockets that are
-        missing. Raises ListenError."""
+        """Match the `given` sockets to listeners by address, and open the missing ones. Raises
+        ListenError."""
         self.admin: socket.socket | None = None
-        """Socket of the admin API if the service manager opened it, otherwise None."""
+        """The admin API's socket if opened by the service manager, otherwise None."""
         self._listeners: list[Listener] = []
         self._balancer = balancer
         self._note = note
@@ -167,11 +166,11 @@ class Listeners:
             raise
 
     def status(self) -> list[SocketStatus]:
-        """Return the status of each socket for operators."""
+        """Return each socket's status, for operators."""
         return [listener.status() for listener in self._listeners]
 
     def accepted(self) -> dict[str, int]:
-        """Return the number of accepted connections of each listener, by name."""
+        """Return the number of accepted connections per listener, by name."""
         return {listener.name: listener.accepted for listener in self._listeners}
 
     def update(self) -> None:
@@ -180,13 +179,13 @@ class Listeners:
             listener.update()
 
     def begin_stop(self) -> None:
-        """Leave new connections in the backlogs of sockets that outlive the service, so that the next run of
-        the service serves them."""
+        """Leave new connections in the backlogs of sockets that outlive the service, for its next run to
+        serve."""
         for listener in self._listeners:
             listener.begin_stop()
 
     def close(self) -> None:
-        """Stop listening on all sockets of the API. The admin server closes its own socket."""
+        """Stop listening on all API sockets. The admin server closes its own socket."""
         for listener in self._listeners:
             listener.close()
 
@@ -229,7 +228,7 @@ class Listeners:
         return bind_tcp(*wanted, beside=beside)
 
     def _take(self, sock: socket.socket, settings: Settings) -> None:
-        """Take ownership of a socket that the service manager opened."""
+        """Take ownership of a socket opened by the service manager."""
         name = sock.getsockname()
         if sock.type != socket.SOCK_STREAM or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             raise ListenError(

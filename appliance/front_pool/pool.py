@@ -8,8 +8,8 @@
              FrontRequests, configuration(), keep(), note(), on_availability()
 
 In this diagram, calls point down. Messages from fronts are passed up, through the `FrontRequests` protocol
-and the callbacks that are passed to the pool. The pool does not depend on requests. For each replica, it
-stores only the name and a function that opens a channel to the replica.
+and the callbacks given to the pool. The pool does not depend on requests. For each replica, it stores only
+the name and a function that opens a channel.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
-"""Maximum time to wait for fronts to apply a configuration. After that, the caller continues without waiting
-for the remaining fronts."""
+"""Maximum time to wait for fronts to apply a configuration, after which the caller proceeds without the
+remaining ones."""
 _ROUTED_WITHIN_S = 20.0
 """Time limit for a front to confirm that it uses new routes. A confirmation takes milliseconds."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
-"""Time that fronts have to close their connections and exit. After that, they are killed."""
+"""Time that fronts have to close their connections and exit before they are killed."""
 
 
 class FrontRequests(Protocol):
@@ -71,14 +71,14 @@ class FrontRequests(Protocol):
 
 
 class _Endpoint(NamedTuple):
-    """A replica that is ready, to which channels can be opened."""
+    """A ready replica, to which channels can be opened."""
 
     model: str
     open_channel: Callable[[str], int]
 
 
 class FrontPool:
-    """All front processes. All methods must be called on the event loop's thread."""
+    """All front processes. All methods must be called on the event loop thread."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class FrontPool:
     ) -> None:
         """Create the pool without starting any fronts.
 
-        - `settings` returns the settings in effect.
+        - `settings` returns the current settings.
         - `configuration` returns the current configuration for fronts.
         - `keep` stores prompts and answers.
         - `note` reports a problem (its location and description) to the operator.
@@ -138,7 +138,7 @@ class FrontPool:
             front.start()
 
     async def stop(self) -> None:
-        """Stop all front processes within a few seconds. Client connections are closed."""
+        """Stop all front processes within a few seconds, closing client connections."""
         for front in self.fronts:
             front.begin_stop(_CLOSE_S)
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
@@ -148,7 +148,7 @@ class FrontPool:
         await ended
 
     def check(self) -> None:
-        """Kill front processes that hang. Must be called a few times per second."""
+        """Kill hung front processes. Call this a few times per second."""
         for front in self.fronts:
             front.check()
 
@@ -162,8 +162,8 @@ class FrontPool:
             front.begin_stop(settings.drain_grace_s)
             self._background.run(self._remove(front))
         for _ in range(count - len(staying)):
-            # Numbers of fronts are not reused. A replica's late message about a front that has exited
-            # therefore cannot be mistaken for a message about another front.
+            # Front numbers are not reused, so that a replica's late message about an exited front cannot be
+            # mistaken for one about a different front.
             front = Front(
                 next(self._numbers),
                 self,
@@ -182,7 +182,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Apply the time limits after which a front process is killed, as set in the settings."""
+        """Apply the time limits, from the settings, after which a front process is killed."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
@@ -215,7 +215,7 @@ class FrontPool:
             self._configure(front)
 
     async def configured(self) -> None:
-        """Send the configuration to every front, and wait a limited time until every ready front has applied
+        """Send the configuration to every front, and wait a limited time for every ready front to apply
         it."""
         self.publish_configuration()
         deadline = time.monotonic() + _CONFIGURED_WITHIN_S
@@ -236,7 +236,7 @@ class FrontPool:
         return True
 
     async def routed(self) -> None:
-        """Send the configuration to every front, and wait until every front that serves connections uses its
+        """Send the configuration to every front, and wait until every front serving connections uses its
         routes. A front that does not confirm this in time is killed. A front that is starting gets the routes
         before its first connection."""
         self.publish_configuration()
@@ -248,14 +248,13 @@ class FrontPool:
             await asyncio.sleep(0.005)
 
     def prepares(self, unit: str) -> bool:
-        """Return whether a front may still be preparing a request for this model, although no route leads to
-        the model any more."""
+        """Return whether a front may still be preparing a request for this model, even if no route leads to
+        it any more."""
         serial = self._serial
         return any(front.routed < serial or unit in front.preparing for front in self._serving())
 
     def problem_with(self, unit: str) -> str:
-        """Return the reason why a front cannot serve this model, or an empty string if all fronts can serve
-        it."""
+        """Return why a front cannot serve this model, or an empty string if they all can."""
         found = (f"{front.name}: {front.problems[unit]}" for front in self.fronts if unit in front.problems)
         return next(found, "")
 
@@ -265,7 +264,7 @@ class FrontPool:
         ]
 
     def send(self, front: str, message: CoreToFront) -> None:
-        """Send a message to the front process with this name. Do nothing if the process has exited."""
+        """Send a message to the front process with this name, unless it has exited."""
         known = self._by_name.get(front)
         if known is not None:
             known.send(message)
@@ -277,20 +276,20 @@ class FrontPool:
     # ── channels to replicas ──
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Open a channel between every front and a replica that has become ready. Fronts that start later
-        also get a channel. `open_channel` returns the descriptor of a new channel for the front with the
-        given name. Raises OSError if too many files are open."""
+        """Open a channel between every front, including fronts that start later, and a replica that has
+        become ready. `open_channel` returns the descriptor of a new channel for the named front. Raises
+        OSError if too many files are open."""
         for front in self._by_name.values():
             front.attach(name, model, open_channel(front.name))
         self._replicas[name] = _Endpoint(model, open_channel)
 
     def disconnect_replica(self, name: str) -> None:
-        """Stop opening channels to a replica that has exited."""
+        """Stop opening channels to an exited replica."""
         self._replicas.pop(name, None)
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle that a front has closed its channel to a running replica. The front is restarted, because it
-        is either exiting or unable to use the replica."""
+        """Handle a front closing its channel to a running replica. The front is restarted, because it is
+        either exiting or unable to use the replica."""
         known = self._by_name.get(front)
         if known is not None and known.state != "stopping":
             known.kill_soon(f"it closed its channel to {replica}")
@@ -321,8 +320,7 @@ class FrontPool:
         if isinstance(message, Admit) and message.shadow_of:
             requests.admit(front.name, message)
         elif isinstance(message, Admit):
-            # The front determines only who the caller is. The core reads the caller's rights from its own
-            # table.
+            # The front only identifies the caller. The core reads the caller's rights from its own table.
             identity = self._identities.of(message.identity)
             requests.admit(front.name, msgspec.structs.replace(message, identity=identity))
         elif isinstance(message, Settle):
@@ -350,13 +348,12 @@ class FrontPool:
                 return
             except OSError:
                 pass  # Too many files are open. Any front may hand the connection over again later.
-        # If no front owns the key, the answer was lost while the connection was passed on. The front that
-        # gets the connection then runs the request again.
+        # If no front owns the key, the answer was lost while the connection was being passed on, and the front
+        # that receives the connection reruns the request.
         self.balancer.assign(connection)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        # The front determines only who the caller is. The core's own table determines which texts may be
-        # stored.
+        # The front only identifies the caller. The core's own table determines which texts may be stored.
         identity = self._identities.of(message.identity)
         self._keep(msgspec.structs.replace(message, identity=identity), descriptor)
 

@@ -1,8 +1,5 @@
-"""Reads the progress of running requests from the fronts, which count the tokens of requests while they run.
-The core cannot count them itself.
-
-The fronts are queried once per second for the recorded telemetry, and more often while an operator is
-watching.
+"""Reads the progress of running requests from the fronts, since the core itself does not see their tokens.
+Fronts are queried once per second for the recorded telemetry, and more often while an operator is watching.
 """
 
 from __future__ import annotations
@@ -17,11 +14,11 @@ from appliance.channel.front_messages import FrontProgress, RequestProgress
 from appliance.front_pool.front import Front
 
 _WAIT_S = 0.25
-"""Maximum time to wait for replies. If a front takes longer, its previous reply is used again."""
+"""Maximum time to wait for replies. If a front takes longer, its previous reply is reused."""
 
 
 class ProgressReader:
-    """Reads the progress of all requests. Must be used on the event loop's thread."""
+    """Reads all requests' progress. Must be used on the event loop thread."""
 
     def __init__(self, fronts: Sequence[Front]) -> None:
         self._fronts = fronts
@@ -34,8 +31,8 @@ class ProgressReader:
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self) -> Mapping[str, RequestProgress]:
-        """Query all fronts, and return the progress of their requests by request id. Calls at the same time
-        share one query."""
+        """Query all fronts, and return their requests' progress by request id. Concurrent calls share one
+        query."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         await asyncio.shield(self._asking)
@@ -59,7 +56,7 @@ class ProgressReader:
             self._replied(front)
 
     def lose_front(self, front: str) -> None:
-        """Discard the replies of a front process that has exited."""
+        """Discard an exited front process's replies."""
         self._latest.pop(front, None)
         self._replied(front)
 

@@ -1,5 +1,4 @@
-"""Decides when to report that a front is refusing clients. Operators get at most one report per minute for
-each reason."""
+"""Decides when to report that a front is refusing clients: at most once a minute for each reason."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from collections.abc import Iterator
 from appliance.channel.front_messages import FrontReport
 
 MANY_DENIALS = 100
-"""If at least this many requests within a minute have no valid key, a problem is reported. Clients that are
-only misconfigured send fewer requests."""
+"""Number of requests without a valid key per minute from which a problem is reported. Clients that are merely
+misconfigured send fewer."""
 _MINUTE_S = 60.0
 
 
@@ -50,7 +49,7 @@ reported when the counter has grown."""
 
 
 class RefusalWatch:
-    """Compares consecutive reports of one front process, and finds problems to report."""
+    """Compares consecutive reports from one front process to find problems to report."""
 
     def __init__(self) -> None:
         self._last = FrontReport()
@@ -59,7 +58,7 @@ class RefusalWatch:
         self._denials_before = 0
 
     def problems(self, report: FrontReport) -> Iterator[str]:
-        """Return the problems that have occurred since the last report of the front."""
+        """Return the problems that have occurred since the front's last report."""
         now = time.monotonic()
         for reason, text in self._refusals(report, now):
             if now - self._told_at.get(reason, -_MINUTE_S) >= _MINUTE_S:

@@ -1,4 +1,4 @@
-"""Reports to the operator that file descriptors or memory have run out."""
+"""Reports to the operator when file descriptors or memory run out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NoteProblem = Callable[[str, str], None]
 
 
 class ShortageReport:
-    """Reports shortages at one place in the service. While a shortage lasts, it is reported only once."""
+    """Reports shortages at one place in the service, once for as long as they last."""
 
     def __init__(self, location: str, note: NoteProblem) -> None:
         self._location = location
