@@ -1,8 +1,7 @@
-"""The registry of operator actions. Each action is declared once, in this module.
-
-CLI commands, key bindings, confirmation dialogs and audit rows are derived from these entries. An action is
-called with `POST /actions/NAME` on the admin socket, with its parameters as JSON. `appliance.admin.handlers`
-maps each action to the code that performs it, so this module can be imported without the service's modules.
+"""The registry of operator actions. Each action is declared once, here. CLI commands, key bindings,
+confirmation dialogs and audit rows are derived from these entries. To perform an action, send `POST
+/actions/NAME` on the admin socket, with the parameters as JSON. `appliance.admin.handlers` maps each action
+to its handler, so this module can be imported without the service's modules.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from store.fields import Declared
 from store.structs import Silence
 
 Danger = Literal["none", "confirm", "typed"]
-"""How an operator must confirm the action. An action that can be undone, and that by itself neither refuses
-nor ends requests, needs no confirmation. An action that can refuse or end requests is confirmed with yes or
-no. An action that cannot be undone is confirmed by typing the name of its target."""
+"""How an operator must confirm the action. Actions that cannot be undone are confirmed by typing the target's
+name; other actions that can refuse or end requests, with yes or no. All other actions need no
+confirmation."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
-"""Whether operators can choose the action. An internal action is performed only as a step of a command."""
+"""Whether operators can choose the action. Internal actions are performed only as steps of a command."""
 
 
 class Action(NamedTuple):
@@ -34,15 +33,14 @@ class Action(NamedTuple):
     name: str
     """Name in the URL and in the audit chain."""
     title: str
-    """Displayed title, in the imperative. The confirmation dialog appends the target to it: "Revoke key
-    X?"."""
+    """Displayed title, in the imperative. The confirmation dialog appends the target: "Revoke key X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
-    """Struct with the parameters as its fields. Its docstring describes the action."""
+    """Struct of the parameters. Its docstring describes the action."""
     result: type[msgspec.Struct]
     named_by: str = ""
-    """Parameter that names the target, or empty if there is only one possible target."""
+    """Parameter that names the target; empty if there is only one possible target."""
     visibility: Visibility = "shown"
     is_long: bool = False
     """Whether the service may take minutes to respond. Clients set no time limit for such an action, because
@@ -55,7 +53,7 @@ class Action(NamedTuple):
 
     @property
     def declared_fields(self) -> dict[str, Declared]:
-        """The parameters that set declared fields of a tenant or key, by name."""
+        """The parameters that set declared tenant or key fields, by name."""
         return getattr(self.parameters, "DECLARED", {})
 
     @property
@@ -65,16 +63,16 @@ class Action(NamedTuple):
         return any(field.required for field in fields if field.name == self.named_by)
 
     def typed_text(self, target: str) -> str:
-        """Return what operators type to confirm an action that cannot be undone: the name of its target or,
-        if it has no target, the last word of the action's name."""
+        """Return the text that confirms an action that cannot be undone: the target's name or, without a
+        target, the last word of the action's name."""
         return target if self.named_by else self.name.rpartition(".")[2]
 
     def target_name(self, parameters: msgspec.Struct) -> str:
-        """Return the name of the action's target for display."""
+        """Return the display name of the action's target."""
         return self.shown_target(getattr(parameters, self.named_by) if self.named_by else None)
 
     def shown_target(self, name: str | None) -> str:
-        """Return the name of a target as displayed after the title. None stands for the whole service."""
+        """Return the target as displayed after the title. None stands for the whole service."""
         if self.target == "model" and not self.is_target_required:
             return f"model {name}" if name else "the service"
         if self.named_by == "tenant":
@@ -219,7 +217,7 @@ def flag(parameter: str) -> str:
 
 
 def action_named(name: str) -> Action:
-    """Return the action with this name. Raises LookupError if there is none."""
+    """Return the action with this name. Raises LookupError if none has it."""
     for action in ACTIONS:
         if action.name == name:
             return action
@@ -227,7 +225,7 @@ def action_named(name: str) -> Action:
 
 
 def action_of(parameters: msgspec.Struct) -> Action:
-    """Return the action whose parameters are of this type. Raises LookupError if there is none."""
+    """Return the action with this parameter type. Raises LookupError if none has it."""
     for action in ACTIONS:
         if isinstance(parameters, action.parameters):
             return action

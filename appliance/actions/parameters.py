@@ -1,4 +1,4 @@
-"""The parameters of operator actions. Each parameter is declared and described only in this module."""
+"""The parameters of operator actions. Each parameter is declared and described only here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: one week."""
 
 MAX_ARMS = 16
-"""Maximum number of models and versions over which the requests for a name can be distributed."""
+"""Maximum number of models and versions over which a name's requests can be distributed."""
 
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
-# Keys of `Meta.extra`: the placeholder for a parameter's value in the command line's help, and the
-# parameter's short option.
+# Keys of `Meta.extra`: the placeholder for a parameter's value in command-line help, and the parameter's
+# short option.
 NAME = {"metavar": "NAME"}
 ID = {"metavar": "ID"}
 VERSION = {"metavar": "NAME[@VERSION]"}
@@ -69,8 +69,7 @@ PreviousGrace = Annotated[
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
-    """Return a struct type whose fields are the declared fields of `record` and of `Quota`. All of its fields
-    are optional."""
+    """Return a struct type with the declared fields of `record` and `Quota`, all of them optional."""
     fields = {**declared(record), **declared(Quota)}
     return msgspec.defstruct(
         f"{record.__name__}Changes",
@@ -82,8 +81,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of an optional field. In the JSON schema, this type documents the allowed values. The
-    values are validated by `store.rules`, whose error messages explain how to fix the problem."""
+    """Return the type of an optional field, which documents the allowed values in the JSON schema. Values are
+    validated by `store.rules`, whose error messages explain how to fix the problem."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:
@@ -152,7 +151,7 @@ class SetKey(_KeyChanges):
 
 
 class RotateKey(_Parameters):
-    """Replace a key with a new key that has the same rights. The old key stays valid for `overlap_s`
+    """Replace a key with a new one that has the same rights. The old key stays valid for `overlap_s`
     seconds."""
 
     id: KeyId
@@ -160,8 +159,7 @@ class RotateKey(_Parameters):
     expires_at: Annotated[
         float | None,
         Meta(
-            description="Expiry of the new key. By default, the new key gets the lifetime that the old key "
-            "was created with."
+            description="Expiry of the new key. By default, the new key gets the old key's original lifetime."
         ),
     ] = None
 
@@ -194,7 +192,7 @@ class DrainService(_Parameters):
     model: ModelOrService = None
     grace_s: Grace = 120.0
     queue: Annotated[
-        bool, Meta(description="Hold new requests until service resumes, instead of refusing them.")
+        bool, Meta(description="Hold new requests until service resumes instead of refusing them.")
     ] = False
 
 
@@ -291,7 +289,7 @@ class EndBackup(_Parameters):
 
 
 class AddModel(_Parameters):
-    """Add the checkpoint in a folder to the registry. Another checkpoint under the same name becomes a new
+    """Add the checkpoint in a folder to the registry. Another checkpoint with the same name becomes a new
     version of the model. Nothing is loaded."""
 
     name: Annotated[str, Meta(description="The name that applications use.")]
@@ -308,7 +306,7 @@ class LoadModel(_Parameters):
     model: ModelVersion
     wait: Annotated[
         bool,
-        Meta(description="Wait until the version is loaded, or until it is known that it cannot be loaded."),
+        Meta(description="Wait until the version is loaded or loading has failed."),
     ] = False
 
 
@@ -321,8 +319,8 @@ class UnloadModel(_Parameters):
 
 
 class RetryModel(_Parameters):
-    """Immediately restart a model's replicas that have failed or are waiting to be restarted. Their earlier
-    exits no longer count towards `max_deaths`. A replica that runs on the CPU because its GPU was missing is
+    """Immediately restart a model's replicas that have failed or are waiting to restart. Their earlier exits
+    no longer count towards `max_deaths`. A replica that runs on the CPU because its GPU was missing is
     restarted on a GPU."""
 
     model: Annotated[
@@ -341,7 +339,7 @@ class SleepModel(_Parameters):
     model: ModelVersion
     wait: Annotated[
         bool,
-        Meta(description="Wait until the version is asleep, or until it is clear that it will stay awake."),
+        Meta(description="Wait until the version is asleep or the attempt has failed."),
     ] = False
     grace_s: Annotated[
         float,
@@ -360,7 +358,7 @@ class WakeModel(_Parameters):
     model: ModelVersion
     wait: Annotated[
         bool,
-        Meta(description="Wait until the version is awake, or until it is clear that it will stay asleep."),
+        Meta(description="Wait until the version is awake or waking has failed."),
     ] = False
 
 
@@ -408,8 +406,8 @@ class SetAlias(_Parameters):
 
 
 class SplitModel(_Parameters):
-    """Distribute the requests for a name over several loaded models or versions. Requests with the same key
-    and `user` go to the same target as long as the weights do not change. After the response, the new weights
+    """Distribute a name's requests over several loaded models or versions. Requests with the same key and
+    `user` go to the same target as long as the weights do not change. After the response, the new weights
     apply to all new requests."""
 
     name: Annotated[str, Meta(description="A model in the registry, or an alias.")]
@@ -423,9 +421,9 @@ class SplitModel(_Parameters):
 
 
 class ShadowModel(_Parameters):
-    """Copy a share of the requests for a name to another loaded model or version, to compare answers and
-    latency. A copy runs after its original, in the lowest class, and only when no other request is waiting.
-    The answers to copies are discarded and not billed."""
+    """Copy a share of a name's requests to another loaded model or version, to compare answers and latency. A
+    copy runs after its original, in the lowest class, and only when no other request is waiting. The answers
+    to copies are discarded and not billed."""
 
     name: Annotated[str, Meta(description="The model name whose requests are copied.")]
     target: Annotated[

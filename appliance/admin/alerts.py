@@ -35,7 +35,7 @@ class AlertAdmin:
         return Effect(alert, after={"rule": alert.rule, "where": alert.where, "state": alert.state})
 
     async def silence(self, actor: Actor, asked: SilenceAlerts) -> Effect:
-        """Silence the alerts of matching rules for a while. Raises LookupError if no rule matches, and
+        """Silence the alerts of matching rules for a limited time. Raises LookupError if no rule matches, and
         ValueError if too many silences are active."""
         silence = self._manager.silence(asked.rule, asked.where, asked.for_s, asked.reason, actor.name)
         return Effect(silence, after=msgspec.to_builtins(silence))

@@ -50,19 +50,19 @@ class Backend(NamedTuple):
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     routes: Sequence[ScopedRoute]
-    """Additional routes, whose endpoints also read databases."""
+    """Additional routes, whose endpoints may also read databases."""
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
-    """Performs the action whose parameters are passed. Raises ActionError."""
+    """Performs the action with the given parameters. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
-    """Adds a row to the audit chain for an action that was denied because the caller lacked the required
-    scope. The arguments are the caller, the action and the reason."""
+    """Adds an audit row for an action that was denied because the caller lacked the required scope. The
+    arguments are the caller, the action and the reason."""
     note: Callable[[str, str], None]
-    """Reports a problem to operators. The arguments are its location and its description."""
+    """Reports a problem to operators. The arguments are the location and a description."""
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications. The first contains the routes, and the tests inspect its route table. The
-    second is the application to serve: it authenticates each caller and then calls the first."""
+    """Return two applications. The first has the routes; tests inspect its route table. The second is the one
+    to serve: it authenticates each caller and then calls the first."""
     denials = CountedLog("requests on admin.sock were denied", functools.partial(backend.note, "admin"))
 
     @functools.cache
@@ -88,7 +88,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
 
 
 def _guarded(app: Starlette, authenticator: Authenticator, denials: CountedLog) -> App:
-    """Return an application that authenticates each caller before it calls `app`."""
+    """Wrap `app` in an application that authenticates each caller first."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,7 +117,7 @@ def _guarded(app: Starlette, authenticator: Authenticator, denials: CountedLog) 
 
 
 async def _refuse(backend: Backend, denials: CountedLog, request: Request, error: Exception) -> Response:
-    """Return the response for a caller who lacks the required scope. If an action was denied, record this."""
+    """Return the response for a caller who lacks the required scope. A denied action is recorded."""
     caller: Caller = request.scope["state"]["caller"]
     if caller.read_only:
         error = PermissionError(_READ_ONLY)
@@ -137,7 +137,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 
 
 def _read_routes(backend: Backend) -> list[ScopedRoute]:
-    """Return the routes that each show one part of the service's state."""
+    """Return the routes that each show one part of the service state."""
     return [
         _shown("/status", backend.status, Status, "Return the service's state"),
         _shown(

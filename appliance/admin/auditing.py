@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 _MAX_AUDIT_WAIT_S = 3.0
 _MAX_DENIALS_PER_MINUTE = 10
-"""Maximum number of denied actions per minute that are audited for each caller. The number is limited because
-each audit row is written to disk. Every denial is also logged, without a limit."""
+"""Maximum number of denied actions audited per caller and minute. There is a limit because each audit row is
+written to disk. All denials are logged."""
 _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,
     SettingsError: 400,
@@ -47,7 +47,7 @@ _STATUSES: Mapping[type[Exception], int] = {
     UnknownRecordError: 404,
     LookupError: 404,
 }
-"""The HTTP status code for each error type with which a handler refuses an action."""
+"""HTTP status codes for the errors with which handlers refuse actions."""
 
 
 class ActionError(AdminRequestError):
@@ -55,8 +55,8 @@ class ActionError(AdminRequestError):
 
 
 class AuditedActions:
-    """Performs the actions of the registry. Every action, even one that is refused, has two rows in the audit
-    chain: the intent, which is written before anything is done, and the result."""
+    """Performs registered actions. Every action, even a refused one, has two rows in the audit chain: the
+    intent, written before anything is done, and the result."""
 
     def __init__(self, control: ControlStore, handlers: Mapping[type[msgspec.Struct], Handler]) -> None:
         self._control = control
@@ -66,7 +66,7 @@ class AuditedActions:
         self._minute = 0.0
 
     async def act(self, actor: Actor, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Perform the action whose parameters are passed. Raises ActionError."""
+        """Perform the action with the given parameters. Raises ActionError."""
         action, params = action_of(parameters), msgspec.to_builtins(parameters)
         acting, recorded = self._control.trail.intend(actor, action.name, params)
         await _recorded(recorded)
@@ -99,8 +99,8 @@ class AuditedActions:
         self._background.run(reload())
 
     def record_denied(self, actor: Actor, action: Action, reason: str) -> None:
-        """Record in the audit chain that an authenticated caller lacked the scope for an action. The
-        parameters of the action are not recorded, because the body of a denied request is not read."""
+        """Record in the audit chain that an authenticated caller lacked the scope for an action. The action's
+        parameters are not recorded, because the body of a denied request is never read."""
         minute = time.monotonic() // 60
         if minute != self._minute:
             self._denials.clear()
@@ -111,8 +111,8 @@ class AuditedActions:
 
 
 async def _recorded(future: Future[None]) -> None:
-    """Wait until an audit row is stored, but at most a few seconds, because operators must be able to act
-    even if the disk does not respond. A row that is written later still has its position in the chain."""
+    """Wait until an audit row is stored, but only for a few seconds: operators must be able to act even if
+    the disk does not respond. A row written later keeps its position in the chain."""
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():

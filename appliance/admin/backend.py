@@ -1,5 +1,4 @@
-"""Creates the backend of the admin API, and passes the objects of the service to the components that need
-them."""
+"""Assembles the backend of the admin API from the service's components."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ def admin_backend(
     publish: Callable[[], None],
     note: Callable[[str, str], None],
 ) -> tuple[Backend, AuditedActions]:
-    """Return the backend, and the object that performs its actions. `publish` applies changed tenants and
-    keys to the queue and to the front processes. `note` reports a problem to the operator."""
+    """Return the backend and the object that performs its actions. `publish` applies tenant and key changes
+    to the queue and the front processes. `note` reports a problem to the operator."""
     cancel = canceller.cancel_matching
     peers = PeerAdmin(control=control, unix=lambda: settings().unix, publish=publish)
     tenants = TenantAdmin(

@@ -1,4 +1,4 @@
-"""Reads the JSON bodies of requests to the admin API, and creates the JSON bodies of the answers."""
+"""Parses the JSON bodies of admin API requests and creates the JSON bodies of the responses."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AdminRequestError(Exception):
 
 
 async def read_parameters(request: Request, action: str, kind: type[Parameters]) -> Parameters:
-    """Parse the parameters of an action in the request's body. An empty body counts as an empty object.
-    Raises AdminRequestError, whose message contains the name of the action."""
+    """Parse an action's parameters from the request body. An empty body counts as an empty object. Raises
+    AdminRequestError; its message names the action."""
     body = b""
     async for piece in request.stream():
         body += piece
@@ -40,10 +40,10 @@ async def read_parameters(request: Request, action: str, kind: type[Parameters])
 
 
 def json_answer(value: Any, status: int = 200) -> Response:
-    """Return a response whose body is this value as JSON."""
+    """Return a JSON response with this value as its body."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def error_answer(status: int, message: str) -> Response:
-    """Return a response with an error message."""
+    """Return an error response with this message."""
     return json_answer(ErrorBody(message=message), status)

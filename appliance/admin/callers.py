@@ -1,11 +1,11 @@
-"""Authenticates callers of the admin API: operators by their uid or groups, and all other callers by a key
-with the `admin` or `read` scope. If a request carries a key, only the key determines the caller's rights, so
-that operators can test what a key permits.
+"""Authenticates callers of the admin API: operators by their uid or groups, and everyone else by a key with
+the `admin` or `read` scope. If a request carries a key, the key alone determines the caller's rights, so that
+operators can test what a key permits.
 
 A request with the header `x-appliance-read-only: true` is limited to read access, regardless of the caller's
 rights.
 
-Every action is audited with the peer's uid, the key and the host.
+Each action's audit rows contain the peer's uid, the key and the host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KeyLookup = Callable[[str], tuple[KeyRecord, TenantRecord] | None]
 
 
 class DeniedError(Exception):
-    """Raised if the caller has no access. `status` is the HTTP status code."""
+    """Raised if access is denied. `status` is the HTTP status code."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class Authenticator:
     """Identifies the callers of the admin API."""
 
     def __init__(self, settings: AdminSettings, valid_key: KeyLookup) -> None:
-        """`valid_key` is a function that returns the record of a valid key and the key's tenant."""
+        """`valid_key` looks up a valid key and returns its record and its tenant."""
         self._valid_key = valid_key
         self._host = socket.gethostname()
         self.gid: int | None = None
@@ -67,7 +67,7 @@ class Authenticator:
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:
-        """Replace the list of operators with the operators in these settings."""
+        """Replace the list of operators with the one in these settings."""
         gids = operator_gids(settings)
         self.gid = gids[0] if gids else None
         self._uids = frozenset({os.geteuid(), 0, *settings.uids})
@@ -78,7 +78,7 @@ class Authenticator:
         return peer.kind == "unix" and (peer.uid in self._uids or not self._gids.isdisjoint(peer.gids))
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer | None) -> Caller:
-        """Return the caller of a request, who has at least read access. Raises DeniedError."""
+        """Return the caller of a request. Raises DeniedError unless the caller has at least read access."""
         fields = list(headers)
         caller = self._caller(fields, peer)
         return caller._replace(scopes=_READ, read_only=True) if _is_read_only(fields) else caller
@@ -148,7 +148,7 @@ def operator_gids(settings: AdminSettings) -> list[int]:
 
 
 def keys_of(control: ControlStore) -> KeyLookup:
-    """Return a function that looks up valid keys in the control database."""
+    """Return a lookup function for valid keys in the control database."""
 
     def valid_key(secret: str) -> tuple[KeyRecord, TenantRecord] | None:
         key = control.lookup(secret)

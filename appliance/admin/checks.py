@@ -1,5 +1,5 @@
-"""The admin API's routes for checks that take seconds: verifying the audit chain, and running
-`appliance doctor`. Both require the scope `read`."""
+"""Admin API routes for checks that take seconds: verifying the audit chain and running `appliance doctor`.
+Both require the `read` scope."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from engine.client import module_command, module_environment
 MAX_CHECK_S = 120.0
 """Time limit for a check, in seconds."""
 FINDINGS_KEPT_S = 30.0
-"""Time in seconds for which the findings of a check are returned again after the check has finished."""
+"""Time in seconds for which the findings of a finished check are reused."""
 _ERRORS = dict.fromkeys((401, 403, 503), ErrorBody)
 _COMMANDS: dict[Check, str] = {"audit": "appliance audit verify", "findings": "appliance doctor"}
-"""The command with which an operator runs each check without the service."""
+"""The commands that run the checks without the service."""
 
 
 class CheckError(Exception):
@@ -38,8 +38,8 @@ class CheckError(Exception):
 
 
 class CheckRunner:
-    """Runs checks in separate processes, one at a time. If a check is requested that is already running or
-    waiting, the caller gets the result of that run. Must be used on the event loop's thread."""
+    """Runs checks in separate processes, one at a time. A caller who requests a check that is already running
+    or waiting gets the result of that run. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class CheckRunner:
         module: str = "appliance.monitoring.check_process",
         limit_s: float = MAX_CHECK_S,
     ) -> None:
-        """`module` is the Python module that the process runs. `limit_s` is the time limit of a check in
+        """`module` is the Python module to run in the process. `limit_s` is the time limit per check, in
         seconds."""
         self._settings = settings
         self._module = module
@@ -61,7 +61,7 @@ class CheckRunner:
         self._closed = False
 
     def close(self) -> None:
-        """Kill the process of a running check, because the service cannot exit while a check is running."""
+        """Kill any running check, because the service cannot exit while one is running."""
         with self._starting:
             self._closed = True
             if self._process is not None:
@@ -83,7 +83,7 @@ class CheckRunner:
         if task is None:
             task = self._running[check] = asyncio.create_task(self._checked(check))
             task.add_done_callback(lambda _: self._running.pop(check))
-        # The check must continue for the other callers if one caller disconnects.
+        # If one caller disconnects, the check must continue for the others.
         return await asyncio.shield(task)
 
     async def _checked(self, check: Check) -> bytes:
@@ -98,7 +98,7 @@ class CheckRunner:
             return await asyncio.to_thread(self._in_process, given)
 
     def _in_process(self, given: CheckInput) -> bytes:
-        """Run a check in a new process, and return its output. Raises CheckError."""
+        """Run a check in a new process and return its output. Raises CheckError."""
         elsewhere = f"run {_COMMANDS[given.check]} on the service's machine"
         try:
             with self._starting:
@@ -149,8 +149,8 @@ def examination_routes(checks: CheckRunner) -> list[ScopedRoute]:
             checks.verify,
             ChainReport,
             "Verify the audit chain against the heads in the state directory",
-            "The chain is verified in a separate process, which may take seconds. Callers that ask at the "
-            "same time get the result of the same run.",
+            "The chain is verified in a separate process, which may take seconds. "
+            "Concurrent callers share the result of one run.",
         ),
         route(
             "/findings",

@@ -1,5 +1,5 @@
-"""The problems that the running service has at present, each with its remedy, for `status` and `doctor`. A
-problem is listed only while it lasts. `appliance.core.problems` keeps past problems."""
+"""The running service's current problems and their remedies, for `status` and `doctor`. A problem is listed
+only while it lasts. `appliance.core.problems` keeps past problems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from appliance.protocol.status import AuditStatus, CurrentProblem, DatabaseStatu
 from engine.logs import LogState
 
 _STALLED_S = 3.0
-"""A write to standard error or a database operation that takes longer than this is reported as a problem."""
+"""A write to standard error, or a database operation, that takes longer than this is reported as a
+problem."""
 
 _RETRIED = "fix the cause given in the message; the service retries automatically"
 

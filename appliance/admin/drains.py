@@ -1,4 +1,4 @@
-"""Lets operators begin, cancel and end drains."""
+"""Begins, cancels and ends drains for operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from store.audit import Actor
 
 @dataclass
 class DrainAdmin:
-    """Begins, cancels and ends drains of a model or of the whole service."""
+    """Begins, cancels and ends drains of one model or of the whole service."""
 
     drains: Drains
     status: Callable[[Drain], DrainStatus]

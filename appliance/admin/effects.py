@@ -16,32 +16,32 @@ from store.errors import OutcomeUnknownError
 T = TypeVar("T")
 
 _MAX_CHANGE_S = 15.0
-"""Time limit for a change to `control.db`. Only an unresponsive disk can cause a timeout, because the limit
-exceeds the sum of two other limits: the wait for the database writer (`store.trail.WITHIN_S`) and the wait
-for the file lock (SQLite's busy timeout)."""
+"""Time limit for a change to `control.db`. It exceeds the sum of two other limits, for the database writer
+(`store.trail.WITHIN_S`) and for the file lock (SQLite's busy timeout), so only an unresponsive disk can cause
+a timeout."""
 
 
 class Effect(NamedTuple):
-    """The response to an action, and for the audit trail the values before and after the action."""
+    """The response to an action, and the values before and after it for the audit trail."""
 
     result: msgspec.Struct
     before: object = None
     after: object = None
     outcome: str = "ok"
-    """The result of the action, which is written to the audit row."""
+    """The action's result, as written to the audit row."""
 
 
 Handler = Callable[[Actor, Any], Awaitable[Effect]]
-"""A function that performs an action with its parameters."""
+"""A function that performs an action, given its parameters."""
 
 
 def done(message: str) -> Effect:
-    """Return the effect of an action whose response contains only a message."""
+    """Return the effect of an action whose response is only a message."""
     return Effect(Done(message=message))
 
 
 async def committed(change: Future[T]) -> T:
-    """Wait for a change to `control.db`, and return its result. Raises the writer's error if the change does
+    """Wait for a change to `control.db` and return its result. Raises the writer's error if the change does
     not start in time, and OutcomeUnknownError if the change starts but does not finish in time."""
     waiting = asyncio.wrap_future(change)
     await asyncio.wait([waiting], timeout=_MAX_CHANGE_S)

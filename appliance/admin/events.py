@@ -1,9 +1,8 @@
 """The event stream, which sends snapshots of the service several times a second, as frames
-(`appliance.events.frames`).
-
-All readers with the same rate share the snapshots and their encoding, so an additional reader costs only the
-time to write the bytes. There is no queue for a reader: it gets the newest frame when its connection accepts
-bytes, and a full snapshot if it has missed frames. While there are no readers, no snapshots are read.
+(`appliance.events.frames`). Readers at the same rate share snapshots and their encoding, so an additional
+reader costs only the time to write the bytes. Readers have no queues: each gets the newest frame when its
+connection accepts bytes, and a full snapshot if it has missed frames. While there are no readers, no
+snapshots are taken.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ ReadSnapshot = Callable[[], Awaitable[Snapshot]]
 
 
 class EventFeed:
-    """Encodes each frame once for all readers that use the same rate. Must be used on the event loop's
-    thread."""
+    """Encodes each frame once for all readers at the same rate. Must be used on the event loop's thread."""
 
     def __init__(self, read: ReadSnapshot, interval_s: float) -> None:
         self._read = read
@@ -56,7 +54,7 @@ class EventFeed:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield frames as lines of JSON until the iterator is closed."""
-        # The latest snapshot may be old, because no snapshots are read while there are no readers.
+        # The latest snapshot may be old, because no snapshots are taken while there are no readers.
         idle = self._task is None or self._task.done()
         seen, last = self._seq if idle else self._seq - 1, -1
         self._readers += 1
@@ -88,7 +86,7 @@ class EventFeed:
             await asyncio.sleep(max(0.05, self._interval_s - (time.monotonic() - began)))
 
     def take(self, snapshot: Snapshot) -> None:
-        """Build the next frame, which contains the differences between the previous snapshot and this one."""
+        """Build the next frame: the differences between the previous snapshot and this one."""
         self._seq += 1
         self._at, self._requests, self._whole = snapshot.at, snapshot.requests, None
         changed = {}
@@ -119,7 +117,7 @@ class EventFeed:
         self.delta = self._encode(frame) + b"\n"
 
     def whole_line(self) -> bytes:
-        """Return a frame that contains the latest snapshot in full."""
+        """Return a frame with the full latest snapshot."""
         if self._whole is None:
             frame = Frame(
                 seq=self._seq,
@@ -133,11 +131,11 @@ class EventFeed:
 
 
 class EventFeeds:
-    """The event feeds of all rates."""
+    """The event feeds, one per rate."""
 
     def __init__(self, reader: Callable[[int], ReadSnapshot], streams: Streams) -> None:
-        """`reader` is called with the rate of a feed, in frames per second. It returns the function that
-        reads the snapshots of this feed."""
+        """`reader` takes a feed's rate, in frames per second, and returns the function that takes snapshots
+        for this feed."""
         self._reader = reader
         self._streams = streams
         self._feeds: dict[int, EventFeed] = {}
@@ -168,7 +166,7 @@ def event_route(feeds: EventFeeds, streams: Streams) -> ScopedRoute:
         return streams.response(feeds.follow(parse_query(request, EventsQuery)))
 
     operation = Operation(
-        "Follow the state of the service",
+        "Follow the service state",
         answer=Frame,
         description="Each line of the response is a frame (application/x-ndjson).",
         errors=dict.fromkeys((400, 401, 403, 503), ErrorBody),

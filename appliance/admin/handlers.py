@@ -1,5 +1,4 @@
-"""Assigns a handler to each action of the registry. Handlers that are too small for a separate module are in
-this module."""
+"""Maps each registered action to its handler. Handlers too small for a separate module are defined here."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def handlers(
     backups: BackupAdmin,
     reload: Callable[[], Awaitable[Reloaded]],
 ) -> Mapping[type[msgspec.Struct], Handler]:
-    """Return the handler of each action, by the type of the action's parameters."""
+    """Return the action handlers, keyed by parameter type."""
 
     async def reload_config(actor: Actor, asked: ReloadConfig) -> Effect:
         reloaded = await reload()
@@ -128,8 +127,8 @@ class RequestAdmin:
         cancel: Callable[[str, str], bool],
         contents: Callable[[str], Awaitable[Contents]],
     ) -> None:
-        """`cancel` is called with the id of a request and a message for its client, and returns False for an
-        unknown id. `contents` returns the stored texts of a request."""
+        """`cancel` takes a request id and a message for the client, and returns False for an unknown id.
+        `contents` returns a request's stored texts."""
         self._in_flight = in_flight
         self._cancel = cancel
         self._contents = contents
@@ -153,15 +152,13 @@ class RequestAdmin:
 
 
 class BackupAdmin:
-    """Records backups in the audit trail. The backups themselves are made by the command `appliance
-    backup`."""
+    """Records backups in the audit trail. The backups themselves are made by `appliance backup`."""
 
     def __init__(self, trail: AuditTrail) -> None:
         self._trail = trail
 
     async def begin(self, actor: Actor, asked: BeginBackup) -> Effect:
-        """Record the head of the audit chain, and return it. The backup can later be checked against this
-        head."""
+        """Record and return the audit chain's head, against which the backup can later be checked."""
         self._trail.record_head()
         head = self._trail.state().head
         return Effect(AuditHead(seq=head.seq, hash=head.hash))

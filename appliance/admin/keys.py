@@ -22,16 +22,16 @@ class KeyAdmin:
     control: ControlStore
     usage: Usage
     publish: Callable[[], None]
-    """Applies the changes to the queue and to the front processes."""
+    """Applies the changes to the queue and the front processes."""
     cancel: CancelRequests
 
     def list(self) -> list[Key]:
-        """Return all keys, oldest first. Revoked and expired keys are included."""
+        """Return all keys, including revoked and expired ones, oldest first."""
         return [self._shown(record) for record in self.control.list_keys()]
 
     async def create(self, actor: Actor, asked: CreateKey) -> Effect:
-        """Create a key. Raises ValueError for an invalid change and StoreError if the database fails, like
-        every method that changes keys."""
+        """Create a key. Like all methods that change keys, raises ValueError for an invalid change and
+        StoreError if the database fails."""
         fields = changes(asked, KeyFields)
         name = str(fields.pop("name"))
         created = await committed(

@@ -1,7 +1,6 @@
-"""Reads the KV blocks of all replicas, for a route of the admin API and for the recorded history.
-
-Replicas determine the state of their blocks only on request. While an operator uses the route, replicas are
-queried up to once per second. Otherwise, they are queried every few seconds, for the history.
+"""Reads the KV blocks of all replicas, for an admin API route and for the recorded history. Replicas report
+block states only on request. While an operator uses the route, they are queried up to once per second;
+otherwise every few seconds, for the history.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from appliance.traffic.state import TrafficState
 from engine.rank_messages import BlockUse
 
 RECORDED_EVERY_S = 10.0
-"""Interval at which the blocks are requested for the history while no operator uses the route."""
+"""Interval at which blocks are requested for the history while no operator uses the route."""
 
 
 class BlockMaps:
@@ -33,11 +32,10 @@ class BlockMaps:
         self._replicas = replicas
         self._traffic = traffic
         self._maps: dict[str, tuple[BlockUse, BlockMap]] = {}
-        """For each replica, the newest state of its blocks, and the block map that was made from this
-        state."""
+        """For each replica, its latest block state and the block map made from it."""
 
     async def read(self) -> list[ReplicaBlocks]:
-        """Return the block maps of the replicas that answer."""
+        """Return the block maps of all replicas that respond."""
         replicas = list(self._replicas())
         found = await asyncio.gather(*(replica.blocks.read() for replica in replicas))
         return [
@@ -48,7 +46,7 @@ class BlockMaps:
 
     def recent(self) -> dict[str, BlockMap]:
         """Return the latest known block map of each replica, without waiting. If a map is older than
-        `RECORDED_EVERY_S`, request a new one. The same object is returned until a newer state has arrived."""
+        `RECORDED_EVERY_S`, request a new one. The same object is returned until a newer state arrives."""
         replicas = list(self._replicas())
         found = {
             replica.name: self._map(replica, use)

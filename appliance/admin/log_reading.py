@@ -1,7 +1,6 @@
-"""Reads the request log, the audit trail and the usage for the admin API.
-
-SQLite is read in two threads, never on the event loop. Each page is read through a new database connection,
-and is limited in rows, bytes and time. The limits prevent callers from monopolising the disk or the memory.
+"""Reads the request log, the audit trail and usage for the admin API. SQLite is read in two threads, never on
+the event loop. Each page is read through a new database connection, with limits on rows, bytes and time, so
+that no caller can monopolise the disk or memory.
 """
 
 from __future__ import annotations
@@ -40,14 +39,13 @@ Result = TypeVar("Result")
 MAX_READ_S = 2.0
 """Time limit for reading one page, in seconds."""
 MAX_PAGE_BYTES = 1 << 20
-"""A page of the request log ends with the row with which the total size of the page's texts exceeds this
-limit."""
+"""A page of the request log ends with the row at which the total size of its texts exceeds this limit."""
 _FOLLOWED_ROWS = 200
 _THREADS = 2
 
 
 class LogReading:
-    """Reads pages of the logs, and follows changes to the logs. Must be used on the event loop's thread."""
+    """Reads pages of the logs and follows the logs. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class LogReading:
         streams: Streams,
         prices: Callable[[], Mapping[str, ModelPrices]],
     ) -> None:
-        """`prices` is a function that returns the prices of each model."""
+        """`prices` returns each model's prices."""
         self._usage = UsageReader(history.path, prices, lambda: control.policies, MAX_READ_S)
         self._history = history
         self._control = control
@@ -65,10 +63,10 @@ class LogReading:
         self._streams = streams
         self._requests = RequestReader(history.path, limit_s=MAX_READ_S, limit_bytes=MAX_PAGE_BYTES)
         self.threads = ThreadPoolExecutor(_THREADS, "admin-reads")
-        """Threads that read the databases and, for snapshots, the load of the machine."""
+        """Threads that read the databases and, for snapshots, the machine's load."""
 
     def close(self) -> None:
-        """Stop the threads after the reads in progress have finished."""
+        """Stop the threads once the reads in progress have finished."""
         self.threads.shutdown()
 
     # ── pages ──
@@ -79,7 +77,7 @@ class LogReading:
 
         def read() -> RequestPage:
             sequence = self._requests.last_sequence()
-            # Fetch one more row than fits on the page, to find out whether there is a next page.
+            # Fetch one row more than the page holds, to find out whether there is a next page.
             rows = self._requests.query(query.filter, query.limit + 1, before)[::-1]
             shown = rows[: query.limit]
             size = sum(_size(row) for row in shown)
@@ -113,7 +111,7 @@ class LogReading:
         return await self._in_thread(read)
 
     async def usage_report(self, query: UsageQuery) -> UsageReport:
-        """Return the usage per day, tenant, key or model. Raises QueryError or StoreError."""
+        """Return usage per day, tenant, key or model. Raises QueryError or StoreError."""
         return await self._in_thread(lambda: self._usage.report(query))
 
     def log_page(self, query: LogQuery) -> LogPage:
@@ -123,8 +121,8 @@ class LogReading:
     # ── following ──
 
     def follow_requests(self, query: RequestLogQuery) -> AsyncIterator[bytes]:
-        """Return a stream that yields each request when the request ends. If the query selects open requests,
-        the stream yields each request when it is admitted."""
+        """Return a stream that yields each request when it ends, or when it is admitted if the query selects
+        open requests."""
         wanted = msgspec.structs.replace(query.filter, state=query.state or "ended")
         after = query.after
 
@@ -133,7 +131,7 @@ class LogReading:
             if after is None:
                 after = self._requests.last_sequence()
                 return [], False
-            # Also skip rows that do not match the query. Otherwise, they would be read again.
+            # Skip rows that do not match the query, too; otherwise they would be read again.
             latest = self._requests.last_sequence()
             rows = self._requests.changes(after, _FOLLOWED_ROWS, wanted)
             more = len(rows) == _FOLLOWED_ROWS or sum(map(_size, rows)) > MAX_PAGE_BYTES
@@ -143,7 +141,7 @@ class LogReading:
         return self._follow(lambda: self._history.state().committed_rows, read)
 
     def follow_audit(self, query: AuditQuery) -> AsyncIterator[bytes]:
-        """Return a stream that yields an action when the action starts and when it ends."""
+        """Return a stream that yields each action twice: when it starts and when it ends."""
         after = query.after
 
         def head() -> int:

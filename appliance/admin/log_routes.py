@@ -1,5 +1,4 @@
-"""The routes of the admin API that return lists page by page or as a stream. All of them require the scope
-`read`."""
+"""Admin API routes that return lists page by page or as a stream. All require the `read` scope."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _ERRORS = dict.fromkeys((400, 401, 403, 503), ErrorBody)
 
 
 def log_routes(reading: LogReading, streams: Streams) -> list[ScopedRoute]:
-    """Return the routes of the request log, the audit trail, the log lines and the usage."""
+    """Return the routes for the request log, the audit trail, log lines and usage."""
 
     async def log_page(query: LogQuery) -> LogPage:
         return reading.log_page(query)
@@ -115,7 +114,7 @@ def _route(
 def answered(
     endpoint: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that calls the given endpoint and converts its errors into responses."""
+    """Wrap an endpoint so that its errors become responses."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -92,7 +92,7 @@ class ModelStates:
         )
 
     def state(self, unit: str) -> tuple[VersionState, str]:
-        """Return the state of a model or version, and an explanation of this state."""
+        """Return the state of a model or version, with an explanation."""
         if unit in self.operations.draining or self.operations.is_falling_asleep(unit):
             return "draining", "finishing its requests"
         replicas = self.manager.of(unit)
@@ -131,8 +131,8 @@ class ModelStates:
         ]
 
     def _shares(self, unit: str) -> dict[str, float]:
-        """Return, for each name whose requests are split, the fraction of its requests that this model or
-        version gets."""
+        """Return the fraction of requests that this model or version gets, for each name whose requests are
+        split."""
         return {
             route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
             / sum(arm.weight for arm in route.arms)

@@ -51,8 +51,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 
 @dataclass(kw_only=True)
 class ModelAdmin:
-    """Performs operators' actions on models. Models that are declared in the settings can be changed only in
-    the settings."""
+    """Performs operators' actions on models. Models declared in the settings can only be changed there."""
 
     operations: ModelOperations
     swaps: VersionSwaps
@@ -61,12 +60,11 @@ class ModelAdmin:
     routing: Routing
     fronts: FrontRoutes
     check: Check
-    """Runs all checks of a model. The function blocks, so it must not be called on the event loop's
-    thread."""
+    """Runs all checks on a model. Blocks, so it must not be called on the event loop's thread."""
     settings: Callable[[], Settings]
     declared_in: Callable[[str], str]
-    """Returns the settings file or the command-line flag that declares a model, or an empty string if the
-    settings do not declare the model."""
+    """Returns the settings file or command-line flag that declares a model, or an empty string if there is
+    none."""
     _background: Background = field(default_factory=Background, init=False)
 
     def __post_init__(self) -> None:
@@ -111,8 +109,8 @@ class ModelAdmin:
             )
 
     async def _check(self, asked: AddModel) -> list[str]:
-        """Check the files of the checkpoint, and return warnings. Raises ValueError if the checkpoint cannot
-        be served."""
+        """Check the checkpoint files and return warnings. Raises ValueError if the checkpoint cannot be
+        served."""
         settings = self.operations.settings_of(asked.folder, asked.settings)
         [findings] = (await asyncio.to_thread(self.check, {asked.name: settings})).values()
         if (problem := problem_of(findings)) is not None:
@@ -161,8 +159,7 @@ class ModelAdmin:
             await self.operations.unload(record, 0.0)
 
     def _is_named(self, record: VersionRecord) -> bool:
-        """Return whether a version is in use, or whether requests can reach it by a name other than
-        NAME@VERSION."""
+        """Return whether a version is in use or can be reached by a name other than NAME@VERSION."""
         registry = self.operations.registry.current
         model, unit = registry.models[record.model], _unit(record)
         return (
@@ -209,11 +206,9 @@ class ModelAdmin:
     async def _perform(
         self, operation: Awaitable[None], status: Callable[[], VersionStatus], wait: bool
     ) -> Effect:
-        """Run an operation. If `wait` is true, wait until the operation has finished; otherwise, only start
-        it.
-
-        Raises LoadError if the operation is refused immediately. If an operation fails after it was only
-        started, the list of models shows the failure.
+        """Start an operation and, if `wait` is true, wait until it has finished. Raises LoadError if the
+        operation is refused immediately. If it fails later and `wait` is false, the list of models shows the
+        failure.
         """
         before = status()
         task = asyncio.ensure_future(operation)
@@ -226,7 +221,7 @@ class ModelAdmin:
         return Effect(after, {"state": before.state}, {"state": after.state})
 
     async def retry(self, actor: Actor, asked: RetryModel) -> Effect:
-        """Immediately start the replicas of a model that have failed or are waiting for a restart. Raises
+        """Immediately start a model's replicas that have failed or are waiting to restart. Raises
         UnknownModelError, or ConflictError if there are no such replicas."""
         unit = asked.model
         if not self.manager.is_declared(unit):
@@ -328,7 +323,7 @@ class ModelAdmin:
             )
 
     def check_declared(self, name: str, changed: str) -> None:
-        """Raise ConflictError if the settings declare the model. `changed` is the participle that names the
+        """Raise ConflictError if the settings declare the model. `changed` is the past participle for the
         refused change in the error message, such as "loaded"."""
         if place := self.declared_in(name):
             raise ConflictError(
@@ -376,7 +371,7 @@ async def _finish(operation: Awaitable[None]) -> None:
 
 
 def _check_settings(name: str, folder: str, settings: Mapping[str, Any]) -> None:
-    """Check the settings of a version. Raises SettingsError if a setting does not exist or cannot be used."""
+    """Check a version's settings. Raises SettingsError if a setting does not exist or is invalid."""
     path = ("models", name)
     converter = Converter({path: Place("models add")}, "models add")
     if "folder" in settings:

@@ -27,7 +27,7 @@ class PeerAdmin:
     control: ControlStore
     unix: Callable[[], UnixSettings]
     publish: Callable[[], None]
-    """Applies the changes to the queue and to the front processes."""
+    """Applies the changes to the queue and the front processes."""
 
     def list(self) -> list[PeerMapping]:
         """Return the users from the settings, followed by the mapped users and groups."""
@@ -51,8 +51,8 @@ class PeerAdmin:
         ]
 
     async def map(self, actor: Actor, asked: MapPeer) -> Effect:
-        """Map a user or group to a tenant. Raises ValueError for an invalid change and StoreError if the
-        database fails, as does `unmap`."""
+        """Map a user or group to a tenant. Like `unmap`, raises ValueError for an invalid change and
+        StoreError if the database fails."""
         kind, number = parse_peer(asked.peer)
         await committed(self.control.map_peer(actor=actor, kind=kind, number=number, tenant=asked.tenant))
         self.publish()

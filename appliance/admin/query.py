@@ -1,5 +1,4 @@
-"""Parses the query parameters of the admin API into typed structs. Error messages contain the name of the
-parameter."""
+"""Parses query parameters of the admin API into typed structs. Error messages name the parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _SHOWN_CHARS = 100
 
 
 class QueryError(Exception):
-    """Raised if a query parameter cannot be used. The message contains the parameter, its value and the
+    """Raised if a query parameter is invalid. The message contains the parameter, its value and the
     remedy."""
 
 
@@ -47,7 +46,7 @@ def parse_query(request: Request, kind: type[Query]) -> Query:
 
 
 def query_parameters(kind: type[msgspec.Struct]) -> tuple[dict[str, Any], ...]:
-    """Return the OpenAPI parameter objects for the fields of a query struct."""
+    """Return OpenAPI parameter objects for the fields of a query struct."""
     schema = msgspec.json.schema(kind)
     properties = schema["$defs"][kind.__name__]["properties"]
     return tuple(

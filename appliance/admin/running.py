@@ -1,5 +1,5 @@
-"""Lists the unfinished requests with their progress. The request manager knows the requests, and the front
-processes report the progress."""
+"""Lists unfinished requests with their progress. The requests come from the request manager, their progress
+from the front processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunningRequests:
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:
-        """Return the unfinished requests at the unix time `unix`, oldest first, with the given progress."""
+        """Return the unfinished requests as of unix time `unix`, oldest first, with the given progress."""
         now, policies = self._traffic.clock(), self._policies()
         return [
             _request(one, progress.get(one.request_id), policies, unix, now)
@@ -80,7 +80,7 @@ def _phase(one: TrackedRequest, started: bool) -> Phase:
         case "ending":
             return "ending"
         case _:
-            return "queued"  # includes requests that lost their replica and wait for a new one
+            return "queued"  # includes requests that lost their replica and are waiting for a new one
 
 
 def _queue_s(one: TrackedRequest, now: float) -> float | None:

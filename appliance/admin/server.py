@@ -20,8 +20,8 @@ class AdminServer:
     """Serves the admin API on its socket between `start` and `stop`."""
 
     def __init__(self, path: Path, mode: str, given: socket.socket | None = None) -> None:
-        """`given` is the admin socket if the service manager has created it, otherwise None. Such a socket
-        stays open after the service has exited."""
+        """`given` is the admin socket if the service manager created it, otherwise None. Such a socket
+        outlives the service."""
         self._path = path
         self._mode = mode
         self._given = given
@@ -41,7 +41,7 @@ class AdminServer:
             change_access(self._path, mode, gid)
 
     async def stop(self) -> None:
-        """Finish the requests in progress, and remove the socket if the service created it."""
+        """Finish the requests in progress, then remove the socket if the service created it."""
         if self._given is None:
             remove_socket(self._path)
         if self._server is not None:

@@ -1,4 +1,4 @@
-"""The admin action for shadow traffic, which copies a share of the requests for a name to another model or
+"""The admin action for shadow traffic, which copies a share of a name's requests to another model or
 version."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from store.errors import ConflictError, UnknownModelError
 
 @dataclass(kw_only=True)
 class ShadowAdmin:
-    """Performs the action that sets and ends shadows, and reads their results."""
+    """Sets and ends shadows, and reads their results."""
 
     models: ModelAdmin
     results: ShadowResults

@@ -1,4 +1,4 @@
-"""Reads a snapshot of the service (`appliance.snapshot`) from the state of its components."""
+"""Takes snapshots of the service (`appliance.snapshot`) from the state of its components."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COUNT_KEYS_EVERY_S = 15.0
 
 class TenantChoice:
     """Chooses which tenants a snapshot contains if there are more than `MAX_TENANTS`. The choice changes
-    rarely, because after each change the recorded telemetry needs a new layout."""
+    rarely, because each change requires a new layout for the recorded telemetry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,7 +53,7 @@ class TenantChoice:
         self._at = float("-inf")
 
     def choose(self, names: list[str], busy: set[str]) -> list[str]:
-        """Return at most `MAX_TENANTS` of the names, in the order in which they are given."""
+        """Return at most `MAX_TENANTS` of the names, in their given order."""
         if len(names) <= MAX_TENANTS:
             return names
         now, kept = self._clock(), self._chosen.intersection(names)
@@ -66,7 +66,7 @@ class TenantChoice:
 
 @dataclass(kw_only=True)
 class SnapshotParts:
-    """The components from which a snapshot is read."""
+    """The components that a snapshot is taken from."""
 
     status: StatusReader
     running: RunningRequests
@@ -81,9 +81,9 @@ class SnapshotParts:
 
 
 class SnapshotReader:
-    """Reads snapshots. The counts of a batch in a snapshot cover the time since the same reader's previous
-    snapshot, so each feed needs a reader of its own. All readers share `SnapshotParts`. Must be used on the
-    event loop's thread."""
+    """Takes snapshots. A snapshot's batch counts cover the time since the same reader's previous snapshot, so
+    each feed needs its own reader. All readers share `SnapshotParts`. Must be used on the event loop's
+    thread."""
 
     def __init__(self, parts: SnapshotParts) -> None:
         self._parts = parts
@@ -91,11 +91,10 @@ class SnapshotReader:
         self._keys: tuple[Policies | None, float, Counter[str]] = (None, float("-inf"), Counter())
 
     async def read(self) -> Snapshot:
-        """Return a snapshot of the service's current state."""
+        """Return a snapshot of the current state."""
         running = self._parts.running
         progress = await running.progress()
-        # The ages of requests must refer to the time of the snapshot, because readers derive later ages from
-        # them.
+        # Request ages must be as of the snapshot's time, because readers derive later ages from them.
         at = time.time()
         return self._read(at, running.known(progress, at))
 
@@ -249,8 +248,8 @@ class SnapshotReader:
         return [use(tenant) for tenant in chosen]
 
     def _valid_keys(self, policies: Policies) -> Counter[str]:
-        """Return each tenant's number of valid keys. The keys are counted again when a policy changes and,
-        because keys can expire, at regular intervals."""
+        """Return each tenant's number of valid keys. Keys are recounted when a policy changes and, because
+        they can expire, at regular intervals."""
         known, at, count = self._keys
         if known is not policies or time.monotonic() - at > _COUNT_KEYS_EVERY_S:
             now = time.time()
@@ -316,12 +315,11 @@ def _processes(status: Status) -> list[ServiceProcess]:
 
 
 def with_replicas(gpus: Iterable[Gpu], status: Status) -> list[Gpu]:
-    """Return copies of the GPUs' records that also contain the names of the replicas that use each GPU, the
-    memory that they use on it, and the replica that owns each process.
-
-    A replica uses a GPU if one of the replica's processes uses it. If the process ids are unknown, a replica
-    uses the GPU if the GPU, or one of its MIG instances, is one of the replica's devices. The memory of a
-    replica is known only as a sum over its ranks, so it is divided equally among the ranks.
+    """Return copies of the GPU records, with the names of the replicas that use each GPU, the memory that
+    they use on it, and the replica that owns each process. A replica uses a GPU if one of its processes does.
+    If process ids are unknown, a replica uses the GPU if one of its devices is the GPU or one of the GPU's
+    MIG instances. A replica's memory is known only as a sum over its ranks, so it is divided equally among
+    them.
     """
     found: list[Gpu] = []
     number = 0
@@ -340,7 +338,7 @@ def _with_replicas(gpu: Gpu, devices: Container[str], status: Status) -> Gpu:
     processes = gpu.processes or []
     ranks = [owners[one.pid] for one in processes if one.pid in owners]
     if not ranks:
-        # In a container, the driver reports no processes, or it reports their ids in another PID namespace.
+        # In a container, the driver reports no processes, or process ids from a different PID namespace.
         ranks = [one for one in replicas for device in one.devices if device in devices]
     named = [
         msgspec.structs.replace(one, replica=owners[one.pid].name if one.pid in owners else "")

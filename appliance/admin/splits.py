@@ -1,5 +1,4 @@
-"""The admin action for traffic splits, which distribute the requests for a name over several models or
-versions."""
+"""The admin action for traffic splits, which distribute a name's requests over several models or versions."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from store.errors import ConflictError, UnknownModelError
 
 @dataclass(kw_only=True)
 class SplitAdmin:
-    """Performs the action that sets and ends splits."""
+    """Sets and ends traffic splits."""
 
     models: ModelAdmin
 
@@ -41,8 +40,8 @@ class SplitAdmin:
         return done(f"requests for {name} are split: {shown}")
 
     def _targets(self, name: str, weights: dict[str, float]) -> dict[str, float]:
-        """Return the weights with each target written as NAME or NAME@VERSION. If `weights` contains only a
-        number as target, this version of `name` is meant."""
+        """Return the weights with each target written as NAME or NAME@VERSION. A target that is only a number
+        means that version of `name`."""
         found: dict[str, float] = {}
         for given, weight in weights.items():
             target = complete_target(self.models, name, given)
@@ -52,7 +51,7 @@ class SplitAdmin:
         return found
 
     def _default_of(self, name: str) -> str:
-        """Return the model or version that answers requests for the name if the requests are not split."""
+        """Return the model or version that answers the name's requests when they are not split."""
         registry = self.models.operations.registry.current
         if (alias := registry.aliases.get(name)) is not None:
             return alias.target
@@ -69,8 +68,8 @@ class SplitAdmin:
 
 
 def complete_target(models: ModelAdmin, name: str, given: str) -> str:
-    """Return a target as NAME or NAME@VERSION. If the target is only a number, this version of `name` is
-    meant. Raises UnknownModelError."""
+    """Return a target as NAME or NAME@VERSION. A target that is only a number means that version of `name`.
+    Raises UnknownModelError."""
     is_version = given.isascii() and given.isdecimal()
     target = f"{name}@{given}" if is_version else given
     if models.routing.target_unit(target):

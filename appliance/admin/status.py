@@ -1,4 +1,4 @@
-"""Collects the service's status for operators. This module only reads the state of the other components."""
+"""Collects the service status for operators. Only reads the state of other components."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ from store.trail import AuditTrail, TrailState
 from store.writer import Writer
 
 _ETA_EVERY_S = 1.0
-"""Interval in seconds at which the durations of drains are predicted again. A prediction examines every
-running request, so it is not repeated for every snapshot: consoles may read several snapshots per second."""
+"""Interval in seconds at which drain durations are predicted again. A prediction examines every running
+request, and consoles may read several snapshots per second, so predictions are not made for every
+snapshot."""
 _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
@@ -50,18 +51,16 @@ _UNLOADED = "not in memory: its next request loads it"
 _UNLOADING = "being unloaded; its next request loads it again"
 
 _SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
-"""If all replicas and fronts are in these states, the service does not count as "starting". The states
-"stopping" and "stopped" are included because a replica is also stopped when a model is unloaded. If a
-required model has no ready replica, the service does not count as ready in any case."""
+"""If all replicas and fronts are in these states, the service is not "starting". "stopping" and "stopped" are
+included because unloading a model also stops its replicas. Without a ready replica for each required model,
+the service is not ready in any case."""
 
 
 @functools.cache
 def service_version() -> str:
-    """Return the version of the installed product at the time of the first call.
-
-    The result is cached because every status contains it. Each lookup reads a file, and creates reference
-    cycles that take up memory until the garbage collector runs. The core runs the collector rarely
-    (`appliance.core.process.COLLECT_AFTER`).
+    """Return the version of the product that was installed at the first call. The result is cached because
+    every status contains it, and each lookup reads a file and creates reference cycles. The core rarely runs
+    the garbage collector that would free them (`appliance.core.process.COLLECT_AFTER`).
     """
     try:
         return version("appliance")
@@ -93,7 +92,7 @@ def audit_status(state: TrailState) -> AuditStatus:
 
 @dataclass(kw_only=True)
 class StatusReader:
-    """Reads the status of the service and of its drains."""
+    """Reads the status of the service and its drains."""
 
     settings: Callable[[], Settings]
     traffic: TrafficState
@@ -111,7 +110,7 @@ class StatusReader:
     _etas_at: float = field(default=float("-inf"), init=False)
 
     def status(self) -> Status:
-        """Return everything that `appliance status` shows."""
+        """Return everything shown by `appliance status`."""
         settings, log, clock_jump_s = self.settings(), log_state(), self.clock.jump_s
         reason = self.readiness.reason()
         etas = self._drain_etas()
@@ -188,7 +187,7 @@ class StatusReader:
         return "ready" if not reason and _SETTLED.issuperset(processes) else "starting"
 
     def _drain_etas(self) -> dict[str, float | None]:
-        """Return how long a drain of each model would take. A prediction is used again for `_ETA_EVERY_S`
+        """Return how long draining each model would take. Predictions are reused for `_ETA_EVERY_S`
         seconds."""
         now = time.monotonic()
         if now - self._etas_at >= _ETA_EVERY_S or self._etas.keys() != self.models.models.keys():
@@ -218,13 +217,13 @@ class StatusReader:
         )
 
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:
-        """Return the state of a model, and an explanation of this state."""
+        """Return a model's state, with an explanation."""
         if (drain := self.drains.of(model)) is not None:
             return (
                 drain.public_state,
                 f"taken out of service by an operator; put it back with: appliance resume --model {model}",
             )
-        # The state of a model is the best state of any of its replicas, because one good replica is enough to
+        # A model's state is the best state of any of its replicas, because one good replica is enough to
         # serve clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if self.models.is_parked(model) and (best is None or best.state != "sleeping"):

@@ -1,7 +1,6 @@
-"""Responses of the admin API that stay open and send lines of JSON (`application/x-ndjson`).
-
-After some seconds without data, an empty line is sent, so that both sides notice a broken connection. A
-response that cannot continue ends with a line that contains only the field `error`.
+"""Admin API responses that stay open and send lines of JSON (`application/x-ndjson`). After a few seconds
+without data, an empty line is sent so that both sides notice a broken connection. A response that cannot
+continue ends with a line that has only the field `error`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ HEARTBEAT = b"\n"
 CONTENT_TYPE = "application/x-ndjson"
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""Time in seconds after which a stream ends because its database cannot be read."""
+"""Time in seconds after which a stream ends if its database cannot be read."""
 
 
 class TooManyStreamsError(Exception):
@@ -33,7 +32,7 @@ class TooManyStreamsError(Exception):
 
 
 class Streams:
-    """Counts the open streams, and ends all streams when the service stops."""
+    """Counts the open streams and ends them all when the service stops."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -44,8 +43,7 @@ class Streams:
         self.closing = True
 
     def response(self, lines: AsyncIterator[bytes]) -> Response:
-        """Return a response that sends these lines as soon as they are available. Raises
-        TooManyStreamsError."""
+        """Return a response that sends these lines as they become available. Raises TooManyStreamsError."""
         if self.open >= MAX_STREAMS or self.closing:
             raise TooManyStreamsError(
                 f"{self.open} streams are open, which is the maximum: close one, or retry later"
@@ -64,8 +62,8 @@ class Streams:
     async def follow(
         self, version: Callable[[], object], read: Callable[[], Awaitable[tuple[list[bytes], bool]]]
     ) -> AsyncIterator[bytes]:
-        """Call `read` whenever the result of `version` has changed, and yield the lines that `read` returns.
-        `read` also returns whether more lines can be read immediately."""
+        """Call `read` whenever the result of `version` changes, and yield the lines it returns. `read` also
+        returns whether more lines can be read immediately."""
         seen: object = None
         sent_at = time.monotonic()
         failing_since: float | None = None

@@ -1,5 +1,5 @@
-"""The routes of the admin API for the recorded history. All of them require the scope `read`. The database is
-read in threads, and each answer is limited in rows and time."""
+"""Admin API routes for the recorded history. All require the `read` scope. The database is read in threads,
+and each response is limited in rows and time."""
 
 from __future__ import annotations
 

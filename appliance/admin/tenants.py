@@ -20,7 +20,7 @@ from store.policies import Quota, QuotaScope, TenantRecord
 from store.tenants import BUILT_IN
 
 CancelRequests = Callable[[Callable[[Identity], bool], str], int]
-"""Cancels the running and queued requests of all callers that match, sends the message to their clients, and
+"""Cancels the running and queued requests of all matching callers, sends the message to their clients, and
 returns the number of cancelled requests."""
 Usage = Callable[[QuotaScope, str], list[LimitUsage]]
 """Returns how much of each limit a tenant or key has used. The arguments are ("tenant", name) or ("key",
@@ -36,7 +36,7 @@ class TenantAdmin:
     usage: Usage
     peers: Callable[[], Iterable[PeerMapping]]
     publish: Callable[[], None]
-    """Applies the changes to the queue and to the front processes."""
+    """Applies the changes to the queue and the front processes."""
     cancel: CancelRequests
 
     def list(self) -> list[Tenant]:
@@ -47,8 +47,8 @@ class TenantAdmin:
         return [self._shown(tenant, keys, peers) for tenant in policies.tenants.values()]
 
     async def create(self, actor: Actor, asked: CreateTenant) -> Effect:
-        """Create a tenant. Raises ValueError for an invalid change and StoreError if the database fails, like
-        every method that changes tenants."""
+        """Create a tenant. Like all methods that change tenants, raises ValueError for an invalid change and
+        StoreError if the database fails."""
         fields = changes(asked, TenantRecord)
         await committed(self.control.create_tenant(actor=actor, name=asked.name, changes=fields))
         return self._changed(asked.name)
@@ -60,7 +60,7 @@ class TenantAdmin:
         return self._changed(asked.name)
 
     async def suspend(self, actor: Actor, asked: SuspendTenant) -> Effect:
-        """Refuse new requests of a tenant."""
+        """Refuse new requests from a tenant."""
         await committed(self.control.suspend_tenant(actor=actor, name=asked.name))
         self.publish()
         cancelled = None
@@ -72,7 +72,7 @@ class TenantAdmin:
         return done(f"tenant {asked.name} suspended; {requests_after(cancelled)}")
 
     async def resume(self, actor: Actor, asked: ResumeTenant) -> Effect:
-        """Accept requests of a tenant again."""
+        """Accept requests from a tenant again."""
         await committed(self.control.resume_tenant(actor=actor, name=asked.name))
         self.publish()
         return done(f"tenant {asked.name} resumed")
@@ -98,8 +98,7 @@ class TenantAdmin:
 
 
 def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
-    """Return the fields of `record` that the caller has set. The fields of the quota are nested under
-    "quota"."""
+    """Return the fields of `record` that the caller has set. Quota fields are nested under "quota"."""
     given = _given(asked, record)
     limits = _given(asked, Quota)
     return given | ({"quota": limits} if limits else {})

@@ -1,4 +1,4 @@
-"""Reports the usage per day, tenant, key and model, with costs according to the prices in the settings."""
+"""Reports usage per day, tenant, key and model, with costs at the prices in the settings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from store.usage import DailyUsage, UsageFilter, read_usage
 
 DEFAULT_DAYS = 30
 MAX_DAILY_ROWS = 50_000
-"""Maximum number of daily usage rows from the database that one report may add up."""
+"""Maximum number of daily usage rows that one report may add up."""
 _MILLION = 1e6
 
 
 class UsageReader:
-    """Reads the usage. The method `report` may be called in any thread."""
+    """Reads usage. `report` may be called from any thread."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class UsageReader:
         self._limit_s = limit_s
 
     def report(self, query: UsageQuery) -> UsageReport:
-        """Return the usage that the query selects. Raises QueryError or StoreError."""
+        """Return the usage selected by the query. Raises QueryError or StoreError."""
         today = datetime.now(UTC).date()
         since = query.since or (today - timedelta(days=DEFAULT_DAYS)).isoformat()
         until = query.until or today.isoformat()
@@ -79,7 +79,7 @@ def _value(row: DailyUsage, column: str) -> str:
 
 
 def _sum(rows: Iterable[DailyUsage], prices: Mapping[str, ModelPrices]) -> UsageRow:
-    """Return the sum of these rows, including their costs."""
+    """Return the total of these rows, costs included."""
     total = UsageRow(requests=0, failed=0, prompt_tokens=0, cached_tokens=0, output_tokens=0)
     for row in rows:
         for name in ("requests", "failed", "prompt_tokens", "cached_tokens", "output_tokens"):
@@ -90,7 +90,7 @@ def _sum(rows: Iterable[DailyUsage], prices: Mapping[str, ModelPrices]) -> Usage
 
 
 def cost(row: DailyUsage, price: ModelPrices) -> float:
-    """Return the cost of the usage in a row, at the prices of the row's model."""
+    """Return the cost of a row's usage, at the prices of its model."""
     cached = price.prompt if price.cached is None else price.cached
     prompt_tokens = max(0, row.prompt_tokens - row.cached_tokens)
     amount = prompt_tokens * price.prompt + row.cached_tokens * cached + row.output_tokens * price.output

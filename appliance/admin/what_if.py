@@ -1,4 +1,4 @@
-"""Predicts the effect of new limits by replaying the requests of the last few minutes. Nothing is changed."""
+"""Predicts the effect of new limits by replaying the last few minutes' requests. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WhatIf:
         self._running = False
 
     async def forecast(self, asked: msgspec.Struct) -> QuotaForecast:
-        """Return the predicted effect of the limits in an action's parameters. Raises WhatIfError."""
+        """Predict the effect of the limits in an action's parameters. Raises WhatIfError."""
         try:
             changed = self._changed(asked)
             given = self._input(changed)
@@ -100,7 +100,7 @@ class WhatIf:
 
 
 def what_if_routes(what_if: WhatIf) -> list[ScopedRoute]:
-    """Return the routes that predict the effect of new limits of a tenant or key."""
+    """Return the routes that predict the effect of new tenant or key limits."""
     return [_route(what_if, "tenants.set", SetTenant), _route(what_if, "keys.set", SetKey)]
 
 

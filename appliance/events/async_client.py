@@ -1,4 +1,4 @@
-"""The admin client for asyncio programs, such as the console. All other programs use `appliance.client`. Both
+"""The admin client for asyncio programs, such as the console. Other programs use `appliance.client`. Both
 clients make the calls defined in `appliance.calls`."""
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ _MAX_LINE_BYTES = 64 << 20
 
 
 class AsyncAdminClient:
-    """Calls the service in one run directory, on the running event loop. Each call opens a separate
-    connection, so any number of calls can run at the same time. Cancelling a call closes its connection.
-
-    The errors are the same as those of `appliance.client.AdminClient`.
+    """Calls the service of one run directory, on the running event loop. Each call opens a separate
+    connection, so any number of calls can run concurrently. Cancelling a call closes its connection. Raises
+    the same errors as `appliance.client.AdminClient`.
     """
 
     def __init__(
@@ -47,23 +46,22 @@ class AsyncAdminClient:
         *,
         read_only: bool = False,
     ) -> None:
-        """`key` must have the `read` or `admin` scope. Only users who are not operators need a key. If
-        `read_only` is true, the service refuses this client's actions."""
+        """`key` must have the `read` or `admin` scope; operators need no key. If `read_only` is true, the
+        service refuses this client's actions."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._key = key
         self._read_only = read_only
 
     async def call(self, call: Call[Answer]) -> Answer:
-        """Perform a call and return its answer."""
+        """Make a call and return its result."""
         async with self._sent(call, call_timeout_s(call, self._timeout_s)) as response:
             content = b"".join([piece async for piece in response.pieces()])
         return call.decode(response.status, content, str(self.socket))
 
     async def follow(self, call: Call[Answer]) -> AsyncGenerator[Answer, None]:
-        """Perform a call whose answer is a stream, and yield the values of the stream. Returns when the
-        service ends the stream because the service is stopping. Close the iterator to close the
-        connection."""
+        """Make a call whose response is a stream, and yield the stream's values until the service stops.
+        Close the iterator to close the connection."""
         async with self._sent(call, STREAM_TIMEOUT_S) as response:
             rest = b""
             async for piece in response.pieces():
@@ -83,7 +81,7 @@ class AsyncAdminClient:
                 call.decode(response.status, rest, str(self.socket))
 
     async def snapshots(self, hz: int = 2) -> AsyncGenerator[Snapshot, None]:
-        """Yield snapshots of the service, `hz` times a second. Returns when the service stops."""
+        """Yield snapshots of the service, `hz` times a second, until the service stops."""
         assembler = SnapshotAssembler()
         async with contextlib.aclosing(self.follow(calls.events(hz))) as frames:
             async for frame in frames:
@@ -91,7 +89,7 @@ class AsyncAdminClient:
 
     @contextlib.asynccontextmanager
     async def _sent(self, call: Call[Answer], timeout_s: float | None) -> AsyncIterator[_ResponseStream]:
-        """Send a call. The connection is closed at the end of the `with` block."""
+        """Send a call. Leaving the `with` block closes the connection."""
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await self._connect()
@@ -131,8 +129,8 @@ class AsyncAdminClient:
 
 
 class _ResponseStream:
-    """Parses a response while it arrives. Raises OSError if the connection breaks, or if no data arrives
-    within the time limit."""
+    """Parses a response as it arrives. Raises OSError if the connection breaks or no data arrives within the
+    time limit."""
 
     def __init__(self, reader: asyncio.StreamReader, timeout_s: float | None) -> None:
         self.status = 0
@@ -143,13 +141,13 @@ class _ResponseStream:
         self._has_head = self._is_complete = False
 
     async def read_head(self) -> None:
-        """Read until the status of the response is known."""
+        """Read until the response status is known."""
         while not self._has_head:
             await self._read()
         self.status = self._parser.get_status_code()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body of the response in pieces."""
+        """Yield the response body in chunks."""
         while self._content or not self._is_complete:
             content, self._content = self._content, []
             if content:

@@ -1,9 +1,7 @@
-"""The frames of the event stream, and their conversion to snapshots by a reader.
-
-The first frame contains a full snapshot. Each later frame contains the fields that have changed since the
-preceding frame. Because there may be thousands of requests, only changed requests are sent. A request is sent
-in full when it arrives and when it changes its phase; otherwise, only its number of tokens is sent. Readers
-compute the ages of requests themselves.
+"""The frames of the event stream, and their conversion to snapshots by readers. The first frame contains a
+full snapshot; each later frame contains the fields that have changed since the preceding one. Because there
+may be thousands of requests, only changed requests are sent: in full when they arrive or change phase,
+otherwise just their token counts. Readers compute request ages themselves.
 """
 
 from __future__ import annotations
@@ -29,21 +27,21 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A frame of `GET /events`."""
 
     seq: int
-    """Number of the frame. A frame that is not `whole` applies to the snapshot that frame `seq` - 1
-    produced."""
+    """Number of the frame. A frame that is not `whole` applies to the snapshot produced by the
+    preceding frame."""
     whole: bool = False
-    """Whether the frame contains a full snapshot, as the first frame always does. A reader that is too slow
-    gets a full snapshot instead of the frames that it has missed."""
+    """Whether the frame contains a full snapshot, as the first frame always does. A reader that falls behind
+    gets a full snapshot instead of the missed frames."""
     at: float
     """Time when the values were read, in unix seconds."""
     fields: dict[str, msgspec.Raw] = {}
-    """Fields of the snapshot that have changed, by name. `requests` is not among them."""
+    """Changed fields of the snapshot, by name, except `requests`."""
     requests: list[UnfinishedRequest] = []
-    """New requests, and requests of which fields other than the tokens and times have changed."""
+    """New requests, and requests with changes in fields other than tokens and times."""
     ended: list[str] = []
     """Ids of the requests that have ended."""
     generated_tokens: dict[str, int] = {}
-    """Number of output tokens so far of all other requests that have generated tokens, by request id."""
+    """Output tokens so far, by request id, for the other requests that have generated tokens."""
 
 
 class MissingFrameError(Exception):
@@ -51,7 +49,7 @@ class MissingFrameError(Exception):
 
 
 class SnapshotAssembler:
-    """Turns the frames of one stream into snapshots."""
+    """Turns a stream's frames into snapshots."""
 
     def __init__(self) -> None:
         self._types = get_type_hints(Snapshot)
@@ -61,9 +59,8 @@ class SnapshotAssembler:
         self._requests: dict[str, UnfinishedRequest] = {}
 
     def add(self, frame: Frame) -> Snapshot:
-        """Return the snapshot after this frame. The requests of the previous snapshot are changed in place.
-        Raises MissingFrameError, or AdminError if the service has another version and its snapshots cannot be
-        read."""
+        """Return the snapshot after this frame. The previous snapshot's requests are changed in place. Raises
+        MissingFrameError, or AdminError if the snapshots of the service's version cannot be read."""
         if frame.whole:
             self._fields, self._requests = {}, {}
         elif self._seq is None or frame.seq != self._seq + 1:
@@ -104,7 +101,7 @@ def _unreadable(reason: str) -> AdminError:
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the values of those fields whose change causes a request to be sent again in full."""
+    """Return the values of the fields whose change causes a request to be sent again in full."""
     return (
         one.state,
         one.phase,
@@ -124,7 +121,7 @@ def signature(one: UnfinishedRequest) -> tuple[object, ...]:
 
 
 def let_pass(request: UnfinishedRequest, seconds: float) -> None:
-    """Advance the elapsed times of a request whose other fields have not changed."""
+    """Advance the elapsed times of a request whose other fields are unchanged."""
     request.age_s += seconds
     if request.phase == "queued" and request.queue_s is not None:
         request.queue_s += seconds

@@ -1,5 +1,5 @@
-"""All numbers and texts in a snapshot, under the names that recorded telemetry uses (`store.samples`), such
-as `queue.running` or `models[demo].state`."""
+"""A snapshot's numbers and texts, under their names in recorded telemetry (`store.samples`), such as
+`queue.running` or `models[demo].state`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Value = str | float | int | bool | None
 
 
 def named_values(snapshot: Snapshot) -> dict[str, Value]:
-    """Return all numbers and texts in a snapshot by name, except those of individual requests, stalls and KV
-    blocks."""
+    """Return all of a snapshot's numbers and texts by name, except those of individual requests, stalls and
+    KV blocks."""
     kept = msgspec.structs.replace(
         snapshot,
         requests=[],
