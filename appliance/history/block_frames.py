@@ -1,9 +1,6 @@
-"""Recorded maps of the KV blocks, which are part of the details recorded each second
-(`appliance.history.details`).
-
-A recorded map is coarse: the number of its cells is limited. A partial frame contains the differences from
-the preceding map. Most blocks do not change within a second, so most differences are zero, which compresses
-well.
+"""Recorded KV block maps, which are part of the details recorded each second (`appliance.history.details`). A
+recorded map is coarse: its number of cells is limited. A partial frame contains the differences from the
+preceding map. Most blocks do not change within a second, so most differences are zero and compress well.
 """
 
 from __future__ import annotations
@@ -16,8 +13,7 @@ import msgspec
 from appliance.snapshot import NO_OWNER, BlockMap
 
 MAX_RECORDED_CELLS = 1024
-"""Maximum number of blocks of a replica that a recorded map describes. If the replica has more blocks, only
-every n-th block is described."""
+"""Maximum number of blocks in a recorded map. If a replica has more, the map has only every n-th block."""
 
 
 class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
@@ -26,17 +22,17 @@ class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
     whole: bool
     stride: int
     states: bytes
-    """The states of the blocks. In a partial frame, they are combined with the states in the preceding map by
-    XOR. The same applies to `ages` and `owners`."""
+    """The block states. In a partial frame, they are XORed with those in the preceding map, like `ages` and
+    `owners`."""
     ages: bytes | None
     owners: bytes
     requests: list[str]
-    """In a whole map, all requests; in a partial frame, the requests that are new since the preceding map."""
+    """In a whole map, all requests; in a partial frame, those that are new since the preceding map."""
     tenants: list[str]
     ended: list[int]
-    """Positions, in the preceding map, of the requests that have ended."""
+    """Indices of the finished requests in the preceding map."""
     blocks: list[int]
-    """Number of blocks of each request; in a partial frame, the difference from the preceding map. The same
+    """Each request's number of blocks, or in a partial frame, the difference from the preceding map. The same
     applies to `preemptions`."""
     preemptions: list[int]
 
@@ -56,8 +52,7 @@ def coarse(blocks: BlockMap) -> BlockMap:
 
 
 def encode_blocks(blocks: BlockMap, before: BlockMap | None) -> RecordedBlocks:
-    """Encode a map as a frame. `before` is the preceding map, or None if the frame must contain the whole
-    map."""
+    """Encode a map as a frame. `before` is the preceding map, or None to encode the whole map."""
     frame = None if before is None else _changes(blocks, before)
     return frame or RecordedBlocks(
         True,
@@ -74,8 +69,8 @@ def encode_blocks(blocks: BlockMap, before: BlockMap | None) -> RecordedBlocks:
 
 
 def decode_blocks(frame: RecordedBlocks, before: BlockMap | None) -> BlockMap:
-    """Return the map that results from applying a frame to the preceding map. Raises ValueError if the frame
-    does not fit the preceding map."""
+    """Apply a frame to the preceding map and return the resulting map. Raises ValueError if the frame does
+    not fit the preceding map."""
     if frame.whole:
         base = BlockMap(states=b"", owners=b"", requests=[], tenants=[])
         states, ages, owners = frame.states, frame.ages, frame.owners
@@ -99,7 +94,7 @@ def decode_blocks(frame: RecordedBlocks, before: BlockMap | None) -> BlockMap:
 
 
 def _changes(blocks: BlockMap, before: BlockMap) -> RecordedBlocks | None:
-    """Return the partial frame that changes the map `before` to `blocks`, or None if there is no such
+    """Return the partial frame that turns the map `before` into `blocks`, or None if there is no such
     frame."""
     if _shape(blocks) != _shape(before):
         return None
@@ -128,8 +123,7 @@ def _shape(blocks: BlockMap) -> tuple[int, int, bool]:
 
 
 def _without(blocks: BlockMap, ended: Sequence[int]) -> BlockMap:
-    """Return the map without the requests at the positions in `ended`. The blocks of these requests have no
-    owner."""
+    """Return the map without the requests at the indices in `ended`. Their blocks have no owner."""
     if not ended:
         return blocks
     removed = set(ended)
@@ -153,6 +147,5 @@ def _xor(one: bytes, other: bytes) -> bytes:
 
 
 def _plus(values: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Return the sums of the elements at the same positions. `others` may be shorter than `values`; missing
-    elements count as 0."""
+    """Return the element-wise sums. `others` may be shorter than `values`; missing elements count as 0."""
     return [value + (others[number] if number < len(others) else 0) for number, value in enumerate(values)]

@@ -1,8 +1,7 @@
-"""The details of snapshots: the parts that are not recorded as numbers. These parts are the unfinished
-requests, the alerts, the stalls and the maps of the KV blocks.
-
-Details are recorded every second as frames. A full frame contains all details. A partial frame contains the
-changes since the preceding frame, in a few bytes per request. The frames of an hour take several megabytes.
+"""Snapshot details: the parts that are not recorded as numbers, namely unfinished requests, alerts, stalls
+and KV block maps. Details are recorded every second as frames. A full frame contains all details; a partial
+frame contains the changes since the preceding frame, in a few bytes per request. An hour of frames takes
+several megabytes.
 """
 
 from __future__ import annotations
@@ -19,27 +18,25 @@ from appliance.snapshot import Alert, BlockMap, Snapshot, Stall, UnfinishedReque
 from appliance.stalls import merged
 
 MAX_RECORDED_REQUESTS = 1000
-"""Maximum number of unfinished requests that are recorded each second. If there are more, the oldest are
-recorded."""
+"""Maximum number of unfinished requests recorded each second. If there are more, the oldest are recorded."""
 DETAIL_BYTES_PER_S = 16 << 10
-"""Maximum average size of the frames, in bytes. If the frames are larger, some seconds are not recorded."""
+"""Maximum average frame size, in bytes. If frames are larger, some seconds are not recorded."""
 _SAVED_BYTES = 1 << 20
 """Maximum number of bytes that small frames can leave unused for a later, larger frame."""
 _WHOLE_EVERY = 30
-"""At least one of this many consecutive frames is a full frame, so a reader must decode at most this many
-frames."""
+"""At least one in this many consecutive frames is a full frame, so a reader must decode at most this many."""
 _NO_BLOCKS: Mapping[str, BlockMap] = {}
 
 
 class RecordedDetails(NamedTuple):
-    """The details of a snapshot after a frame has been decoded."""
+    """A snapshot's details after decoding a frame."""
 
     at: float
     requests: list[UnfinishedRequest]
     alerts: list[Alert]
     stalls: list[Stall]
     blocks: dict[str, BlockMap]
-    """The KV blocks of each replica, as coarse maps."""
+    """Each replica's KV blocks, as coarse maps."""
 
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
@@ -49,18 +46,18 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
     whole: bool
     at: float
     requests: list[UnfinishedRequest]
-    """New requests, and requests of which fields other than the tokens and times have changed."""
+    """New requests, and requests with changes in fields other than tokens and times."""
     ended: list[int]
-    """Positions, in the preceding list of requests, of the requests that have ended."""
+    """Indices of the finished requests in the preceding list."""
     tokens: list[int]
-    """Number of new output tokens of each request that has not ended, in the order of the preceding list."""
+    """Number of new output tokens of each unfinished request, in the order of the preceding list."""
     alerts: list[Alert] | None
     """All alerts, or None if they have not changed."""
     stalls: list[Stall] = []
     """In a full frame, all stalls; in a partial frame, the new stalls. Older recordings contain no stalls."""
     blocks: dict[str, RecordedBlocks | None] = {}
-    """For each replica, a map of its KV blocks. A full frame contains all maps, a partial frame those that
-    have changed. The value is None if the replica no longer has a map. Older recordings contain no maps."""
+    """Each replica's KV block map, or None if it no longer has one. A full frame contains all maps, a partial
+    frame only changed ones. Older recordings contain no maps."""
 
 
 class _Known(NamedTuple):
@@ -74,7 +71,7 @@ class _KnownBlocks(NamedTuple):
 
 
 class DetailEncoder:
-    """Encodes the details of successive snapshots as frames."""
+    """Encodes successive snapshots' details as frames."""
 
     def __init__(self) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -89,8 +86,8 @@ class DetailEncoder:
     def encode(
         self, snapshot: Snapshot, blocks: Mapping[str, BlockMap] = _NO_BLOCKS
     ) -> tuple[bool, bytes] | None:
-        """Encode the next frame. `blocks` are the KV blocks of each replica. Return whether the frame is a
-        full frame, and its bytes. Return None if the frame is too large to be recorded."""
+        """Encode the next frame. `blocks` are each replica's KV blocks. Return whether the frame is a full
+        frame, and its bytes, or None if it is too large to record."""
         maps = {name: self._known(name, one) for name, one in blocks.items()}
         requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
         self._number += 1
@@ -124,7 +121,7 @@ class DetailEncoder:
         return frame.whole, document
 
     def lose(self) -> None:
-        """Handle that the last frame was not recorded: the next frame must be a full frame."""
+        """Note that the last frame was not recorded, so the next one must be a full frame."""
         self._since_whole = _WHOLE_EVERY
 
     def _known(self, name: str, blocks: BlockMap) -> _KnownBlocks:
@@ -160,8 +157,8 @@ class DetailEncoder:
 
 
 def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
-    """Return the details after the last of these consecutive frames, of which the first must be a full frame.
-    Return None if there are no frames or if one is missing. Raises ValueError if a frame is damaged."""
+    """Return the details after the last of these consecutive frames. The first must be a full frame. Return
+    None if there are no frames or one is missing. Raises ValueError if a frame is damaged."""
     number, at = -1, 0.0
     requests: list[UnfinishedRequest] = []
     alerts: list[Alert] = []

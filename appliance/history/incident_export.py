@@ -1,4 +1,4 @@
-"""Exports a part of the recorded history as an incident file. The history comes from a running service or
+"""Exports a slice of the recorded history as an incident file. The history comes from a running service or
 from files."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from store.incidents import IncidentWriter
 MAX_INCIDENT_BYTES = 256 << 20
 MAX_INCIDENT_S = 86_400.0
 _EARLIER_S = 30.0
-"""Recorded details refer to a full frame that can be up to this many seconds older."""
+"""Recorded details refer to a full frame up to this many seconds older."""
 _RUNNING_S = 3600.0
 """Requests that arrived up to this many seconds before the exported period are also exported, because they
-may still have been unfinished when the period began."""
+may have been unfinished when the period began."""
 _RESOLUTIONS: tuple[Seconds, ...] = (1, 10, 60)
 
 
@@ -39,7 +39,7 @@ class Incident(msgspec.Struct, kw_only=True):
     log_lines: int
     bytes: int
     notes: list[str]
-    """Descriptions of the data that could not be exported, with the reasons."""
+    """Descriptions of data that could not be exported, with reasons."""
 
 
 def export_incident(past: PastSource, since: float, until: float, path: Path) -> Incident:
@@ -84,8 +84,8 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
 def _samples(past: PastSource, writer: IncidentWriter, since: float, until: float) -> int:
     count = 0
     for resolution_s in _RESOLUTIONS:
-        # Begin before the exported period, in order to include the interval that covers its beginning, and
-        # the full frame to which the first partial frames of the period refer.
+        # Start before the exported period, to include the interval that covers its beginning and the full
+        # frame that its first partial frames refer to.
         query = StoredQuery(
             since=since - max(_EARLIER_S, resolution_s), until=until, resolution_s=resolution_s
         )

@@ -1,5 +1,5 @@
-"""Parameters and answers of the admin API's routes for the recorded history: the state of the service at a
-given time, measurements over time, stored samples and alerts."""
+"""Parameters and responses of the admin API routes for the recorded history: the service state at a given
+time, measurements over time, stored samples and alerts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class SnapshotQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class PastSnapshot(msgspec.Struct, kw_only=True):
-    """The state of the service at a time in the recorded history. All times are in unix seconds."""
+    """The service state at a time in the recorded history. All times are in unix seconds."""
 
     at: float
-    """Time of the sample, or of the beginning of the interval."""
+    """Time of the sample, or start of the interval."""
     resolution_s: int
-    """1: the values of a single second. Otherwise, numbers are means over an interval of this many seconds
-    that begins at `at`, and texts are those at the end of the interval."""
+    """1: values of a single second. Otherwise, numbers are means over an interval of this many seconds
+    starting at `at`, and texts are those at its end."""
     previous: float | None
     """Time of the preceding sample; null if there is none."""
     next: float | None
@@ -46,8 +46,8 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
     last: float
     """Time of the newest recorded sample."""
     details: bool
-    """Whether the unfinished requests and the alerts were recorded at the time `at`. If not, they are derived
-    from the request log and the alert log, and some values, such as the number of tokens so far, are null."""
+    """Whether unfinished requests and alerts were recorded at `at`. If not, they are derived from the request
+    and alert logs, and some values, such as the number of tokens so far, are null."""
     snapshot: Snapshot
 
 
@@ -55,15 +55,13 @@ class TelemetryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Parameters of `GET /telemetry`."""
 
     metrics: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
-    """Names of metrics, separated by commas, such as queue.running,gpus[*].power_w. In a
-    name, * stands for any characters."""
+    """Comma-separated metric names, such as queue.running,gpus[*].power_w. * stands for any characters."""
     since: Time
     """Beginning of the period, in unix seconds."""
     until: Time
     """End of the period, in unix seconds."""
     resolution_s: Seconds | None = None
-    """Resolution in seconds. Default: the finest resolution for which the period has at most `points`
-    points."""
+    """Resolution in seconds. Default: the finest one with at most `points` points in the period."""
     points: Annotated[int, msgspec.Meta(ge=1, le=MAX_POINTS)] = 600
     """Maximum number of points in time."""
 
@@ -72,12 +70,11 @@ class TelemetryColumns(msgspec.Struct, kw_only=True):
     """Measurements over time, oldest first."""
 
     resolution_s: int
-    """1: the values are those of single seconds. Otherwise, they are means over intervals of this many
-    seconds."""
+    """1: values of single seconds. Otherwise, means over intervals of this many seconds."""
     at: list[float]
-    """Times of the samples, or of the beginnings of the intervals, in unix seconds."""
+    """Sample times, or interval starts, in unix seconds."""
     metrics: dict[str, list[float | None]]
-    """For each metric, by name, one value per time in `at`. Unknown values are null."""
+    """By metric name, one value per time in `at`. Unknown values are null."""
 
 
 class StoredQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -100,7 +97,7 @@ class StoredRow(msgspec.Struct, kw_only=True):
 
 
 class StoredDetailsRow(msgspec.Struct, kw_only=True):
-    """The unfinished requests and the alerts of one second, as stored in `history.db`."""
+    """One second's unfinished requests and alerts, as stored in `history.db`."""
 
     at: int
     whole: bool
@@ -108,16 +105,15 @@ class StoredDetailsRow(msgspec.Struct, kw_only=True):
 
 
 class StoredPage(msgspec.Struct, kw_only=True):
-    """Stored samples, oldest first, in the format of `store.samples`. Bytes are encoded as base64."""
+    """Stored samples, oldest first, in the format of `store.samples`. Bytes are base64-encoded."""
 
     rows: list[StoredRow]
     layouts: dict[int, bytes]
-    """The layouts of the samples in `rows`, by the id of the layout."""
+    """The layouts of the samples in `rows`, by layout id."""
     details: list[StoredDetailsRow]
-    """The details that were recorded in the same seconds as the samples in `rows`. Empty if the resolution is
-    not 1."""
+    """The details recorded in the same seconds as the samples in `rows`. Empty if the resolution is not 1."""
     next: float | None
-    """The value of `since` for the next page. Null on the last page."""
+    """The value of `since` for the next page; null on the last page."""
 
 
 class AlertLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -129,7 +125,6 @@ class AlertLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class AlertLogPage(msgspec.Struct, kw_only=True):
-    """Alerts that were raised in the period, and alerts that were already active at its beginning. Newest
-    first."""
+    """Alerts raised in the period or already active at its start, newest first."""
 
     rows: list[AlertRow]

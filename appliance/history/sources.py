@@ -1,6 +1,6 @@
 """The sources of the recorded history: a running service, or a file on this machine (`history.db` or an
-incident file). The methods of all sources return the same types. They block, so code on an event loop must
-call them in threads."""
+incident file). All sources have the same methods. They block, so code on an event loop must call them in
+threads."""
 
 from __future__ import annotations
 
@@ -55,17 +55,16 @@ class PastSource(Protocol):
     """A source of the recorded history. All methods raise PastError."""
 
     label: str
-    """Description of the source for the header of the console: for example, the run directory or the name of
-    the file."""
+    """Description of the source for the console's header, such as the run directory or the file name."""
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the state of the service at a given time."""
+        """Return the service state at a given time."""
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
         """Return measurements over time."""
 
     def stored(self, query: StoredQuery) -> StoredPage:
-        """Return a page of samples in the form in which they are stored."""
+        """Return a page of samples as they are stored."""
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
         """Return alerts, newest first."""
@@ -84,16 +83,16 @@ class PastSource(Protocol):
 
 
 class ServicePast:
-    """Reads the recorded history from a running service, through the admin API. Thread-safe."""
+    """Reads the recorded history from a running service through the admin API. Thread-safe."""
 
     def __init__(self, run_dir: Path, key: str | None = None) -> None:
-        """`key` is the key for the admin API. Only users who are not operators need one."""
+        """`key` is the key for the admin API. Operators need none."""
         self.label = str(run_dir)
         self._run_dir = run_dir
         self._key = key
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the state of the service at a given time."""
+        """Return the service state at a given time."""
         return self._call(calls.past_snapshot(query))
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
@@ -101,7 +100,7 @@ class ServicePast:
         return self._call(calls.telemetry(query))
 
     def stored(self, query: StoredQuery) -> StoredPage:
-        """Return a page of samples in the form in which they are stored."""
+        """Return a page of samples as they are stored."""
         return self._call(calls.stored_telemetry(query))
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
@@ -131,8 +130,8 @@ class ServicePast:
 
 
 class FilePast:
-    """Reads the recorded history from `history.db` or from an incident file. For `history.db`, operators'
-    actions are read from `control.db` in the same folder. Thread-safe."""
+    """Reads the recorded history from `history.db` or an incident file. For `history.db`, operators' actions
+    are read from `control.db` in the same folder. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Raises PastError if the file cannot be read."""
@@ -152,7 +151,7 @@ class FilePast:
         self._requests = RequestReader(readable)
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the state of the service at a given time."""
+        """Return the service state at a given time."""
         with _explained():
             return self._past.snapshot(query)
 
@@ -162,7 +161,7 @@ class FilePast:
             return self._past.columns(query)
 
     def stored(self, query: StoredQuery) -> StoredPage:
-        """Return a page of samples in the form in which they are stored."""
+        """Return a page of samples as they are stored."""
         with _explained():
             return self._past.stored(query)
 
@@ -172,8 +171,7 @@ class FilePast:
             return self._past.alert_log(query)
 
     def request_log(self, query: RequestLogQuery) -> RequestPage:
-        """Return a page of the request log, newest requests first. The file does not contain the names of
-        keys."""
+        """Return a page of the request log, newest requests first. The file does not contain key names."""
         before = None
         if query.before is not None:
             at, _, request_id = query.before.partition(":")
@@ -212,8 +210,8 @@ class FilePast:
         self._folder.cleanup()
 
     def _actions(self, query: AuditQuery) -> list[AuditAction]:
-        """Return at most one action more than the query's limit. An additional action shows that there is
-        another page."""
+        """Return up to one action more than the query's limit. An extra action means that there is another
+        page."""
         if self.facts is None:
             if not self._control.exists():
                 raise PastError(
@@ -232,7 +230,7 @@ class FilePast:
 
 
 _END = 1e11
-"""A time in unix seconds that is later than any recorded time."""
+"""A time later than any recorded one, in unix seconds."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Predicts when limits will be exhausted, based on how their usage has changed during the last minute."""
+"""Predicts when limits will be exhausted, based on their usage over the last minute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.protocol import LimitUsage
 WINDOW_S = 60.0
 _EVERY_S = 2.0
 _MIN_SPAN_S = 10.0
-"""The usage of a limit must have been recorded for this many seconds before its exhaustion is predicted."""
+"""A limit's usage must have been recorded for this many seconds before its exhaustion is predicted."""
 
 
 class _Use(NamedTuple):
@@ -20,11 +20,11 @@ class _Use(NamedTuple):
 
 
 class BurnRates:
-    """Records how the usage of limits changes, for the last minute."""
+    """Records the last minute's usage of limits."""
 
     def __init__(self) -> None:
         self._uses: dict[tuple[str, str], deque[_Use]] = {}
-        """The recorded usage of each limit, oldest first, by tenant and name of the limit."""
+        """Each limit's recorded usage, oldest first, by tenant and limit name."""
 
     def record(self, at: float, usage: Mapping[str, Iterable[LimitUsage]]) -> None:
         """Record the current usage of all tenants' limits. `at` is a time on a monotonic clock."""
@@ -39,8 +39,8 @@ class BurnRates:
         self._uses = found
 
     def exhausted_in_s(self, at: float, tenant: str, limits: Iterable[LimitUsage]) -> float | None:
-        """Return the number of seconds until the first of a tenant's limits is exhausted if usage grows as in
-        the last minute. Return None if no usage is growing."""
+        """Return the number of seconds until the first of a tenant's limits is exhausted if usage keeps
+        growing as in the last minute, or None if no usage is growing."""
         times = [self._time_left(at, tenant, limit) for limit in limits]
         return min((one for one in times if one is not None), default=None)
 

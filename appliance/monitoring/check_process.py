@@ -1,8 +1,6 @@
-"""`python -m appliance.monitoring.check_process`: runs the long checks of a running service, which are the
-verification of the audit chain and the checks of `appliance doctor`.
-
-The core runs these checks in a separate process for two reasons. Hashing the rows of a long chain would block
-the core's event loop, and a damaged database must not be able to crash the core.
+"""`python -m appliance.monitoring.check_process`: runs a running service's long checks: audit chain
+verification and `appliance doctor`. They run in a separate process because hashing a long chain would block
+the core's event loop, and because a damaged database must not be able to crash the core.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from store.evidence import examine_folder
 Check = Literal["audit", "findings"]
 
 MAX_PROBLEMS = 100
-"""Maximum number of faults in the audit chain that are reported individually. Additional faults are only
-counted."""
+"""Maximum number of audit chain faults reported individually. Further faults are only counted."""
 _NICENESS = 10
-"""Nice value of this process. It gives the service a higher priority for CPU time."""
+"""This process's nice value, which gives the service priority for CPU time."""
 _NO_JOURNAL = (
     "the service cannot read the journal: to verify the chain against it, run appliance audit verify on the "
     "service's machine"
@@ -34,7 +31,7 @@ _NO_JOURNAL = (
 
 
 class CheckInput(msgspec.Struct, kw_only=True):
-    """The check to run, and the service to which it applies."""
+    """The check to run, and the service to check."""
 
     check: Check
     run_dir: str
@@ -44,7 +41,7 @@ class CheckInput(msgspec.Struct, kw_only=True):
 
 
 def verify_chain(state_dir: Path) -> ChainReport:
-    """Verify the audit chain against the heads that the service has recorded in its state directory. Raises
+    """Verify the audit chain against the heads recorded in the service's state directory. Raises
     StoreError."""
     report = chain_report(state_dir / "control.db", examine_folder(state_dir), 0, _NO_JOURNAL)
     if (more := len(report.problems) - MAX_PROBLEMS) > 0:
@@ -65,7 +62,7 @@ def run_check(given: CheckInput) -> msgspec.Struct:
 
 
 def main() -> None:
-    """Run the check that is described on standard input, and print its result as JSON."""
+    """Run the check described on standard input and print its result as JSON."""
     os.nice(_NICENESS)
     given = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckInput)
     try:

@@ -1,5 +1,5 @@
-"""Checks the databases. Each database is opened read-only and only briefly, because the service cannot leave
-SQLite's WAL mode when it stops while another process has the database open."""
+"""Checks the databases. Each is opened read-only and only briefly: while another process has a database open,
+a stopping service cannot leave SQLite's WAL mode."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from store.schemas import CONTENTS, HISTORY
 
 
 def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check the databases' owners, pages, schema versions and sizes, the audit chain, and the open requests
-    in the request log. Files that an untrusted user could have created are not opened."""
+    """Check the databases' owners, pages, schema versions and sizes, the audit chain, and open requests in
+    the request log. Files that an untrusted user could have created are not opened."""
     try:
         uids = _owners(state_dir, run_dir)
     except UntrustedError as error:

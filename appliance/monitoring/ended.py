@@ -1,5 +1,4 @@
-"""Counts the requests that have ended, and keeps the latencies of the most recent of them, for snapshots of
-the service."""
+"""Counts ended requests and keeps the latencies of the most recent ones, for snapshots of the service."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from store.requests import RequestRow
 
 WINDOW_S = 60.0
 MAX_KEPT = 4096
-"""Maximum number of latencies that are kept. With more than 68 requests per second, the percentiles therefore
-cover less time than `WINDOW_S`, and their field `window_s` contains the actual period."""
+"""Maximum number of latencies kept. At more than 68 requests per second, the percentiles therefore cover less
+time than `WINDOW_S`; their field `window_s` gives the actual period."""
 _SHARES = (0.5, 0.9, 0.99)
 _REUSED_S = 0.9
-"""Time in seconds for which computed percentiles are used again, because sorting the latencies is the most
+"""Time in seconds for which computed percentiles are reused, because sorting the latencies is the most
 expensive part of a snapshot."""
 
 
 class TenantCounts:
-    """Counts of the requests of one tenant that have ended."""
+    """Counts of a tenant's ended requests."""
 
     __slots__ = ("billed_tokens", "cached_tokens", "prompt_tokens", "refused", "requests")
 
@@ -33,7 +32,7 @@ class TenantCounts:
         self.prompt_tokens = self.cached_tokens = self.billed_tokens = 0
 
     def add(self, row: RequestRow) -> None:
-        """Count a request that has ended."""
+        """Count an ended request."""
         self.requests += 1
         self.refused += outcome(row) == "refused"
         self.prompt_tokens += row.prompt_tokens
@@ -50,12 +49,12 @@ class _Ended(NamedTuple):
 
 
 class EndedRequests:
-    """Counts the requests that have ended, and passes their rows on to the request log. Must be used on the
-    event loop's thread."""
+    """Counts ended requests and passes their rows on to the request log. Must be used on the event loop's
+    thread."""
 
     def __init__(self, rows: RowSink, is_tenant: Callable[[str], bool]) -> None:
-        """`is_tenant` returns whether a tenant exists. Requests of unknown tenants are counted only in the
-        totals of the service."""
+        """`is_tenant` returns whether a tenant exists. Unknown tenants' requests are counted only in the
+        service's totals."""
         self.failed = self.cancelled = self.billed_tokens = 0
         self.tenants: dict[str, TenantCounts] = {}
         self._rows = rows
@@ -68,7 +67,7 @@ class EndedRequests:
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
-        """Count a request that has ended, and pass its row on to the request log."""
+        """Count an ended request and pass its row on to the request log."""
         how, tenant = outcome(row), row.tenant or ""
         self.failed += how == "failed"
         self.cancelled += how == "cancelled"
@@ -83,11 +82,11 @@ class EndedRequests:
         return self._rows.end(row)
 
     def forget_deleted(self) -> None:
-        """Discard the counts of deleted tenants."""
+        """Discard deleted tenants' counts."""
         self.tenants = {name: one for name, one in self.tenants.items() if self._is_tenant(name)}
 
     def latency(self) -> Latency:
-        """Return the percentiles of the latencies of requests that ended within the window."""
+        """Return latency percentiles for the requests that ended within the window."""
         now = time.monotonic()
         if now - self._computed_at < _REUSED_S:
             return self._latency

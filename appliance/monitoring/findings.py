@@ -11,8 +11,8 @@ Area = Literal["versions", "devices", "directories", "sockets", "service", "mode
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check. If the finding is a problem, the service cannot work; a warning may become a
-    problem later."""
+    """The result of one check. A problem prevents the service from working; a warning may become a problem
+    later."""
 
     area: Area
     subject: str
@@ -25,7 +25,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings of one run of the doctor."""
+    """The findings of one doctor run."""
 
     at: float
     """Unix time at which the checks ran."""

@@ -1,6 +1,6 @@
 """Reads GPU measurements through NVML, which creates no CUDA context. A value that a GPU or its driver does
-not report is None. If NVML reports that the GPU does not support a value, `Gpu.unsupported` contains the name
-of the value's field."""
+not report is None. If NVML reports a value as unsupported by the GPU, `Gpu.unsupported` contains the field's
+name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from appliance.snapshot import Gpu, GpuProcess, MigInstance
 Value = TypeVar("Value")
 
 _RETRY_S = 30.0
-"""Time in seconds until the GPUs are read again after the driver could not be used. The delay is long because
-loading NVML is slow."""
+"""Delay in seconds before the GPUs are read again after a driver failure. It is long because loading NVML is
+slow."""
 _THROTTLE_REASONS = (
     ("nvmlClocksThrottleReasonSwPowerCap", "power cap"),
     ("nvmlClocksThrottleReasonHwSlowdown", "hardware slowdown"),
@@ -28,14 +28,14 @@ _THROTTLE_REASONS = (
 
 
 _ALL_LINKS = 0xFFFFFFFF
-"""Scope of an NVML field value that covers all NVLinks of a GPU."""
+"""Scope of an NVML field value that covers all of a GPU's NVLinks."""
 _MAX_EVENTS = 100
-"""Maximum number of events that one read returns. Without this limit, a continuous stream of events could
-prevent the read from ending."""
+"""Maximum number of events per read. Without this limit, a continuous stream of events could keep the read
+from ending."""
 
 
 class _LinkBytes(NamedTuple):
-    """The numbers of bytes that a GPU has sent and received over NVLink, at one point in time."""
+    """NVLink bytes sent and received by a GPU, at one point in time."""
 
     at: float
     sent: int
@@ -43,8 +43,8 @@ class _LinkBytes(NamedTuple):
 
 
 class GpuReader:
-    """Reads the measurements of the GPUs. Must not be used on an event loop, because a driver that does not
-    respond blocks the call."""
+    """Reads GPU measurements. Must not be used on an event loop, because an unresponsive driver blocks the
+    call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         import pynvml
@@ -56,15 +56,15 @@ class GpuReader:
         self._events: Any = None
         """The NVML event set that receives Xid errors."""
         self._xids: dict[int, int] = {}
-        """The newest Xid error of each GPU that reports Xid errors; 0 if it has reported none."""
+        """The latest Xid error of each GPU that reports them; 0 if there was none."""
         self._without_xids: set[int] = set()
         """The GPUs that cannot report Xid errors."""
         self._links: dict[int, _LinkBytes] = {}
         self.error = ""
-        """Reason why the GPUs could not be read. Empty on a machine without an NVIDIA driver."""
+        """Reason why the GPUs could not be read; empty on machines without an NVIDIA driver."""
 
     def read(self) -> list[Gpu]:
-        """Return the measurements of all GPUs, in NVML's order."""
+        """Return all GPUs' measurements, in NVML's order."""
         nvml = self._nvml
         if self._clock() < self._retry_at:
             return []
@@ -100,8 +100,8 @@ class GpuReader:
         unsupported: list[str] = []
 
         def known(names: str, read: Callable[..., Value], *arguments: Any) -> Value | None:
-            """Return a value from which the named fields of the GPU are computed, or None if NVML does not
-            report the value."""
+            """Return a value from which the named GPU fields are computed, or None if NVML does not report
+            it."""
             try:
                 return read(*arguments)
             except nvml.NVMLError as error:
@@ -175,7 +175,7 @@ class GpuReader:
     # ── Xid errors ──
 
     def _register_events(self) -> None:
-        """Ask NVML to report the Xid errors of all GPUs from now on. Earlier errors are not reported."""
+        """Ask NVML to report all GPUs' Xid errors from now on. Earlier errors are not reported."""
         nvml, known = self._nvml, self._known
         self._events = known(nvml.nvmlEventSetCreate)
         if self._events is None:
@@ -208,9 +208,8 @@ class GpuReader:
     def _link_rates(
         self, number: int, handle: Any, unsupported: list[str]
     ) -> tuple[float | None, float | None]:
-        """Return how many bytes per second a GPU has sent and received over all its NVLinks since the
-        previous read. If the GPU does not support the counters, add the names of both fields to
-        `unsupported`."""
+        """Return the bytes per second that a GPU has sent and received over all its NVLinks since the
+        previous read. If the GPU does not support the counters, add both field names to `unsupported`."""
         before, now = self._links.get(number), self._link_bytes(handle, unsupported)
         if now is None:
             return None, None
@@ -218,7 +217,7 @@ class GpuReader:
         if before is None or now.at <= before.at:
             return None, None
         span_s = now.at - before.at
-        # A counter with a lower value than before was reset.
+        # A counter that has decreased was reset.
         sent = (now.sent - before.sent) / span_s if now.sent >= before.sent else None
         received = (now.received - before.received) / span_s if now.received >= before.received else None
         return sent, received
@@ -244,7 +243,7 @@ class GpuReader:
         return [text for name, text in _THROTTLE_REASONS if mask & getattr(self._nvml, name, 0)]
 
     def _known(self, read: Callable[..., Value], *arguments: Any) -> Value | None:
-        """Return the value that NVML reports, or None if this GPU or driver does not report the value."""
+        """Return the value reported by NVML, or None if this GPU or driver does not report it."""
         try:
             return read(*arguments)
         except self._nvml.NVMLError:
@@ -252,7 +251,7 @@ class GpuReader:
 
 
 def _process_name(pid: int) -> str:
-    """Return the name of a process, or an empty string if the process is in another PID namespace."""
+    """Return a process's name, or an empty string if it is in a different PID namespace."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Reads the load of the machine and of the service's processes."""
+"""Reads the load of the machine and the service's processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ServiceProcess(NamedTuple):
 
 
 class HostReader:
-    """Reads the load of the machine. Percentages cover the time since the previous call. Must not be used on
-    an event loop, because a disk that does not respond blocks the call."""
+    """Reads the machine's load. Percentages cover the time since the previous call. Must not be used on an
+    event loop, because an unresponsive disk blocks the call."""
 
     def __init__(self, state_dir: str) -> None:
         import psutil
@@ -35,14 +35,14 @@ class HostReader:
         self._is_first = True
 
     def read(self, processes: Sequence[ServiceProcess]) -> Host:
-        """Return the load of the machine and of the given processes."""
+        """Return the load of the machine and the given processes."""
         psutil = self._psutil
         memory = psutil.virtual_memory()
         try:
             disk = shutil.disk_usage(self._state_dir)
         except OSError:
             disk = None
-        # The first interval began when this object was created, only a moment ago, so its value would be
+        # The first interval began only a moment ago, when this object was created, so its value would be
         # meaningless.
         cpu_percent = psutil.cpu_percent()
         cpu_percent, self._is_first = None if self._is_first else cpu_percent, False
@@ -66,8 +66,8 @@ class HostReader:
         try:
             known = self._known.get(process.pid)
             if known is None:
-                # The first call only starts the interval that the next call measures. It returns no
-                # meaningful value.
+                # The first call returns no meaningful value; it only starts the interval that the next call
+                # measures.
                 known = self._known[process.pid] = self._psutil.Process(process.pid)
                 known.cpu_percent()
             else:

@@ -1,4 +1,4 @@
-"""Checks the installed versions and the devices of the machine."""
+"""Checks the machine's devices and the installed versions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LITTLE_MEMORY_BYTES = 1 << 30
 
 
 def versions() -> Iterator[Finding]:
-    """Check the versions of the product and its dependencies, as stated in the metadata of the installed
-    packages."""
+    """Check the versions of the product and its dependencies, according to the installed packages'
+    metadata."""
     yield _python()
     missing = [name for name in requirements() if version_of(name) is None]
     if product_version().startswith("unknown"):
@@ -126,7 +126,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
 
 
 def gpu_links(topology: Topology) -> Iterator[Finding]:
-    """Check the links between the GPUs. If the machine has only one GPU, there is no finding."""
+    """Check the links between GPUs. With only one GPU, there is no finding."""
     gpus = range(len(topology.uuids))
     links = topology.between(gpus)
     if not links:

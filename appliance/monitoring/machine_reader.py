@@ -1,4 +1,4 @@
-"""Reads the load of the machine and its GPUs in a separate thread, for all snapshots."""
+"""Reads the load of the machine and its GPUs, in a separate thread, for all snapshots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class MachineStats(NamedTuple):
 
 
 class MachineReader:
-    """Keeps the newest measurements of the machine. Callers never wait for a disk or a driver, because these
-    may not respond. Must be used on the event loop's thread."""
+    """Keeps the machine's latest measurements. Callers never wait for a disk or driver, which might not
+    respond. Must be used on the event loop's thread."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
@@ -36,7 +36,7 @@ class MachineReader:
         self._gpus: GpuReader | None = None
 
     def stats(self, state_dir: str, processes: list[ServiceProcess]) -> MachineStats:
-        """Return the newest measurements. If they are old, start a new reading in the thread."""
+        """Return the latest measurements. If they are old, start a new read in the thread."""
         if self._reading is not None and self._reading.done():
             if self._reading.exception() is None:
                 self._stats = self._reading.result()
@@ -49,8 +49,8 @@ class MachineReader:
         return self._stats
 
     def _look(self, state_dir: str, processes: list[ServiceProcess]) -> MachineStats:
-        # The two readers are used by one thread at a time, because a new reading begins only after the
-        # previous one has ended.
+        # Only one thread at a time uses the two readers, because a new read starts only after the previous
+        # one has ended.
         self._host = self._host or HostReader(state_dir)
         self._gpus = self._gpus or GpuReader()
         gpus = self._gpus.read()

@@ -1,5 +1,5 @@
-"""Checks whether the models can run. Configured models are checked before they are loaded, and the models of
-a running service are checked by means of the service's status."""
+"""Checks whether the models can run. Configured models are checked before they are loaded, a running
+service's models via its status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configured_models(models: Mapping[str, ModelSettings], memory: MachineMemory
 
 
 def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
-    """Check the models of a running service by means of the service's status."""
+    """Check a running service's models via its status."""
     for model in models:
         for replica in model.replicas:
             if replica.state != "ready":
@@ -47,7 +47,7 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
 
 
 def _is_removed(folder: Path) -> bool:
-    """Return whether the folder was removed. The check uses the permissions of the current user, although the
+    """Return whether the folder was removed. The check runs with the current user's permissions; the
     service's user may have access to more folders."""
     try:
         return not folder.is_dir()

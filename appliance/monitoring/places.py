@@ -1,5 +1,5 @@
-"""Checks the directories of the service and their contents: disk space, sockets, locks, and files that an
-earlier run of the service left behind."""
+"""Checks the service's directories and their contents: disk space, sockets, locks, and files left behind by
+an earlier run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class SocketState(NamedTuple):
 
 
 def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
-    """Check that the run directory and the state directory can be used, and that the disk has enough free
-    space."""
+    """Check that the run and state directories are usable and that the disk has enough free space."""
     for name, path, flag in (("run", run_dir, "--run-dir"), ("state", state_dir, "--state-dir")):
         yield _directory(name, path, flag)
     longest = max(len(os.fsencode(run_dir / name)) for name in _SOCKETS)
@@ -106,7 +105,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
 
 
 def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check for sockets and locks that a stopped service has left behind, and for a service that hangs."""
+    """Check for sockets and locks left behind by a stopped service, and for a service that hangs."""
     holder = None if running else lock_holder(run_dir / "service.lock")
     if holder is not None:
         yield Finding(
@@ -140,9 +139,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the id of the process that holds the flock on `path`, or None if no process holds it. This
-    function does not try to take the lock itself, because a service that starts at the same moment would then
-    fail."""
+    """Return the id of the process that holds the flock on `path`, or None. The lock itself is not tried,
+    because a service starting at that moment would then fail."""
     try:
         wanted = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
@@ -198,7 +196,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
 
 
 def _missing(path: Path) -> Path | None:
-    """Return the outermost directory of `path` that does not exist."""
+    """Return the outermost missing directory of `path`."""
     found = None
     for part in (path, *path.parents):
         if os.path.lexists(part):

@@ -1,4 +1,4 @@
-"""Checks for processes that still run although their service has ended."""
+"""Checks for processes that have outlived their service."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from appliance.monitoring.findings import Finding
 
 _CHILDREN = ("engine.replica", "appliance.front")
 _EXIT_S = 5.0
-"""Time in seconds that the processes of a service that has just ended may take to exit."""
+"""Time in seconds that a service's processes may take to exit after it has ended."""
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
-    """Check for ranks and front processes that still run although their parent has exited. Normally, they
-    exit soon after their parent, because the kernel kills them or their channels are closed."""
+    """Check for ranks and front processes that have outlived their parent. Normally, they exit soon after it,
+    because the kernel kills them or their channels are closed."""
     import psutil
 
     orphaned = []
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         words = process.info["cmdline"] or []
         ours = any(first == "-m" and second in _CHILDREN for first, second in pairwise(words))
-        # If the service is process 1 of a container, its children also have the parent 1, but they are not
-        # orphans.
+        # If the service is process 1 of a container, its children also have parent 1 but are not orphans.
         if ours and process.info["ppid"] == 1 and service_pid != 1 and not _service_is_init():
             orphaned.append(process)
     _, left = psutil.wait_procs(orphaned, timeout=_EXIT_S)

@@ -1,5 +1,5 @@
-"""Samples the counters of the service once a second. Snapshots use the samples to compute rates over a short
-window, and totals that include replicas that have exited."""
+"""Samples the service's counters once a second. Snapshots use the samples to compute rates over a short
+window, and totals that include exited replicas."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _ENGINE_COUNTERS = ("prompt_tokens", "cached_tokens", "computed_tokens", "genera
 
 
 class CounterSample(NamedTuple):
-    """The values of the counters at one point in time."""
+    """Counter values at one point in time."""
 
     at: float
     """Time of the sample, on the monotonic clock."""
     totals: ServiceTotals
     service: Mapping[str, float]
-    """Number of weighted tokens computed for each tenant's requests that have ended."""
+    """Weighted tokens computed for each tenant's ended requests."""
     tokens: Mapping[str, int]
-    """Number of prompt tokens and output tokens of each tenant's requests that have ended."""
+    """Prompt and output tokens of each tenant's ended requests."""
     prefix: Mapping[str, tuple[int, int]]
-    """Number of prompt tokens and of cached prompt tokens of each replica."""
+    """Each replica's prompt tokens and cached prompt tokens."""
 
 
 class CounterSampler:
-    """Keeps the samples of the last minute. Must be used on the event loop's thread."""
+    """Keeps the last minute's samples. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class CounterSampler:
         self._ended = ended
         self._counted = dict.fromkeys(_ENGINE_COUNTERS, 0)
         self._last: dict[str, tuple[int, ReplicaStats]] = {}
-        """For each replica, the number of its latest start and its latest statistics."""
+        """Each replica's latest start number and statistics."""
         self._samples: deque[CounterSample] = deque(maxlen=int(HIT_WINDOW_S / _EVERY_S) + 2)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -64,7 +64,7 @@ class CounterSampler:
             self._timer.cancel()
 
     def sample(self) -> CounterSample:
-        """Return the current values of the counters."""
+        """Return the current counter values."""
         self._count_engines()
         traffic, ended = self._traffic, self._ended
         ended.forget_deleted()
@@ -87,12 +87,11 @@ class CounterSampler:
         )
 
     def before(self, now: CounterSample, window_s: float) -> CounterSample | None:
-        """Return the oldest sample in the window that ends at the time `now`."""
+        """Return the oldest sample in the window that ends at `now`."""
         return next((one for one in self._samples if now.at - one.at <= window_s + _EVERY_S / 2), None)
 
     def rates(self, now: CounterSample) -> Rates:
-        """Return how much the counters have increased per second in the rate window that ends at the time
-        `now`."""
+        """Return the per-second increase of the counters over the rate window that ends at `now`."""
         then = self.before(now, RATE_WINDOW_S)
         if then is None or now.at - then.at < _EVERY_S / 2:
             return Rates()
@@ -112,8 +111,8 @@ class CounterSampler:
         )
 
     def hit_rate(self, now: CounterSample, replica: str) -> tuple[float | None, float | None]:
-        """Return the fraction of a replica's prompt tokens that were found in the prefix cache during a
-        window, and the length of the window in seconds."""
+        """Return the fraction of a replica's prompt tokens found in the prefix cache during a window, and the
+        window's length in seconds."""
         then = self.before(now, HIT_WINDOW_S)
         if then is None or replica not in now.prefix or replica not in then.prefix:
             return None, None
@@ -125,8 +124,8 @@ class CounterSampler:
         return cached_tokens / prompt_tokens, now.at - then.at
 
     def _count_engines(self) -> None:
-        """Add what the replicas have counted since the previous sample. When a replica restarts, its counts
-        begin at 0."""
+        """Add the replicas' counts since the previous sample. A replica's counts start again at 0 when it
+        restarts."""
         latest: dict[str, tuple[int, ReplicaStats]] = {}
         for replica in self._replicas():
             report = replica.latest_report
@@ -139,6 +138,6 @@ class CounterSampler:
                 self._counted[name] += max(0, getattr(report, name) - base)
             latest[replica.name] = replica.incarnation, report
         kept = {name: known for name, known in self._last.items() if name not in latest}
-        # Remove the entries of replicas that no longer exist. Otherwise, the table would grow without bound.
-        # The name of a replica is not used again within a minute.
+        # Remove entries of replicas that no longer exist; otherwise, the table would grow without bound.
+        # Replica names are not reused within a minute.
         self._last = latest if len(kept) > len(latest) + 64 else kept | latest

@@ -22,7 +22,7 @@ class BackTest(NamedTuple):
     samples: int
     transitions: list[Transition]
     lasting: int
-    """Number of shown alerts that are still active at the end of the period."""
+    """Number of shown alerts still active at the end of the period."""
 
 
 def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float) -> BackTest:
@@ -39,8 +39,8 @@ def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float
 
 
 def recorded_samples(reader: TelemetryReader, since: float, until: float) -> Iterator[TelemetrySample]:
-    """Yield all samples between two times, oldest first. Each part of the history is read at the finest
-    resolution that was recorded."""
+    """Yield all samples between two times, oldest first, each part of the history at the finest recorded
+    resolution."""
     begins = [reader.begin(resolution) for resolution in RESOLUTIONS]
     end_times = [
         until,

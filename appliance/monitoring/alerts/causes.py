@@ -1,5 +1,5 @@
-"""Finds the likely cause of an alert among the changes that preceded it. Changes are derived from samples, so
-causes can also be found in the recorded history."""
+"""Finds the likely cause of an alert among preceding changes. Changes are derived from samples, so causes can
+also be found in the recorded history."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from appliance.monitoring.alerts.selection import Scope, related, subject
 from store.samples import TelemetryLayout, TelemetrySample
 
 WINDOW_S = 300.0
-"""A change is a possible cause of an alert if it happened at most this many seconds before the alert."""
+"""A change can be the cause of alerts raised up to this many seconds later."""
 _KEEP_EVERY_S = 10.0
 _LOAD = (
     ("rates.requests_per_s", "requests per second"),
     ("rates.prompt_tokens_per_s", "prompt tokens per second"),
     ("queue.running", "running requests"),
 )
-"""The metrics that measure load, and the name of each metric in the texts of alerts."""
+"""Load metrics, and their names in alert texts."""
 _LOAD_FACTOR = 2.0
 """Load that has grown by at least this factor is a likely cause."""
 _TENANT_SHARE = 0.5
-"""If more than this share of the running and waiting requests belong to one tenant, the text names this
-tenant."""
+"""If one tenant has more than this share of the running and waiting requests, the text names the tenant."""
 _STATE = re.compile(r"(?:models\[[^\]]*\]\.replicas|fronts)\[([^\]]*)\]\.(state|last_error)")
 _THROTTLE = re.compile(r"gpus\[([^\]]*)\]\.throttle_reasons\[\d+\]")
 _DRAIN = re.compile(r"drains\[([^\]]*)\]\.state")
@@ -41,13 +40,12 @@ class _Change(NamedTuple):
     text: str
     scope: Scope
     is_clock_reduction: bool = False
-    """Whether the change is that a GPU has reduced its clocks. Such a change is never reported as the cause
-    of a GPU alert, because the condition of the alert, such as a high temperature, is the cause of the
-    reduction."""
+    """Whether the change is a reduction of a GPU's clocks. It is never reported as the cause of a GPU alert,
+    because the reduction is itself caused by the alert's condition, such as a high temperature."""
 
 
 class CauseFinder:
-    """Collects changes, and finds the change that most likely caused an alert."""
+    """Collects changes and finds the one that most likely caused an alert."""
 
     def __init__(self) -> None:
         self._changes: deque[_Change] = deque()
@@ -67,7 +65,7 @@ class CauseFinder:
                 old.popleft()
 
     def find(self, condition: Condition) -> str:
-        """Return one line about the likely cause of an alert that the latest sample has raised."""
+        """Return one line about the likely cause of an alert raised by the latest sample."""
         assert self._latest is not None
         at = self._latest.at
         is_gpu = condition.rule.metric.startswith("gpus[")
@@ -112,7 +110,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
 
 
 def _watched(layout: TelemetryLayout) -> dict[str, int]:
-    """Return the name and the position of each number of which every change counts as an event."""
+    """Return the name and index of each number for which every change counts as an event."""
     names = ["audit_rows", *(f"gpus[{number}].last_xid" for number in range(16))]
     return {name: layout.metrics[name] for name in names if name in layout.metrics}
 
@@ -139,8 +137,8 @@ def _text_changes(at: float, before: TelemetryLayout, after: TelemetryLayout) ->
 
 
 def _largest_tenant(sample: TelemetrySample) -> str:
-    """Return the tenant with more than `_TENANT_SHARE` of the requests. Return an empty string if there is no
-    such tenant, or if only one tenant has requests."""
+    """Return the tenant with more than `_TENANT_SHARE` of the requests, or an empty string if there is none
+    or only one tenant has requests."""
     requests: dict[str, float] = {}
     for name in sample.layout.metrics:
         if name.startswith("tenants[") and name.endswith(("].running", "].waiting")):

@@ -12,13 +12,13 @@ from appliance.monitoring.alerts.windows import Window
 
 Phase = Literal["ok", "pending", "firing"]
 _DEFAULT_GAP = 0.1
-"""By default, the value at which an alert ends differs from the threshold by this fraction of the
+"""Default distance between an alert's threshold and the value at which it ends, as a fraction of the
 threshold."""
 
 
 @dataclass(slots=True)
 class Condition:
-    """The state of one rule for one metric."""
+    """One rule's state for one metric."""
 
     rule: AlertRule
     where: str
@@ -28,8 +28,8 @@ class Condition:
     """Time when the condition began to hold; None if it does not hold."""
     raised_at: float = 0.0
     clear_since: float | None = None
-    """Time when the condition ceased to hold; None while it holds. The alert may stay active for a while
-    after this time."""
+    """Time when the condition ceased to hold; None while it holds. The alert may stay active for some time
+    afterwards."""
     seen_at: float = 0.0
     """Time of the latest sample that contains the metric."""
     value: float | None = None
@@ -60,8 +60,8 @@ class Condition:
         return True
 
     def miss(self, at: float) -> bool | None:
-        """Process a sample that does not contain the metric. An alert ends when its metric disappears, as if
-        the metric had returned to normal. Return False if the alert ends, and None otherwise."""
+        """Process a sample without the metric. A missing metric ends an alert just as a normal value does.
+        Return False if the alert ends, and None otherwise."""
         if self.phase != "firing":
             self.phase = "ok"
             return None
@@ -119,7 +119,7 @@ class Condition:
 
 
 def threshold(rule: AlertRule) -> float | None:
-    """Return the threshold of the rule, or None for a rule about texts."""
+    """Return the rule's threshold, or None for a rule about texts."""
     return rule.above if rule.above is not None else rule.below
 
 

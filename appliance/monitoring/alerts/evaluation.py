@@ -1,5 +1,5 @@
-"""Evaluates rules on samples. This code reads no clock and has no side effects, so it is used for the running
-service and for evaluating rules on the recorded history."""
+"""Evaluates rules on samples. Reads no clock and has no side effects, so it works on both the running service
+and the recorded history."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from appliance.snapshot import AlertEvent
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
-"""Time in seconds after the end of an alert during which it can still be the cause of other alerts."""
+"""Time in seconds for which an ended alert can still be the cause of other alerts."""
 GROUP_S = 30.0
-"""If a rule raises an alert and raises more alerts within this many seconds, these are grouped under the
+"""Alerts that a rule raises within this many seconds after another one of its alerts are grouped under the
 first alert."""
 
 
 class Raised(msgspec.Struct, kw_only=True):
-    """An alert that was raised. The fields are those of `appliance.snapshot.Alert`."""
+    """A raised alert. The fields are those of `appliance.snapshot.Alert`."""
 
     id: str
     rule: str
@@ -42,19 +42,18 @@ class Raised(msgspec.Struct, kw_only=True):
     scope: Scope = frozenset()
     ended_at: float | None = None
     suppressed_by: str = ""
-    """Id of the alert that is the cause of this alert. An alert with a cause is not shown. Empty if the alert
-    has no cause."""
+    """Id of the alert that caused this one, or empty. Alerts caused by others are not shown."""
     explains: list[str] = []
-    """Subjects of the alerts of which this alert is the cause."""
+    """Subjects of the alerts that this alert caused."""
     announced: bool = False
     """Whether the alert is shown."""
     known: bool = False
-    """Whether a change of the state of this alert has been reported before."""
+    """Whether a state change of this alert has been reported before."""
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """A change in the state of an alert. If an alert has another alert as its cause, it is not reported as
-    "raised". If it was raised before its cause, its state changes to "suppressed"."""
+    """A change in an alert's state. An alert caused by another alert is not reported as "raised"; if it was
+    raised before its cause, it becomes "suppressed"."""
 
     at: float
     event: AlertEvent | Literal["suppressed"]
@@ -62,8 +61,7 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class Evaluator:
-    """Evaluates all rules, and keeps their state. The method `step` must be called with samples in
-    chronological order."""
+    """Evaluates all rules and keeps their state. Samples must be passed to `step` in chronological order."""
 
     def __init__(self, rules: Sequence[AlertRule]) -> None:
         self._causes = CauseFinder()
@@ -71,14 +69,14 @@ class Evaluator:
         self._selected: list[tuple[AlertRule, list[Selected]]] = []
         self._conditions: dict[tuple[str, str], Condition] = {}
         self.alerts: dict[str, Raised] = {}
-        """The active alerts, and those that ended within the last `SETTLE_S` seconds, by id."""
+        """The active alerts and those that ended within the last `SETTLE_S` seconds, by id."""
         self._of: dict[tuple[str, str], Raised] = {}
-        """The active alert of each pair of rule and subject."""
+        """The active alert for each (rule, subject) pair."""
         self.rules: dict[str, AlertRule] = {}
         self.set_rules(rules)
 
     def set_rules(self, rules: Sequence[AlertRule]) -> None:
-        """Replace the rules. Rules that have not changed keep the state of their conditions."""
+        """Replace the rules. Unchanged rules keep the state of their conditions."""
         former, self.rules = self.rules, {rule.name: rule for rule in rules}
         kept = {name for name, rule in self.rules.items() if former.get(name) == rule}
         self._conditions = {
@@ -87,7 +85,7 @@ class Evaluator:
         self._layout = None
 
     def restore(self, alerts: Iterable[Raised]) -> None:
-        """Restore the alerts that were still active when an earlier run of the service ended."""
+        """Restore the alerts that were active when the service last stopped."""
         for alert in alerts:
             rule = self.rules.get(alert.rule)
             self.alerts[alert.id] = self._of[alert.rule, alert.where] = alert
@@ -98,7 +96,7 @@ class Evaluator:
             self._conditions[alert.rule, alert.where] = condition
 
     def step(self, sample: TelemetrySample) -> list[Transition]:
-        """Process a sample, and return the changes in the state of alerts."""
+        """Process a sample and return the resulting changes in alert states."""
         if sample.layout is not self._layout:
             self._layout = sample.layout
             self._selected = [
@@ -121,8 +119,8 @@ class Evaluator:
                 if condition is None:
                     condition = self._conditions[key] = Condition(rule, metric.where, metric.scope)
                 elif condition.seen_at == at:
-                    # If several texts about the same subject match, raise only one alert. For example, a GPU
-                    # can have two reasons for throttling.
+                    # If several texts about one subject match, raise only one alert. For example, a GPU can
+                    # have two reasons for throttling.
                     continue
                 value = None
                 if metric.position >= 0:
@@ -223,8 +221,7 @@ class Evaluator:
 
 
 def _is_head(other: Raised, alert: Raised) -> bool:
-    """Return whether `alert` is grouped under the alert `other`. This is possible only if `other` is active
-    and was raised first."""
+    """Return whether `alert` is grouped under `other`, which must be active and have been raised first."""
     if other.rule != alert.rule or other.ended_at is not None or other.suppressed_by:
         return False
     first = (other.raised_at, other.id) < (alert.raised_at, alert.id)

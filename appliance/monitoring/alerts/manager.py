@@ -1,5 +1,5 @@
-"""The alert manager of the running service. It evaluates each sample, stores acknowledgements and silences,
-writes alerts to `history.db`, and passes them to the receivers."""
+"""The running service's alert manager. It evaluates each sample, stores acknowledgements and silences, writes
+alerts to `history.db`, and passes them to the receivers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from store.structs import Silence
 log = logging.getLogger(__name__)
 
 _SHOWN_ENDED = 50
-"""Maximum number of alerts in the list that have already ended."""
+"""Maximum number of ended alerts in the list."""
 _SHOWN_ENDED_S = 3600.0
 MAX_SILENCES = 500
 
@@ -50,11 +50,11 @@ class AlertManager:
         self._receivers = receivers
         self._clock = clock
         self._acknowledged: dict[str, tuple[str, float]] = {}
-        """Actor and time of each acknowledgement, by the alert's id."""
+        """Actor and time of each acknowledgement, by alert id."""
         self._silences: dict[str, Silence] = {}
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
         self._explained: dict[str, int] = {}
-        """Number of alerts that each alert suppresses, as written to the database."""
+        """Number of alerts suppressed by each alert, as written to the database."""
 
     def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
         """Restore the alerts and silences of the service's previous run. Suppressed alerts are ended; they
@@ -84,7 +84,7 @@ class AlertManager:
         self._explained = {one.id: len(one.explains) for one in self._evaluator.alerts.values()}
 
     def list(self) -> list[Alert]:
-        """Return the active alerts that are not suppressed, and those that ended within the last hour, newest
+        """Return the active and unsuppressed alerts and those that ended within the last hour, newest
         first."""
         lasting = [
             self._shown(alert)
@@ -113,8 +113,8 @@ class AlertManager:
         return self._shown(alert)
 
     def silence(self, rule: str, subject: str, for_s: float, reason: str, actor: str) -> Silence:
-        """For some time, send no alerts of matching rules and subjects to the receivers. Raises LookupError
-        if no rule matches, and ValueError if too many silences are active."""
+        """Stop sending alerts of matching rules and subjects to the receivers for a limited time. Raises
+        LookupError if no rule matches, and ValueError if too many silences are active."""
         if not any(fnmatchcase(name, rule) for name in self._evaluator.rules):
             known = ", ".join(sorted(self._evaluator.rules))
             raise LookupError(f"no rule matches {rule!r}: use one of {known}")
@@ -199,8 +199,7 @@ class AlertManager:
         )
 
     def _silence_of(self, alert: Raised) -> Silence | None:
-        """Return the silence that covers the alert. If there are several, return the one that lasts
-        longest."""
+        """Return the silence that covers the alert: the longest-lasting one if there are several."""
         matching = [
             silence
             for silence in self.silences()

@@ -1,5 +1,5 @@
-"""Passes alerts to commands and webhooks. A separate thread with a queue of limited length does this, so a
-receiver that does not respond never delays the service."""
+"""Passes alerts to commands and webhooks, in a separate thread with a bounded queue, so that an unresponsive
+receiver never delays the service."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from appliance.snapshot import Alert, AlertEvent
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 200
-"""Maximum number of alerts that wait to be delivered. Additional deliveries are dropped and counted."""
+"""Maximum number of alerts waiting to be delivered. Further deliveries are dropped and counted."""
 _FIRST_DELAY_S = 1.0
 
 
 class Notification(msgspec.Struct, kw_only=True):
-    """The data about an alert that a receiver gets as JSON."""
+    """The data about an alert, as sent to receivers in JSON."""
 
     event: AlertEvent
     host: str
@@ -43,14 +43,14 @@ class _Delivery(NamedTuple):
 
 
 class AlertReceivers:
-    """Delivers alerts between `start` and `stop`. The method `send` may be called in any thread."""
+    """Delivers alerts between `start` and `stop`. `send` may be called from any thread."""
 
     def __init__(
         self, host: str, sinks: Sequence[AlertSink] = (), first_delay_s: float = _FIRST_DELAY_S
     ) -> None:
         self.sinks = sinks
         self.dropped = 0
-        """Number of deliveries that were dropped because too many deliveries were waiting."""
+        """Number of deliveries dropped because too many were waiting."""
         self._host = host
         self._first_delay_s = first_delay_s
         self._queue: queue.Queue[_Delivery | None] = queue.Queue(MAX_WAITING)
@@ -62,9 +62,9 @@ class AlertReceivers:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop delivering alerts. Deliveries that are still waiting are dropped."""
+        """Stop delivering alerts. Waiting deliveries are dropped."""
         self._stopped.set()
-        # If the queue is full, the thread stops after its current delivery.
+        # If the queue is full, the thread stops after the current delivery.
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
@@ -118,8 +118,7 @@ class AlertReceivers:
 
 
 def deliver(sink: AlertSink, body: bytes) -> None:
-    """Pass an alert to a receiver. This blocks until the receiver's time limit at most. Raises
-    DeliveryError."""
+    """Pass an alert to a receiver. Blocks for at most the receiver's time limit. Raises DeliveryError."""
     if sink.command:
         _run_command(sink, body)
     if sink.webhook:
@@ -127,8 +126,7 @@ def deliver(sink: AlertSink, body: bytes) -> None:
 
 
 def name_of(sink: AlertSink) -> str:
-    """Return a name of the receiver for messages. The name does not contain secrets that the receiver's URL
-    may contain."""
+    """Return the receiver's name for messages, without any secrets in its URL."""
     if sink.command:
         return f"command {sink.command[0]}"
     parts = urlsplit(sink.webhook)

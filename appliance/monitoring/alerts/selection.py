@@ -1,4 +1,4 @@
-"""Finds the metrics that match the pattern of a rule, and the objects to which the metrics belong."""
+"""Finds the metrics that match a rule's pattern, and the objects they belong to."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""The lists in a sample whose entries can be subjects of alerts, and the kind of the entries."""
+"""The lists in a sample whose entries can be subjects of alerts, and the kind of their entries."""
 _PLAIN = ("replica", "front", "process", "problem")
-"""Kinds that are not named in the description of a subject, because the subject's name shows the kind."""
+"""Kinds that descriptions of subjects leave out, because the subject's name shows them."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 
 class Selected(NamedTuple):
-    """A metric that matches the pattern of a rule."""
+    """A metric that matches a rule's pattern."""
 
     name: str
     where: str
     """The subject of the metric's alert, such as "demo-1", "GPU 3" or "queue"."""
     scope: Scope
     position: int
-    """Position of the metric among the numbers of a sample; -1 if the metric is a text."""
+    """Index of the metric among a sample's numbers; -1 if the metric is a text."""
     per: int
-    """Position of the number by which the metric is divided; -1 if it is not divided."""
+    """Index of the number by which the metric is divided; -1 if it is not divided."""
     text: str
     """The text, if the metric is a text."""
     remedy: str
-    """Value of the field `remedy` of the object that contains the metric."""
+    """Value of the `remedy` field of the object that contains the metric."""
 
 
 def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:
-    """Yield the metrics of a layout that match the pattern. Metrics are skipped if they lack the number `per`
-    by which they would be divided."""
+    """Yield the metrics of a layout that match the pattern. Metrics without the divisor `per` are skipped."""
     matching = _pattern(pattern)
     values = layout.texts if is_text else layout.metrics
     for name, value in values.items():
@@ -71,7 +70,7 @@ def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> It
 
 
 def subject(layout: TelemetryLayout, name: str) -> tuple[str, Scope]:
-    """Return the object to which a metric belongs, as a description and as a scope."""
+    """Return the object that a metric belongs to, as a description and as a scope."""
     scope: set[tuple[str, str]] = set()
     where = name.partition(".")[0]
     for match in _ENTRY.finditer(name):

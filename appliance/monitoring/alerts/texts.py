@@ -1,4 +1,4 @@
-"""Formats the texts of alerts."""
+"""Formats alert texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from appliance.quantities import of_measure
 
 
 def filled(rule: AlertRule, condition: Condition) -> str:
-    """Return the text of an alert, with the values filled in."""
+    """Return an alert's text with the values filled in."""
     limit = threshold(rule)
     text = rule.description or ("{where}: {text}" if rule.texts else f"{{where}}: {rule.metric} is {{value}}")
     return text.format(

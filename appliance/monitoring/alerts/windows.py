@@ -1,5 +1,5 @@
-"""Keeps the recent values of one metric, and computes their rate, change, deviation and trend. The values are
-stored in a limited number of buckets."""
+"""Keeps a metric's recent values and computes their rate, change, deviation and trend. The values are stored
+in a limited number of buckets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _BUCKETS = 60
 _MIN_BUCKETS = 10
 """Minimum number of buckets for a trend or a deviation."""
 _MIN_RELATIVE_DEVIATION = 0.05
-"""Minimum standard deviation, as a fraction of the mean. Without this minimum, the first small change of a
-constant metric would count as a large deviation."""
+"""Minimum standard deviation, as a fraction of the mean. Without it, the first small change in a constant
+metric would count as a large deviation."""
 _MIN_FIT = 0.5
-"""Minimum coefficient of determination of a trend. If the coefficient is lower, the metric has no clear
-trend."""
+"""Minimum coefficient of determination (R²) of a trend. Below it, the metric has no clear trend."""
 
 
 class _Bucket:
@@ -36,7 +35,7 @@ class _Bucket:
 
 
 class Window:
-    """The values of a metric in the last `window_s` seconds."""
+    """A metric's values in the last `window_s` seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -45,7 +44,7 @@ class Window:
         self._at = -math.inf
 
     def add(self, at: float, value: float) -> None:
-        """Add a value. The times must increase: a value with an earlier time is ignored."""
+        """Add a value. Times must increase; values with an earlier time are ignored."""
         if at <= self._at:
             return
         self._at = at
@@ -82,9 +81,9 @@ class Window:
         return (value - mean) / max(math.sqrt(variance), least)
 
     def time_to(self, target: float) -> float | None:
-        """Return the number of seconds until the metric reaches `target` if its trend continues. The result
-        is infinity if the metric does not approach the target, and None if there are too few values. The
-        trend is the least-squares line through the means of the buckets."""
+        """Return the number of seconds until the metric reaches `target` if its trend continues: infinity if
+        it is not approaching the target, None if there are too few values. The trend is the least-squares
+        line through the means of the buckets."""
         points = [(one.begin - self._at, one.mean) for one in self._buckets]
         if len(points) < _MIN_BUCKETS or -points[0][0] < self._window_s / 4:
             return None
@@ -102,5 +101,5 @@ class Window:
 
 
 def _passed(now: float, target: float, slope: float) -> bool:
-    """Return whether the metric has reached the target and still moves in the same direction."""
+    """Return whether the metric has reached the target and is still moving in the same direction."""
     return now >= target if slope > 0 else now <= target

@@ -1,2 +1,2 @@
-"""Metrics for monitoring systems. The package `families` declares all metrics; the other modules collect and
-export their values."""
+"""Metrics for monitoring systems. `families` declares all metrics; the other modules collect and export their
+values."""

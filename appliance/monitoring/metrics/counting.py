@@ -1,5 +1,4 @@
-"""Counts requests when their rows in the request log are closed, so that the counters agree with the request
-log."""
+"""Counts requests when their request log rows are closed, so that the counters agree with the log."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from store.requests import RequestRow
 
 
 class CountedRows:
-    """Counts finished requests, and passes their rows on to the request log."""
+    """Counts finished requests and passes their rows on to the request log."""
 
     def __init__(self, rows: RowSink, tenants: ShownTenants) -> None:
         self.families = Families()
@@ -22,14 +21,14 @@ class CountedRows:
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
-        """Count a finished request, and pass its row on to the request log."""
+        """Count a finished request and pass its row on to the request log."""
         self._count(row)
         return self._rows.end(row)
 
     def _count(self, row: RequestRow) -> None:
         families = self.families
-        # If the row has no version, the model is unknown. A client may have invented its name, so the name
-        # does not become a label.
+        # If the row has no version, the model is unknown. Its name may be made up, so it does not become a
+        # label.
         model = row.model if row.model and row.version else OTHERS
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)

@@ -1,10 +1,9 @@
-"""Metric families, and their exposition in Prometheus' text format 0.0.4.
-
-A scrape blocks the core's event loop and may take at most 5 ms. For the 3,600 samples of 200 tenants, the
-prometheus-client library takes 15 ms with its counters or 10 ms with a custom collector
-(docs/performance.md), because it sorts, copies and escapes the labels of every sample in each scrape. In this
-module, each series keeps its name and labels as text, and a scrape only appends the value. This takes 0.9 ms
-in total (`scripts/bench_metrics`). The tests parse the result with prometheus-client.
+"""Metric families and their exposition in Prometheus' text format 0.0.4. A scrape blocks the core's event
+loop and may take at most 5 ms. For the 3,600 samples of 200 tenants, the prometheus-client library takes 15
+ms with its counters or 10 ms with a custom collector (docs/performance.md), because every scrape sorts,
+copies and escapes each sample's labels. Here, each series keeps its name and labels as text, and a scrape
+only appends the value, which takes 0.9 ms in total (`scripts/bench_metrics`). The tests parse the result with
+prometheus-client.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Series = TypeVar("Series")
 
 
 class MetricFamily(Generic[Series]):
-    """The name and the meaning of a metric, and its series by label values."""
+    """A metric's name and meaning, and its series by label values."""
 
     def __init__(
         self, kind: Kind, name: str, help_text: str, labels: Sequence[str], make: Callable[[str, str], Series]
@@ -35,8 +34,8 @@ class MetricFamily(Generic[Series]):
         self._series: dict[tuple[str, ...], Series] = {}
 
     def of(self, *values: str) -> Series:
-        """Return the series with these label values. If it does not exist, create it. Raises ValueError if
-        the number of values differs from the number of labels."""
+        """Return the series with these label values, creating it if necessary. Raises ValueError if the
+        number of values differs from the number of labels."""
         series = self._series.get(values)
         if series is None:
             if len(values) != len(self.labels):
@@ -53,7 +52,7 @@ class MetricFamily(Generic[Series]):
         self._series.clear()
 
     def keep(self, label: str, values: Iterable[str]) -> None:
-        """Remove all series except those in which the value of `label` is in `values`."""
+        """Remove all series except those whose value of `label` is in `values`."""
         at, kept = self.labels.index(label), frozenset(values)
         for key in [key for key in self._series if key[at] not in kept]:
             del self._series[key]
@@ -64,7 +63,7 @@ class MetricFamily(Generic[Series]):
 
 
 class Value:
-    """A single number. The attribute `value` may be changed by callers."""
+    """A single number. Callers may change `value`."""
 
     __slots__ = ("head", "value")
 
@@ -75,7 +74,7 @@ class Value:
 
 
 class Numbers(MetricFamily[Value]):
-    """Counters or gauges. The names of counters end in `_total`."""
+    """Counters or gauges. Counter names end in `_total`."""
 
     def __init__(self, kind: Literal["counter", "gauge"], name: str, help_text: str, *labels: str) -> None:
         super().__init__(kind, name, help_text, labels, Value)
@@ -96,7 +95,7 @@ class Numbers(MetricFamily[Value]):
 
 
 class Distribution:
-    """One histogram: the number of observations up to each bound, and the number and sum of all
+    """One histogram: the number of observations up to each bound, and the count and sum of all
     observations."""
 
     __slots__ = ("_bounds", "_counts", "_heads", "_sum", "_tails")
@@ -128,7 +127,7 @@ class Distribution:
 
 
 class Histograms(MetricFamily[Distribution]):
-    """Histograms that have the same bounds."""
+    """Histograms with the same bounds."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> None:
         def make(series_name: str, series_labels: str) -> Distribution:
@@ -160,7 +159,7 @@ class Mean:
 
 
 class Summaries(MetricFamily[Mean]):
-    """Summaries without quantiles: only the number of observations and their sum, from which a mean can be
+    """Summaries without quantiles: just the count and sum of the observations, from which a mean can be
     computed."""
 
     def __init__(self, name: str, help_text: str, *labels: str) -> None:

@@ -19,17 +19,17 @@ class Metric(NamedTuple):
     unit: Unit
     help: str
     read: Callable[[Any], Any]
-    """Reads the value of the metric from the group's source: a number, or the count and the sum of a summary.
-    The result is None if there is no value. If `labels` is not empty, the function returns a mapping from
-    each label value, or tuple of label values, to the value."""
+    """Reads the metric's value from the group's source: a number, the count and sum of a summary, or None if
+    there is no value. If `labels` is not empty, the function returns a mapping from each label value, or
+    tuple of label values, to the value."""
     labels: tuple[str, ...] = ()
-    """Labels of the metric in addition to the labels of the group."""
+    """The metric's labels, in addition to the group's."""
     bounds: tuple[float, ...] = ()
-    """Bounds of the buckets of a histogram."""
+    """Bucket bounds of a histogram."""
 
 
 class Group(Generic[Source]):
-    """Metrics with the same source and the same labels, and their series."""
+    """Metrics with the same source and labels, and their series."""
 
     def __init__(self, labels: tuple[str, ...], *metrics: Metric) -> None:
         self.metrics = metrics
@@ -39,7 +39,7 @@ class Group(Generic[Source]):
         self._plain = [(metric.read, family) for metric, family in both if _is_plain(metric)]
         self._plain_series: dict[tuple[str, ...], list[tuple[Callable[[Any], float], Value]]] = {}
         """The readers and series of the plain metrics, by the group's label values. A scrape sets thousands
-        of series, and this saves it from looking up each one."""
+        of series; this avoids looking up each one."""
         self._others = [
             (metric.read, bool(metric.labels), _setter(family))
             for metric, family in both
@@ -56,7 +56,7 @@ class Group(Generic[Source]):
         ]
 
     def set(self, source: Source, *labels: str) -> None:
-        """Set the series of this source to their current values."""
+        """Set this source's series to their current values."""
         plain = self._plain_series.get(labels)
         if plain is None:
             plain = self._plain_series[labels] = [(read, family.of(*labels)) for read, family in self._plain]
@@ -71,7 +71,7 @@ class Group(Generic[Source]):
                 set_to(found, *labels)
 
     def count(self, source: Source, *labels: str) -> None:
-        """Add the values of this source to the counters and histograms."""
+        """Add this source's values to the counters and histograms."""
         for read, labelled, add in self._counters:
             found = read(source)
             if labelled:
@@ -87,7 +87,7 @@ class Group(Generic[Source]):
             family.clear()
 
     def keep(self, label: str, values: Collection[str]) -> None:
-        """Keep only the series in which the value of `label`, if the group has this label, is in `values`."""
+        """If the group has this label, keep only the series whose value of it is in `values`."""
         if label in self.labels:
             self._plain_series.clear()
             for family in self.families:
@@ -104,13 +104,12 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> MetricFamily[Any]:
 
 
 def _is_plain(metric: Metric) -> bool:
-    """Return whether the metric is a number without labels of its own."""
+    """Return whether the metric is a number without additional labels."""
     return metric.kind in ("counter", "gauge") and not metric.labels
 
 
 def _setter(family: MetricFamily[Any]) -> Callable[..., None]:
-    """Return a function that sets a series of the metric. The function's arguments are the value and the
-    label values."""
+    """Return a function that sets a series of the metric, given the value and the label values."""
     if isinstance(family, Summaries):
         return lambda value, *labels: family.set(*value, *labels)
     if isinstance(family, Numbers):

@@ -1,8 +1,6 @@
-"""Answers scrapes with the counters and the current values of the gauges.
-
-The cost of a scrape depends only on the number of series: it does not read individual requests, and it sends
-nothing to front processes or replicas. The values of a busy replica come from its latest report, which is at
-most 100 ms or one step old.
+"""Answers scrapes with counters and current gauge values. A scrape's cost depends only on the number of
+series: it reads no individual requests and sends nothing to front processes or replicas. A busy replica's
+values come from its latest report, which is at most 100 ms or one step old.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _KEPT_S = 0.05
 
 
 class Scraper:
-    """Returns the values of all metrics of the service."""
+    """Returns the values of all the service's metrics."""
 
     def __init__(
         self,
@@ -48,8 +46,8 @@ class Scraper:
         names: Callable[[], Collection[str]],
         shadows: ShadowResults,
     ) -> None:
-        """Store the sources of the values. `service` returns the source of the metrics of the whole service.
-        `names` returns the names of all models, versions and aliases; series with other names are removed."""
+        """`service` returns the source of the service-wide metrics. `names` returns the names of all models,
+        versions and aliases; series with other names are removed."""
         self._families = counted.families
         self._tenants = counted.tenants
         self._service = service
@@ -66,8 +64,8 @@ class Scraper:
         self._text, self._made_at = b"", -math.inf
 
     def __call__(self) -> bytes:
-        """Return all metrics in Prometheus' text format. The result is used again for up to 50 ms, to limit
-        the cost of frequent scrapes."""
+        """Return all metrics in Prometheus' text format. To limit the cost of frequent scrapes, the result is
+        reused for up to 50 ms."""
         now = time.monotonic()
         if now >= self._made_at + _KEPT_S:
             self._text, self._made_at = self.make(), now
@@ -86,7 +84,7 @@ class Scraper:
         return render(self._families)
 
     def _forget(self) -> None:
-        """Remove the series of tenants and models that were deleted."""
+        """Remove the series of deleted tenants and models."""
         families, policies = self._families, self._control.policies
         if policies is not self._policies:
             self._policies = policies

@@ -1,9 +1,7 @@
-"""Serves the metrics on a separate TCP address, without a key, to every client that can connect.
-
-This listener runs inside the core, so its clients must not slow down the core. It accepts only a few
-connections, with short time limits, and closes the oldest connection to accept a new one. Each connection
-handles one request at a time, and requests that arrive at about the same time get the result of the same
-scrape.
+"""Serves the metrics on a separate TCP address, without a key, to every client that can connect. The listener
+runs inside the core, which its clients must not slow down. It accepts only a few connections, with short time
+limits, and closes the oldest one to accept a new one. Each connection handles one request at a time, and
+requests that arrive at about the same time share one scrape.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ log = logging.getLogger(__name__)
 
 _LIMITS = Limits(max_body_bytes=1024, max_unauthenticated_connections=16)
 SHARED_S = 0.1
-"""Requests that arrive within this many seconds after a scrape get the same result. Gateways treat metrics
-older than 0.2 s as stale."""
+"""Requests that arrive within this many seconds of a scrape get its result. Gateways treat metrics older than
+0.2 s as stale."""
 _STOP_S = 1.0
 
 
@@ -51,7 +49,7 @@ class SharedScrape:
 
 
 def metrics_app(scrape: Callable[[], bytes]) -> Starlette:
-    """Return the ASGI application, which has one route."""
+    """Return the ASGI application, which has a single route."""
 
     async def metrics(request: Request) -> Response:
         return Response(scrape(), headers={"content-type": CONTENT_TYPE})
@@ -72,8 +70,8 @@ class MetricsServer:
         self._background = Background()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """If the address in `settings` has changed, open a socket on the new address, and return it for a
-        later call of `change`. If ListenError is raised, nothing has changed."""
+        """If the address in `settings` has changed, open a socket on the new address and return it, to be
+        passed to `change`. Raises ListenError, and then changes nothing."""
         wanted = settings.metrics.address()
         if wanted is None or (self._server is not None and listens_on(self._address, wanted)):
             return None

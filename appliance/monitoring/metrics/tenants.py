@@ -1,31 +1,31 @@
-"""Limits the number of tenants that have metrics of their own, in order to limit the number of series."""
+"""Limits the number of tenants with their own metrics, and thus the number of series."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 
 OTHERS = "_other"
-"""Label value for all tenants without metrics of their own, and for all unknown models. No tenant or model
-can have this name."""
+"""Label value for tenants without their own metrics and for unknown models. No tenant or model can have this
+name."""
 
 
 class ShownTenants:
     """The first `most` tenants with a finished request. A tenant stays in this set until it is deleted,
-    because counters that disappear and return would lead to wrong rates."""
+    because counters that disappear and return would yield wrong rates."""
 
     def __init__(self, most: int, known: Callable[[], Container[str]]) -> None:
-        """Create an empty set. `known` returns the tenants that operators have created."""
+        """Create an empty set. `known` returns the tenants created by operators."""
         self.most = most
         self._known = known
         self._shown: dict[str, None] = {}
-        """The tenants with metrics of their own, in order of arrival."""
+        """The tenants with their own metrics, in order of arrival."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shown)
 
     def label(self, tenant: str) -> str:
-        """Return the label value for a tenant. While fewer than `most` tenants have a label value of their
-        own, a new tenant gets one."""
+        """Return a tenant's label value. While fewer than `most` tenants have their own, a new tenant gets
+        one."""
         if tenant in self._shown:
             return tenant
         if len(self._shown) >= self.most or tenant not in self._known():
@@ -34,7 +34,7 @@ class ShownTenants:
         return tenant
 
     def forget_deleted(self) -> bool:
-        """Remove deleted tenants from the set. Return whether there were any."""
+        """Remove deleted tenants from the set, and return whether there were any."""
         known, before = self._known(), len(self._shown)
         self._shown = {tenant: None for tenant in self._shown if tenant in known}
         return len(self._shown) < before

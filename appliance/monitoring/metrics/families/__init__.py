@@ -1,9 +1,7 @@
-"""The table of all metrics: name, meaning, unit, labels and the function that reads the value. The page
-`docs/metrics.md` is generated from this table.
-
-Metrics whose values come from the same kind of object form a group. The labels of the group identify the
-object. A metric with additional labels reads a mapping from label values to numbers. Each module of this
-package declares the groups of one component.
+"""The table of all metrics: name, meaning, unit, labels and the function that reads the value.
+`docs/metrics.md` is generated from this table. Metrics read from the same kind of object form a group, whose
+labels identify the object. A metric with additional labels reads a mapping from label values to numbers. Each
+module of this package declares one component's groups.
 """
 
 from __future__ import annotations
@@ -62,6 +60,6 @@ class Families:
         return (family for group in self.groups() for family in group.families)
 
     def keep(self, label: str, values: Collection[str]) -> None:
-        """Keep only the series in which the value of `label` is in `values`, and those without this label."""
+        """Keep only the series without this label and those whose value of it is in `values`."""
         for group in self.groups():
             group.keep(label, values)

@@ -1,4 +1,4 @@
-"""Metrics of front processes."""
+"""Front process metrics."""
 
 from __future__ import annotations
 

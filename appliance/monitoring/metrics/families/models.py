@@ -1,4 +1,4 @@
-"""Metrics of models: queues, residency, shadow traffic, and the metrics that gateways expect."""
+"""Model metrics: queues, residency, shadow traffic, and the metrics that gateways expect."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from engine.messages import BLOCK_TOKENS
 
 
 class GatewaySource(NamedTuple):
-    """The data from which a model's metrics for gateways are read."""
+    """The source of a model's gateway metrics."""
 
     model: ModelStats
     ready: list[ReplicaStatus]
-    """Status of each replica of the model that is ready."""
+    """Status of each of the model's ready replicas."""
 
     def blocks(self) -> int:
-        """Return the number of KV blocks of all ready replicas."""
+        """Return the total number of KV blocks of all ready replicas."""
         return sum(status.blocks_total for status in self.ready)
 
     def kv_usage(self) -> float:
-        """Return the fraction of the KV blocks that is in use, or 1 if no replica is ready."""
+        """Return the fraction of KV blocks in use, or 1 if no replica is ready."""
         blocks = self.blocks()
         return sum(status.blocks_used for status in self.ready) / blocks if blocks else 1.0
 

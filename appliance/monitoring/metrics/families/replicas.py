@@ -1,4 +1,4 @@
-"""Metrics of replicas."""
+"""Replica metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.protocol import ReplicaStatus
 
 
 class ReplicaSource(NamedTuple):
-    """The data from which a replica's metrics are read."""
+    """The source of a replica's metrics."""
 
     status: ReplicaStatus
     replica: Replica

@@ -1,4 +1,4 @@
-"""Metrics of finished requests, counted when their rows in the request log are closed."""
+"""Metrics of finished requests, counted when their request log rows are closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of the service as a whole, of the core process and of all processes' logs."""
+"""Metrics of the service as a whole, the core process and all processes' logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ServiceSource(NamedTuple):
-    """The data from which the metrics of the whole service are read."""
+    """The source of the service-wide metrics."""
 
     ready: bool
     draining: bool
@@ -23,7 +23,7 @@ class ServiceSource(NamedTuple):
     held: int
     """Number of held requests."""
     connections: Mapping[str, int]
-    """Number of accepted connections of each listener."""
+    """Number of connections accepted by each listener."""
     version: str
     started_at: float
 

@@ -1,4 +1,4 @@
-"""Metrics of the databases and the audit chain."""
+"""Database and audit chain metrics."""
 
 from __future__ import annotations
 

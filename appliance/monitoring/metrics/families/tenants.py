@@ -1,4 +1,4 @@
-"""Metrics of tenants: their finished and current requests, and their rate limits."""
+"""Per-tenant metrics: finished and current requests, and rate limits."""
 
 from __future__ import annotations
 
