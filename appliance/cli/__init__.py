@@ -11,8 +11,8 @@ from appliance.cli.failure import Failure
 
 def main() -> int:
     """Run the `appliance` command. Returns 0 for success, 1 for a failure, 2 for an invalid command line."""
-    # Replace characters that the terminal cannot show, and bytes that are not valid text. Otherwise, printing
-    # them would raise an error.
+    # Replace characters that the terminal cannot show and bytes that are not valid text; printing them would
+    # otherwise raise an error.
     for stream, substitute in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=substitute)
@@ -23,8 +23,8 @@ def main() -> int:
         if error.filename is not None:
             print(f"appliance: {_shortened(error.filename)}: {error.strerror}", file=sys.stderr)
             return 1
-        # Writing to standard output failed. Drop the output that is still buffered. Otherwise, the
-        # interpreter would try to write it at exit and report another error.
+        # Writing to standard output failed. Drop the buffered output; otherwise, the interpreter would try to
+        # write it at exit and report a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # a reader such as `head` may close the pipe on purpose
             print(f"appliance: cannot write the output: {error.strerror}", file=sys.stderr)
@@ -45,8 +45,8 @@ def _run() -> int:
         print(f"appliance: {failure}", file=sys.stderr)
         return failure.code if isinstance(failure, Failure) else 1
     except UnicodeEncodeError as error:
-        # Command-line arguments may contain bytes that are not UTF-8, but everything that the command sends
-        # or prints must be valid UTF-8.
+        # Command-line arguments may contain bytes that are not UTF-8, but everything the command sends or
+        # prints must be valid UTF-8.
         print(
             f"appliance: {_shortened(error.object)!r} is not UTF-8 text: write it in UTF-8", file=sys.stderr
         )

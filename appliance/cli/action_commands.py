@@ -1,8 +1,7 @@
-"""Derives commands from the actions in the registry: arguments, options, confirmation and help.
-
-A parameter that names the target and has no default becomes an argument; every other parameter becomes an
-option. On the command line, durations and times are given as text (90s, 30m, 2026-11-20). The declared fields
-of tenants and keys are also given as text, because "none" is a valid value.
+"""Derives commands from registered actions: arguments, options, confirmation and help. A parameter that names
+the target and has no default becomes an argument; all others become options. On the command line, durations
+and times are text (90s, 30m, 2026-11-20), and so are the declared tenant and key fields, because "none" is a
+valid value.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ WhatIf = Annotated[
 
 
 class _Parameter:
-    """A parameter of an action, as an argument or option of the command."""
+    """An action's parameter, as an argument or option of the command."""
 
     def __init__(self, action: Action, field: msgspec.structs.FieldInfo) -> None:
         self.name = field.name
@@ -53,7 +52,7 @@ class _Parameter:
         self.max = getattr(kind, "le", None)
 
     def signature(self) -> inspect.Parameter:
-        """Return the parameter of the command's function that corresponds to this parameter of the action."""
+        """Return the corresponding parameter of the command's function."""
         if self.declared is not None:
             return field_option(self.declared)
         kind: Any = str | None
@@ -79,7 +78,7 @@ class _Parameter:
         return _keyword(self.name, Annotated[kind, info], default)
 
     def value(self, text: Any) -> Any:
-        """Convert the text of an option or argument to the parameter's value. Raises CommandLineError."""
+        """Convert an option's or argument's text to the parameter's value. Raises CommandLineError."""
         from appliance.cli.peers import by_number
         from appliance.cli.times import moment, span_s
 
@@ -97,7 +96,7 @@ def add_commands(group: typer.Typer, *names: str) -> None:
 
 
 def add_command(group: typer.Typer, action: Action, name: str) -> None:
-    """Add the command for an action to a group."""
+    """Add an action's command to a group."""
     is_change = action.name.endswith(".set")
     parameters = [_Parameter(action, field) for field in msgspec.structs.fields(action.parameters)]
     own = [one.signature() for one in parameters if one.declared is None]

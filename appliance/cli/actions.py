@@ -1,4 +1,4 @@
-"""Performs the actions of operators: asks for confirmation if the action registry requires it, then calls the
+"""Performs operators' actions: asks for confirmation if the action registry requires it, then calls the
 service."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from appliance.protocol.registry import VersionStatus
 
 
 def perform(run_dir: str | None, parameters: msgspec.Struct, *, as_json: bool, yes: bool = False) -> None:
-    """Perform the action whose parameters are passed, and print the result. If `yes` is set, do not ask for
-    confirmation of dangerous actions."""
+    """Perform the action with these parameters and print the result. If `yes` is set, dangerous actions need
+    no confirmation."""
     action = action_of(parameters)
     confirm(action, printable(action.target_name(parameters)), yes=yes)
     with _progress(run_dir, action, parameters), admin_client(run_dir) as client:
@@ -34,8 +34,8 @@ def perform(run_dir: str | None, parameters: msgspec.Struct, *, as_json: bool, y
 def _progress(
     run_dir: str | None, action: Action, parameters: msgspec.Struct
 ) -> AbstractContextManager[None]:
-    """Return a context that shows the progress of a load. It shows nothing unless the result of the action is
-    the state of a version and standard error is a terminal."""
+    """Return a context that shows a load's progress. It shows nothing unless the action returns a version's
+    state and standard error is a terminal."""
     if action.result is not VersionStatus:
         return nullcontext()
     name = getattr(parameters, action.named_by).partition("@")[0]
@@ -49,7 +49,7 @@ def _progress(
 
 
 def check_terminal(action: Action, target: str, *, yes: bool) -> None:
-    """Raise CommandLineError if the action needs confirmation, but standard input is not a terminal."""
+    """Raise CommandLineError if the action needs confirmation but standard input is not a terminal."""
     if action.danger != "none" and not yes and not is_terminal(sys.stdin):
         raise CommandLineError(
             f"'{action.title} {target}' needs confirmation, but standard input is not a terminal: add --yes"

@@ -31,7 +31,7 @@ def back_test_rules(
     every: bool,
     as_json: bool,
 ) -> None:
-    """Evaluate the rules on the history, and print when alerts are raised and end."""
+    """Evaluate the rules on the history and print when alerts start and end."""
     settings = _settings(rules)
     path = _history(run_dir, state_dir, on)
     begin = moment(since, "--since", ahead=False)

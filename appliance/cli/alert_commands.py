@@ -1,5 +1,5 @@
-"""The alert commands, and their options. The implementations are in `appliance.cli.alerts` and
-`appliance.cli.alert_backtest`, which are loaded on demand."""
+"""The alert commands and their options. The implementations, in `appliance.cli.alerts` and
+`appliance.cli.alert_backtest`, are loaded on demand."""
 
 from __future__ import annotations
 
@@ -66,10 +66,9 @@ def alerts_test(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Test alert rules on the recorded history, and show when they would have raised and ended alerts.
-
-    The built-in rules are evaluated as well, because one of their alerts can be the cause of an alert of a
-    tested rule. Requires read access to the state directory, but no running service.
+    """Test alert rules on the recorded history, and show when they would have raised and ended alerts. The
+    built-in rules are evaluated as well, because their alerts can be the cause of others. Requires read
+    access to the state directory, but no running service.
     """
     from appliance.cli.alert_backtest import back_test_rules
 

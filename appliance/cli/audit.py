@@ -1,6 +1,6 @@
-"""Implements `appliance audit verify` and `export`, which read the service's files directly. An auditor can
-therefore check the files without trusting the service that wrote them. Only if the files are on another
-machine, the service verifies its own chain. `appliance.cli.audit_list` lists the actions."""
+"""Implements `appliance audit verify` and `export`, which read the service's files directly, so that auditors
+need not trust the service that wrote them. Only if the files are on another machine does the service verify
+its own chain. `appliance.cli.audit_list` lists the actions."""
 
 from __future__ import annotations
 
@@ -61,10 +61,9 @@ def verify(
     noted: list[str],
     as_json: bool,
 ) -> int:
-    """Check the chain against all recorded chain heads, print the result, and return the exit code.
-
-    `journal` selects the heads that are read from the journal: all heads (True), the heads of this state
-    directory if there are any (None), or no heads (False).
+    """Check the chain against all recorded heads, print the result, and return the exit code. `journal`
+    selects the heads to read from the journal: all (True), any of this state directory (None), or none
+    (False).
     """
     if file is None and state_dir is None and is_forwarded(run := find_run_dir(run_dir)):
         if heads or noted or journal:
@@ -118,7 +117,7 @@ def _of_service(run_dir: Path) -> ChainReport:
 def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
-    """Write the chain to a file or to standard output. If the export fails, no file is created."""
+    """Write the chain to a file or standard output. A failed export creates no file."""
     location = chain_location(run_dir, state_dir, file)
     key = _key(location)
     with as_failure(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
@@ -140,8 +139,7 @@ def export(
 
 
 def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
-    """Check a copy or an export of the chain, using the key next to the file or the key in the given state
-    directory."""
+    """Check a copy or export of the chain, using the key next to the file or in the given state directory."""
     try:
         key = read_key((path.parent if state_dir is None else Path(state_dir)) / KEY_FILE)
     except StoreError:

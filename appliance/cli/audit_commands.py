@@ -1,5 +1,5 @@
-"""The audit trail and backup commands, and their options. The implementations are in `appliance.cli.audit`
-and `appliance.cli.backup`, which are loaded on demand."""
+"""The audit trail and backup commands and their options. The implementations, in `appliance.cli.audit` and
+`appliance.cli.backup`, are loaded on demand."""
 
 from __future__ import annotations
 

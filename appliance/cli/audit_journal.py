@@ -1,5 +1,4 @@
-"""Reads the chain heads that the service has recorded in systemd's journal. The service's user cannot remove
-them from the journal."""
+"""Reads the chain heads recorded in systemd's journal, from which the service's user cannot remove them."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ UNIT = "appliance.service"
 JOURNAL = "the journal"
 """Source shown for heads from the journal."""
 MAX_READ_S = 20.0
-"""Time limit for reading the journal, in seconds. The newest lines are read first, so that only older heads
-are missing after a timeout."""
+"""Time limit for reading the journal, in seconds. The newest lines are read first, so a timeout loses only
+older heads."""
 
 
 class JournalHeads(NamedTuple):
@@ -26,13 +25,13 @@ class JournalHeads(NamedTuple):
 
     heads: list[Recorded]
     missing: str | None = None
-    """The reason why no heads were found, or why some heads may be missing."""
+    """The reason why no heads were found or some may be missing."""
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
-    """Return the heads that the service with the state directory `folder` has recorded. If `folder` is None,
-    return the heads of every service that ran as `UNIT`. If systemd is missing, or if the caller may not read
-    the journal, the result contains the reason."""
+    """Return the heads recorded by the service with the state directory `folder` or, if that is None, by
+    every service that ran as `UNIT`. If systemd is missing or the caller may not read the journal, the result
+    contains the reason."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:

@@ -35,7 +35,7 @@ _COLUMNS = (
     Column("BEFORE", flexible=True, drop=4),
     Column("AFTER", flexible=True, drop=3),
 )
-# Minimum widths of the columns. They keep lines that are printed later aligned with the first lines.
+# Minimum column widths, which keep later lines aligned with the first ones.
 _WIDTHS = ("00-00 00:00:00", "_" * 6, "_" * 10, "_" * 8, "_" * 16, "_" * 16, "_" * 12, "_" * 8, "_" * 8)
 
 
@@ -51,8 +51,8 @@ def list_actions(
     follow: bool,
     as_json: bool,
 ) -> None:
-    """Print the recorded actions, oldest first, followed by the actions that are waiting in the spool. If
-    `follow` is set, keep running and print each action when its result is recorded."""
+    """Print the recorded actions, oldest first, followed by those waiting in the spool. If `follow` is set,
+    keep running and print each action when its result is recorded."""
     query = AuditQuery(
         actor=actor,
         action=action,

@@ -33,7 +33,7 @@ def take_backup(
     contents: bool,
     as_json: bool,
 ) -> None:
-    """Copy the state, check the copy, and print a list of the copied files."""
+    """Copy the state, check the copy and list the copied files."""
     run = find_run_dir(run_dir, config)
     state, path = find_state_dir(state_dir, run, config), Path(target).absolute()
     check_databases(state, None if state_dir else run, *AUDIT_FILES, "history.db", "contents.db")
@@ -65,8 +65,8 @@ def take_backup(
 
 
 def _begun(run: Path, begin: BeginBackup) -> Head | None:
-    """Ask the running service to record the start of the backup. Return the chain head that the copy must
-    contain, or None if no service is running."""
+    """Ask the running service to record the backup's start. Return the chain head that the copy must contain,
+    or None if no service is running."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             answer = client.act(begin)
@@ -79,8 +79,8 @@ def _begun(run: Path, begin: BeginBackup) -> Head | None:
 
 
 def _ended(run: Path, end: EndBackup) -> None:
-    """Ask the service to record the result of the backup. If the service has stopped in the meantime, the
-    copy is still valid."""
+    """Ask the service to record the backup's result. The copy is valid even if the service has stopped in the
+    meantime."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             client.act(end)

@@ -33,7 +33,7 @@ _REQUESTS_PER_STREAM = 4
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command. The value of an option that was not given is None."""
+    """The command's options. Omitted options are None."""
 
     workloads: list[str] | None
     base_url: str | None
@@ -67,8 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """The document that --json writes. Fields with names that end in `_ms` are in milliseconds, and fields
-    with names that end in `_s` are in seconds. null means that nothing was measured."""
+    """The document that --json writes. Fields ending in `_ms` are in milliseconds, fields ending in `_s` in
+    seconds. null means that nothing was measured."""
 
     appliance: str
     at: str
@@ -83,7 +83,7 @@ class Document(msgspec.Struct, kw_only=True):
 
 def bench(options: Options) -> int:
     """Run the benchmark and print its results. Return 1 if a request failed or no rate was sustained. Raises
-    Failure, or typer's error if options contradict each other."""
+    Failure, or typer's error if options conflict."""
     workloads = _workloads(options)
     slo = Slo(options.ttft_p99_ms, options.itl_p99_ms)
     if options.find_rate and not slo.is_set:
@@ -150,8 +150,8 @@ def _run(
 
 
 def _workloads(options: Options) -> dict[str, Workload]:
-    """Return the workloads that the options describe. An open-loop run uses only the prompt and answer
-    lengths of the first workload. Raises typer's error if the options contradict each other."""
+    """Return the workloads described by the options. An open-loop run uses only the first workload's prompt
+    and answer lengths. Raises typer's error if the options conflict."""
     names = options.workloads or []
     for name in names:
         if name not in WORKLOADS:
@@ -199,15 +199,15 @@ def _workloads(options: Options) -> dict[str, Workload]:
 
 
 def _target(options: Options) -> Target:
-    """Return the server that the options name, or the service in the run directory. Raises Failure and
+    """Return the server named by the options, or the service in the run directory. Raises Failure and
     BenchError."""
     if len([one for one in (options.base_url, options.socket, options.run_dir) if one is not None]) > 1:
         raise typer.BadParameter(
             "--base-url, --socket and --run-dir cannot be combined: use only one of them"
         )
     if options.base_url is not None:
-        # $OPENAI_API_KEY is meant for servers on the network, so it is not sent over a Unix socket. A service
-        # that identifies clients by their uid would reject a key that it does not know.
+        # $OPENAI_API_KEY is meant for servers on the network, so it is not sent over a Unix socket: a service
+        # that identifies clients by uid would reject an unknown key.
         return parse_url(options.base_url, options.api_key or os.environ.get("OPENAI_API_KEY"))
     if options.socket is not None:
         return socket_target(options.socket, options.api_key)
@@ -241,8 +241,8 @@ def _document(server: Server, seed: str, slo: Slo, results: list[Result], search
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise Failure before the run if the file cannot be written. If this check creates the file, it removes
-    the file again, because a failed run must leave no file behind."""
+    """Raise Failure before the run if the file cannot be written. A file created by this check is removed
+    again, because a failed run must leave no file behind."""
     if path is None or path == "-":
         return
     file = Path(path)

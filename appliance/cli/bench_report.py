@@ -1,4 +1,4 @@
-"""Prints benchmark results as text: tables of at most 80 columns, and a progress bar."""
+"""Prints benchmark results as tables of at most 80 columns, and a progress bar."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
 """With fewer requests than this, the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""Target precision of a search for the highest rate. If a trial is less precise, the report contains a
-note."""
+"""Target precision of a search for the highest rate. For less precise trials, the report contains a note."""
 
 
 class BenchReport:
-    """Writes the lines of a report about a benchmark to a stream."""
+    """Writes a benchmark report to a stream, line by line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -40,7 +39,7 @@ class BenchReport:
             self.line(line, colour)
 
     def result(self, result: Result) -> None:
-        """Write the statistics of the median run of a workload."""
+        """Write the statistics of a workload's median run."""
         run = result.typical
         self.line()
         self.line(f"{result.name}: {result.description}", "bold")
@@ -71,7 +70,7 @@ class BenchReport:
             self.wrapped(f"note: {note}", "yellow")
 
     def comparison(self, results: Sequence[Result]) -> None:
-        """Write a comparison of all workloads, with one line for each."""
+        """Write a comparison of all workloads, one line each."""
         rows = []
         for result in results:
             run = result.typical
@@ -94,7 +93,7 @@ class BenchReport:
         self._table(columns, rows)
 
     def search(self, search: Search, duration_s: float) -> None:
-        """Write the trials of a search and its result."""
+        """Write a search's trials and result."""
         rows = [
             (
                 f"{trial.rate:.4g}",
@@ -152,7 +151,7 @@ class ProgressBar:
         self._line = StatusLine()
 
     def show(self, title: str, load: Load, raw: RawRun | None) -> None:
-        """Draw the progress of a run; if it is None, clear the line."""
+        """Show a run's progress; if it is None, clear the line."""
         if raw is None:
             self._line.clear()
             return
@@ -171,7 +170,7 @@ class ProgressBar:
 
 
 def _notes(result: Result, run: Run) -> Iterator[str]:
-    """Yield notes that help to interpret the results of a run."""
+    """Yield notes that help to interpret a run's results."""
     if run.unfinished:
         yield f"{run.unfinished:,} requests were unfinished when the run was stopped"
     if run.busiest_worker_cpu > SATURATED:

@@ -1,4 +1,4 @@
-"""Implements `appliance chat`: a conversation in a terminal, or a single question in a script."""
+"""Implements `appliance chat`: a conversation in a terminal, or a single question from a script."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _HELP = """\
   /reset   start a new conversation
   /help    show this list"""
 _INTERRUPTED = 130
-# An answer may contain line breaks and tabs. All other control characters are removed, because they could
-# change the state of the terminal.
+# Answers may contain line breaks and tabs. All other control characters are removed, because they could
+# change the terminal's state.
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Conversation:
-    """The messages of a conversation, and the parameters of the next request."""
+    """A conversation's messages, and the parameters of the next request."""
 
     def __init__(self, client: ChatClient, system: str | None, options: dict[str, Any]) -> None:
         self._client = client
@@ -38,16 +38,13 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
-        """Send a question, and yield the answer as it arrives.
-
-        If the answer is cut off, the conversation keeps the part that was received. If there is no answer,
-        the question is removed from the conversation. Raises AnswerError.
+        """Send a question and yield the answer as it arrives. If the answer is cut off, the conversation
+        keeps the received part; if there is no answer, it drops the question. Raises AnswerError.
         """
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # However this block ends, close the stream, because closing it tells the service to stop
-            # generating.
+            # However this block ends, close the stream: that tells the service to stop generating.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:
@@ -151,7 +148,7 @@ def _is_command(conversation: Conversation, line: str) -> bool:
 
 
 def _show(answer: Generator[Piece | End, None, None]) -> None:
-    """Print the answer as it arrives and, on a terminal, its statistics."""
+    """Print the answer as it arrives, and on a terminal also its statistics."""
     terminal = is_terminal(sys.stdout)
     last = "\n"
     with contextlib.closing(answer):
@@ -181,12 +178,12 @@ def _summary(end: End) -> str:
 
 
 def _end_line() -> None:
-    # After an interruption, the cursor may be anywhere in the line: the answer was cut off, and the terminal
+    # After an interruption, the cursor may be anywhere in the line: the answer was cut off and the terminal
     # has echoed ^C.
     print(flush=True)
 
 
 def _sendable(text: str) -> str:
-    """Return `text` without the characters that UTF-8 cannot encode. Input from a terminal and arguments
-    contain such characters if their bytes are not valid text."""
+    """Return `text` without the characters that UTF-8 cannot encode. Terminal input and arguments contain
+    them if their bytes are not valid text."""
     return text.encode("utf-8", "replace").decode()

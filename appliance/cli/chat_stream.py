@@ -1,5 +1,4 @@
-"""An API client for the `chat` command. The client lists the models, and streams one answer at a time over
-`api.sock`."""
+"""An API client for the `chat` command. It lists models and streams one answer at a time over `api.sock`."""
 
 from __future__ import annotations
 
@@ -19,25 +18,25 @@ _READ_BYTES = 64 << 10
 
 
 class AnswerError(Exception):
-    """Raised if the service does not answer or its answer is cut off. The message gives the reason."""
+    """Raised if the service does not answer or the answer is cut off. The message gives the reason."""
 
 
 class Piece(NamedTuple):
-    """A part of the text of an answer."""
+    """A piece of an answer's text."""
 
     text: str
 
 
 class End(NamedTuple):
-    """The end of an answer, with statistics about the answer."""
+    """The end of an answer, with statistics."""
 
     finish_reason: str
     completion_tokens: int | None
-    """Number of generated tokens, or None if the service did not report it."""
+    """Number of generated tokens, or None if not reported by the service."""
     ttft_s: float | None
     """Time in seconds from the request until the first text."""
     tokens_per_s: float | None
-    """Number of tokens generated per second between the first text and the end of the answer."""
+    """Tokens generated per second between the first text and the end of the answer."""
 
 
 class ChatClient:
@@ -78,7 +77,7 @@ class ChatClient:
 
     def answer(self, body: dict[str, Any]) -> Generator[Piece | End, None, None]:
         """Stream the answer to a chat completion request. Closing the iterator cancels the request. Raises
-        AnswerError if the service refuses the request or sends an error event, or if the connection breaks.
+        AnswerError if the service refuses the request or sends an error event, or the connection breaks.
         """
         asked = time.monotonic()
         first: float | None = None
@@ -86,8 +85,7 @@ class ChatClient:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"content-type": "application/json"}
         try:
-            # Set no read timeout: the request may have to wait in the queue, and the service limits the
-            # waiting time itself.
+            # Set no read timeout: the request may be queued, and the service itself limits the waiting time.
             with closing(self._connected(None)) as connection:
                 connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
                 response = connection.getresponse()
@@ -108,8 +106,8 @@ class ChatClient:
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
-        """Check the owner of the service, and connect to the service. Raises Failure, or UntrustedError if
-        the socket belongs to a user whom the caller does not trust."""
+        """Check the service's owner and connect. Raises Failure, or UntrustedError if the socket belongs to a
+        user the caller does not trust."""
         connection = unix_connection(self._socket, timeout_s)
         try:
             connection.connect()
@@ -131,7 +129,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[str]:
     (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
     Bytes are decoded line by line, so a character may be split across chunks. Comments and fields other than
-    data are skipped. An event without a final blank line was cut off, so it is not yielded.
+    data are skipped. An event without a final blank line was cut off and is not yielded.
     """
     data: list[str] = []
     for line in _lines(chunks):
@@ -155,8 +153,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the events until the event `[DONE]`. Raises AnswerError for an error
-    event."""
+    """Yield the events' JSON objects until the `[DONE]` event. Raises AnswerError for an error event."""
     for text in data:
         if text == "[DONE]":
             return
@@ -172,7 +169,7 @@ def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    """Return the message of an error in OpenAI's format. If there is no message, return the HTTP status."""
+    """Return the message of an error in OpenAI's format, or the HTTP status if there is none."""
     try:
         message = str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

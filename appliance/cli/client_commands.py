@@ -1,5 +1,5 @@
-"""The commands that act as API clients, and their options. The implementations are in `appliance.cli.chat`
-and `appliance.cli.bench`, which are loaded on demand."""
+"""The commands that act as API clients, and their options. The implementations, in `appliance.cli.chat` and
+`appliance.cli.bench`, are loaded on demand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import typer
 from appliance.cli.options import RunDir, number, whole_number
 
 MAX_REQUESTS = 2_000_000
-"""The value of `appliance.bench.rates.MAX_REQUESTS`. It is repeated here because importing that module is
-slow."""
+"""The value of `appliance.bench.rates.MAX_REQUESTS`, repeated here because that module is slow to import."""
 TOKENS = whole_number(1, 10_000_000)
 MILLISECONDS = number(0.001, 86_400_000)
 

@@ -1,5 +1,5 @@
-"""The commands of the operator console and of the recorded history, and their options. The implementations
-are in `appliance.cli.console` and `appliance.cli.history`, which are loaded on demand."""
+"""The commands for the operator console and the recorded history, and their options. The implementations, in
+`appliance.cli.console` and `appliance.cli.history`, are loaded on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints the stored prompts and answers of a request."""
+"""Prints a request's stored prompts and answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Message(msgspec.Struct):
 
 
 def print_contents(contents: Contents) -> None:
-    """Print the stored prompts and answers of a request."""
+    """Print a request's stored prompts and answers."""
     goes = "forever" if contents.goes_at is None else f"until {local(contents.goes_at)}"
     print(f"{contents.request_id} of tenant {contents.tenant}, {local(contents.created_at)}; kept {goes}")
     for text in contents.texts:
@@ -39,8 +39,8 @@ def _described(text: KeptText) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a stored text, without terminal control characters. Each message of a conversation
-    is printed as a paragraph."""
+    """Return a stored text's lines without terminal control characters. Each message of a conversation
+    becomes a paragraph."""
     try:
         messages = msgspec.json.decode(text, type=list[_Message])
     except (msgspec.DecodeError, UnicodeDecodeError):

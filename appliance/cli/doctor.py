@@ -1,4 +1,4 @@
-"""Implements `appliance doctor`, which prints the findings of its checks as text or as JSON."""
+"""Implements `appliance doctor`, which prints its findings as text or JSON."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _INDENT = 12
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
     """Examine the service and print the findings. If the socket was forwarded from another machine, the
-    service on that machine examines itself. Return the exit code: 1 if there is a problem, otherwise 0.
-    Warnings do not affect the exit code."""
+    service there examines itself. Return exit code 1 if there is a problem, otherwise 0, even with
+    warnings."""
     run, state, settings = _find(config, run_dir, state_dir)
     if config is None and state_dir is None and _is_remote(run):
         with admin_client(str(run)) as client:
@@ -46,7 +46,7 @@ def show_findings(config: str | None, run_dir: str | None, state_dir: str | None
 
 
 def _is_remote(run_dir: Path) -> bool:
-    """Return whether the service runs on another machine. In this case, the service examines itself."""
+    """Return whether the service runs on another machine, and therefore examines itself."""
     try:
         return is_forwarded(run_dir)
     except UntrustedError:  # a finding reports the problem with the directory
@@ -56,8 +56,8 @@ def _is_remote(run_dir: Path) -> bool:
 def _find(
     config: str | None, run_dir: str | None, state_dir: str | None
 ) -> tuple[Path, Path, Settings | SettingsError]:
-    """Return the directories of the service, and either the settings or the faults in the settings. The
-    directories can be determined even if the settings file is unusable."""
+    """Return the service's directories, and either the settings or their faults. The directories can be
+    determined even if the settings file is unusable."""
     settings: Settings | SettingsError
     try:
         settings = load_settings(Flags(config=config, run_dir=run_dir, state_dir=state_dir))
@@ -69,8 +69,7 @@ def _find(
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    # Either the settings are unusable, or the run directory is not trusted. A finding reports which of these
-    # is the case.
+    # Either the settings are unusable or the run directory is not trusted; a finding reports which.
     except (Failure, UntrustedError):
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 

@@ -1,4 +1,4 @@
-"""Implements `appliance drain`, which begins a drain and shows its progress."""
+"""Implements `appliance drain`, which starts a drain and shows its progress."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from appliance.protocol import DrainStatus
 
 _EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
-"""Interval between the lines about the progress if standard error is not a terminal."""
+"""Interval between progress lines if standard error is not a terminal."""
 _DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
 _CTRL_C_CELLS = 3
-"""Number of columns that are left free for the ^C that the terminal echoes. A line that wraps could not be
+"""Number of columns left free for the ^C echoed by the terminal. A line that wraps could not be
 overwritten."""
 INTERRUPTED = 130
 """Exit code that shells use for a command stopped by Ctrl-C."""
@@ -43,8 +43,7 @@ def drain(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Begin a drain, and return the exit code. If `wait` is set, show the progress until the drain has
-    ended."""
+    """Start a drain and return the exit code. If `wait` is set, show its progress until it has ended."""
     parameters = DrainService(model=model, grace_s=span_s(grace, "--grace", MAX_GRACE_S), queue=queue)
     action = action_of(parameters)
     confirm(action, printable(action.target_name(parameters)), yes=yes)
@@ -65,8 +64,8 @@ def drain(
 
 
 class _Watch:
-    """Shows the progress of a drain. On a terminal, the progress is one line that is updated. Otherwise, a
-    new line is printed every 10 s, or lines of JSON."""
+    """Shows a drain's progress: on a terminal as a line that is updated, otherwise as a new line every 10 s,
+    or as lines of JSON."""
 
     def __init__(self, client: AdminClient, status: DrainStatus, as_json: bool) -> None:
         self._client = client
@@ -76,8 +75,8 @@ class _Watch:
         self._said_at = 0.0
 
     def to_the_end(self) -> DrainStatus | None:
-        """Show the progress until the drain has ended, and return the last status of the drain, or None if an
-        operator has resumed the service."""
+        """Show the progress until the drain has ended, and return its last status, or None if an operator has
+        resumed the service."""
         status: DrainStatus | None = self._status
         try:
             while status is not None and status.state != "drained":
@@ -102,7 +101,7 @@ class _Watch:
 
 
 def line(status: DrainStatus) -> str:
-    """Return the progress of a drain as one line of text."""
+    """Return a drain's progress as one line of text."""
     held = [f"{of_count(status.held)} held until service resumes"] if status.queue else []
     if status.state == "drained":
         facts = [f"took {of_seconds(status.elapsed_s)}", *held]

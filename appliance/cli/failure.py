@@ -1,4 +1,4 @@
-"""Failures that a command reports in one or two lines instead of a traceback."""
+"""Failures reported in one or two lines instead of a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Failure(Exception):
 
 
 class CommandLineError(Failure):
-    """Raised if the command line is invalid: a value cannot be used, or an option is missing."""
+    """Raised if the command line is invalid: a value is unusable, or an option is missing."""
 
     code = 2
 

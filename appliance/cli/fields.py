@@ -1,4 +1,4 @@
-"""Creates options, values and table columns for the fields that are declared in `store.policies`."""
+"""Creates options, values and table columns for the fields declared in `store.policies`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _METAVARS = {
 
 
 def field_option(field: Declared) -> inspect.Parameter:
-    """Return the option for a declared field, as a parameter of a command's function. Its type is str,
-    because "none" is also a valid value."""
+    """Return a declared field's option, as a parameter of a command's function. Its type is str, because
+    "none" is also a valid value."""
     known = field.default not in (None, msgspec.NODEFAULT)
     default = f" (default {shown(field, field.default)})" if known else ""
     info = typer.Option(
@@ -44,7 +44,7 @@ def field_option(field: Declared) -> inspect.Parameter:
 
 
 def given_fields(options: Mapping[str, Any], fields: Iterable[Declared]) -> dict[str, Any]:
-    """Return the values of the fields for which an option was given. Raises CommandLineError for an invalid
+    """Return the values of the fields whose options were given. Raises CommandLineError for an invalid
     value."""
     return {
         field.name: _value(field, text) for field in fields if (text := options.get(field.name)) is not None
@@ -72,7 +72,7 @@ def _value(field: Declared, text: str) -> Any:
 
 
 def _parsed(field: Declared, text: str) -> Any:
-    """Parse the text of a value. Return None if the text has the wrong format."""
+    """Parse a value. Return None if the text has the wrong format."""
     from appliance.cli.options import is_decimal
 
     plain = text.replace("_", "")
@@ -91,8 +91,7 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Return a value as text for people. None is replaced with a text that describes what it means for the
-    field."""
+    """Return a value as human-readable text. None becomes a description of its meaning for the field."""
     from appliance.cli.times import local
     from appliance.quantities import span_text
 

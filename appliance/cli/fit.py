@@ -25,29 +25,29 @@ from engine.messages import KvDType, ModelDType, WeightsDType
 
 
 class FitGpu(msgspec.Struct, kw_only=True):
-    """A GPU for which a memory prediction was made."""
+    """A GPU covered by a memory prediction."""
 
     number: int
     name: str
     memory_bytes: int
     used_bytes: int
-    """GPU memory that all processes together currently use."""
+    """GPU memory currently used by all processes together."""
 
 
 class FitSequences(msgspec.Struct, kw_only=True):
-    """The number of sequences of one length that can run at the same time."""
+    """The number of sequences of one length that can run concurrently."""
 
     tokens: int
     sequences: int
 
 
 class FitReport(msgspec.Struct, kw_only=True):
-    """The JSON document that `models fit --json` prints. Numbers of bytes are per rank."""
+    """The JSON document printed by `models fit --json`. Byte counts are per rank."""
 
     folder: str
     fits: bool
     reason: str
-    """Reason why the model does not fit, or a warning although the model fits."""
+    """Reason why the model does not fit, or a warning if it does."""
     remedy: str
     model_type: str
     parameters: int
@@ -76,10 +76,10 @@ class FitReport(msgspec.Struct, kw_only=True):
 
 
 def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
-    """Predict how much memory a model needs, and print the prediction. `target` is a folder, or the
-    NAME[@VERSION] of a model in the registry of the service in `run_dir`. `settings` contains settings of the
-    model, keyed by their names in settings files; they take precedence over the version's settings. Returns
-    exit code 1 if the model does not fit. Raises Failure if the model or the settings cannot be used."""
+    """Predict and print how much memory a model needs. `target` is a folder, or the NAME[@VERSION] of a model
+    in the registry of the service in `run_dir`. `settings` are model settings, keyed by their names in
+    settings files; they override the version's settings. Returns exit code 1 if the model does not fit.
+    Raises Failure if the model or the settings cannot be used."""
     folder = target
     if os.sep not in target and not os.path.exists(target):
         folder, registered = _registered(run_dir, target)
@@ -100,7 +100,7 @@ def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, a
 
 
 def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
-    """Return the JSON document that describes a memory prediction."""
+    """Return a memory prediction as a JSON document."""
     shortage = shortage_of(model, found)
     note = shortage or limited_length(model, found)
     return FitReport(
@@ -178,7 +178,7 @@ def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
 
 
 def _registered(run_dir: str | None, target: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder and the settings of the version with this NAME or NAME@VERSION. Raises Failure."""
+    """Return the folder and settings of the version with this NAME or NAME@VERSION. Raises Failure."""
     with admin_client(run_dir) as client:
         models = client.models()
     for model in models:

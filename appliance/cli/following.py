@@ -1,4 +1,4 @@
-"""Follows a stream of the admin API. If the service restarts, the stream is opened again."""
+"""Follows a stream of the admin API, reopening it if the service restarts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from appliance.client import ServiceNotRunningError
 Value = TypeVar("Value")
 
 _AWAY_S = 60.0
-"""Time in seconds that a command waits for the service to return when its stream has broken."""
+"""Time in seconds that a command waits for the service to return after its stream has broken."""
 _RETRY_S = 0.5
 
 
 def following(stream: Callable[[], Iterator[Value]]) -> Iterator[Value]:
-    """Yield the values of a stream, and reopen the stream whenever it breaks. `stream` opens the stream at
-    the position where the previous stream ended. Raises Failure if the service does not return within a
-    minute, or if it refuses the call."""
+    """Yield a stream's values, reopening the stream whenever it breaks. `stream` opens the stream where the
+    previous one ended. Raises Failure if the service does not return within a minute or refuses the call."""
     away_since: float | None = None
     while True:
         reason = "the service ended the stream"

@@ -24,7 +24,7 @@ from appliance.quantities import of_bytes
 def export_history(
     run_dir: str | None, state_dir: str | None, file: str, *, since: str, until: str | None, as_json: bool
 ) -> None:
-    """Write an incident file, and print a summary of its contents."""
+    """Write an incident file and print a summary of its contents."""
     now = time.time()
     begin = moment(since, "--since", ahead=False, now=now)
     end = now if until is None else moment(until, "--until", ahead=False, now=now)

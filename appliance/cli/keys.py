@@ -28,7 +28,7 @@ _COLUMNS = (
 
 
 def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None:
-    """Print all keys, or the keys of one tenant, oldest first."""
+    """Print all keys or one tenant's keys, oldest first."""
     with admin_client(run_dir) as client:
         every = client.keys()
     found = [key for key in every if tenant in (None, key.tenant)]
@@ -60,7 +60,7 @@ def print_keys(keys: list[Key]) -> None:
 
 
 def print_new_key(made: NewKey) -> None:
-    """Print a new key. Only the key itself is written to standard output, so that a script can read it."""
+    """Print a new key. Only the key itself is written to standard output, so that scripts can read it."""
     until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(

@@ -1,4 +1,4 @@
-"""Implements `appliance logs`, which shows the log lines that the service keeps in memory."""
+"""Implements `appliance logs`, which shows the log lines kept in the service's memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The commands for models. The implementation is in `appliance.cli.models`, which is loaded on demand. The
-descriptions of the commands come from `appliance.actions`."""
+"""The model commands. Their implementation, in `appliance.cli.models`, is loaded on demand. Their
+descriptions come from `appliance.actions`."""
 
 from __future__ import annotations
 

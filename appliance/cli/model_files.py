@@ -24,14 +24,14 @@ _PRUNED = (Column("NAME", flexible=True), Column("VERSION", right=True), Column(
 
 
 class Deleted(msgspec.Struct):
-    """A folder of downloaded files that was deleted."""
+    """A deleted folder of downloaded files."""
 
     folder: str
     freed_bytes: int
 
 
 def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json: bool) -> None:
-    """Remove a model or a version from the registry and, if `files` is set, delete its downloaded files."""
+    """Remove a model or version from the registry and, if `files` is set, delete its downloaded files."""
     parameters = RemoveModel(model=target)
     action = action_of(parameters)
     with admin_client(run_dir) as client:
@@ -86,8 +86,8 @@ def _folders_of(client: AdminClient, target: str) -> list[str]:
 
 
 def _check_downloaded(folders: Sequence[str]) -> None:
-    """Raise Failure if the files of a folder were not downloaded by `models pull`. This is checked before
-    anything is removed."""
+    """Raise Failure if a folder's files were not downloaded by `models pull`. This is checked before anything
+    is removed."""
     from appliance.hub.cleanup import in_hub_cache
 
     for folder in folders:
@@ -99,7 +99,7 @@ def _check_downloaded(folders: Sequence[str]) -> None:
 
 
 def _delete_unused(client: AdminClient, folders: Sequence[str]) -> list[Deleted]:
-    """Delete those of the `folders` that `models pull` has downloaded and that no model uses."""
+    """Delete those `folders` that were downloaded by `models pull` and that no model uses."""
     if not folders:
         return []
     from appliance.hub.cleanup import delete_snapshot, in_hub_cache

@@ -10,8 +10,7 @@ from appliance.protocol.registry import ShadowStatus
 
 
 def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool, as_json: bool) -> None:
-    """Set or end the split of the requests for a name. `weights` contains strings of the form
-    TARGET=WEIGHT."""
+    """Set or end the split of a name's requests. `weights` are strings of the form TARGET=WEIGHT."""
     if clear == bool(weights):
         raise CommandLineError("give either the weights of the split, such as 1=90 2=10, or --clear")
     action = SplitModel(name=name, weights=None if clear else _weights(weights))
@@ -21,7 +20,7 @@ def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool
 def set_shadow(
     run_dir: str | None, name: str, target: str | None, share: str, *, clear: bool, as_json: bool
 ) -> None:
-    """Set or end the copying of requests for a name. `share` is a percentage such as 5%."""
+    """Set or end the copying of a name's requests. `share` is a percentage such as 5%."""
     if clear == (target is not None):
         raise CommandLineError("give either the target of the copies with --to, or --clear")
     try:
@@ -48,7 +47,7 @@ def show_shadow(shadow: ShadowStatus) -> None:
 
 
 def shares(found: dict[str, float]) -> str:
-    """Return as text which fraction of the requests a version gets, for each name whose requests are
+    """Return, as text, the fraction of requests that a version gets for each name whose requests are
     split."""
     return ", ".join(f"{share:.1%} of {printable(name)}" for name, share in found.items())
 

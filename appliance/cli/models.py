@@ -1,4 +1,4 @@
-"""Implements `appliance models`: lists models, and performs the actions on them."""
+"""Implements `appliance models`: lists models and performs actions on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from appliance.quantities import of_bytes
 from appliance.settings import named_folder
 
 REGISTRY = "registry"
-"""The source that is shown for a model that the settings do not declare."""
+"""The source shown for models not declared in the settings."""
 _COLOURS = {
     "ready": "green",
     "loading": "yellow",
@@ -58,7 +58,7 @@ def add_model(run_dir: str | None, model: str, settings: list[str], *, as_json: 
 
 
 def list_models(run_dir: str | None, *, as_json: bool) -> None:
-    """Print the models with their versions."""
+    """Print the models and their versions."""
     found = _models(run_dir)
     if as_json:
         print_json([_without_files(model) for model in found])
@@ -83,7 +83,7 @@ def list_models(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def list_loaded(run_dir: str | None, *, as_json: bool) -> None:
-    """Print the versions that are loaded or being loaded, with their memory."""
+    """Print the versions that are loaded or being loaded, with their memory usage."""
     found = [
         (model.name, version)
         for model in _models(run_dir)
@@ -123,7 +123,7 @@ def list_loaded(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def show_model(run_dir: str | None, name: str, *, as_json: bool) -> None:
-    """Print a model, and the settings and files of its versions."""
+    """Print a model and its versions' settings and files."""
     found = _models(run_dir)
     model = next((one for one in found if name == one.name or name in one.aliases), None)
     if model is None:
@@ -164,8 +164,8 @@ def _without_files(model: RegisteredModel) -> dict[str, Any]:
 
 
 def version_settings(texts: list[str]) -> dict[str, Any]:
-    """Parse settings of the form NAME=VALUE or TABLE.NAME=VALUE, such as sampling.temperature=0.6. If the
-    value is not valid TOML, it is taken as text, so that quotes can be omitted. Paths are made absolute."""
+    """Parse settings of the form NAME=VALUE or TABLE.NAME=VALUE, such as sampling.temperature=0.6. A value
+    that is not valid TOML is taken as text, so quotes can be omitted. Paths are made absolute."""
     settings: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -1,5 +1,5 @@
-"""The commands that operate the running service: drain, resume and config. The implementations are in
-neighbouring modules, which are loaded on demand."""
+"""The commands that operate the running service: drain, resume and config. The implementations, in
+neighbouring modules, are loaded on demand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drain(
     ] = "120s",
     queue: Annotated[
         bool,
-        typer.Option("--queue", help="Hold new requests until service resumes, instead of refusing them."),
+        typer.Option("--queue", help="Hold new requests until service resumes instead of refusing them."),
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Show the progress until the drain is complete.")

@@ -1,4 +1,4 @@
-"""Options that several commands share, and parsers for numbers within a range."""
+"""Options shared by several commands, and parsers for numbers within a range."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 MAX_ROWS = 100_000
-"""Maximum number of rows that a command prints in a list."""
+"""Maximum number of rows that a command lists."""
 _WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
 _DECIMAL = re.compile(r"[+-]?[0-9]{0,30}\.?[0-9]{0,30}([eE][+-]?[0-9]{1,3})?")
 
 
 def whole_number(low: int, high: int) -> Callable[[str | int], int]:
-    """Return a parser of whole numbers within a range, for `typer.Option(parser=…)`. Unlike typer's ranges,
-    it accepts only ASCII digits, and every error message names the range."""
+    """Return a parser for whole numbers within a range, for `typer.Option(parser=…)`. Unlike typer's ranges,
+    it accepts only ASCII digits, and its error messages name the range."""
 
     def integer(value: str | int) -> int:
         text = str(value)
@@ -30,8 +30,8 @@ def whole_number(low: int, high: int) -> Callable[[str | int], int]:
 
 
 def number(low: float, high: float) -> Callable[[str | float], float]:
-    """Return a parser of numbers within a range, for `typer.Option(parser=…)`. typer's ranges accept NaN;
-    this parser does not."""
+    """Return a parser for numbers within a range, for `typer.Option(parser=…)`. Unlike typer's ranges, it
+    rejects NaN."""
 
     def decimal(value: str | float) -> float:
         text = str(value)

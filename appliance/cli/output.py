@@ -1,4 +1,4 @@
-"""Output for terminals and scripts: tables that fit the width, human-readable quantities, colour, and JSON.
+"""Output for terminals and scripts: tables that fit the width, human-readable quantities, colour and JSON.
 All text that other users can influence (names, errors, answers) passes through `printable`, so that no escape
 sequences reach the terminal."""
 
@@ -23,25 +23,23 @@ class Column(NamedTuple):
 
     title: str
     right: bool = False
-    """Whether the texts of the column are aligned to the right, as is usual for numbers."""
+    """Whether the column is right-aligned, as is usual for numbers."""
     drop: int = 0
-    """Priority with which the column is dropped if the terminal is too narrow. The column with the highest
-    value is dropped first; a column with the value 0 is never dropped."""
+    """Priority with which the column is dropped on a narrow terminal. The highest value is dropped first;
+    columns with 0 are never dropped."""
     flexible: bool = False
-    """Whether the texts in the column may be shortened if no more columns can be dropped."""
+    """Whether the column's texts may be shortened if no more columns can be dropped."""
     colours: Mapping[str, str] | None = None
-    """Colours of the cells, keyed by the text of the cell."""
+    """Cell colours, keyed by the cell's text."""
 
 
 class Layout:
-    """The columns of a table with fixed widths. The widths keep lines that are printed later aligned with
-    earlier lines."""
+    """A table's columns, with fixed widths that keep later lines aligned with earlier ones."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0
     ) -> None:
-        """Compute the widths of the columns from `rows`. `width` is the width of the terminal, or None if it
-        is unlimited."""
+        """Compute the column widths from `rows`. `width` is the terminal's width, or None if unlimited."""
         self._indent = " " * indent
         self._columns = columns
         self._widths = [
@@ -54,11 +52,11 @@ class Layout:
             self._fit(width - indent)
 
     def heading(self) -> str:
-        """Return the line of column headings."""
+        """Return the heading line."""
         return self.line([column.title for column in self._columns])
 
     def line(self, row: Sequence[str]) -> str:
-        """Return the line for one row."""
+        """Return a row as a line."""
         parts = []
         for index in self._shown:
             wanted, column = self._widths[index], self._columns[index]
@@ -109,8 +107,8 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Return the width of the terminal to which `stream` (by default standard output) writes. Return None if
-    it is not a terminal; lines are then not shortened."""
+    """Return the width of the terminal that `stream` (by default standard output) writes to, or None if it is
+    not a terminal; lines are then not shortened."""
     return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
 
 
@@ -125,8 +123,8 @@ def cells(text: str) -> int:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return `text` shortened to `width` columns. The beginning of a path is cut off; any other text is cut
-    off at its end."""
+    """Return `text` shortened to `width` columns. Paths are cut off at the beginning, other texts at the
+    end."""
     if cells(text) <= width:
         return text
     from_end = text.startswith("/")

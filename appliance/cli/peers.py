@@ -1,4 +1,4 @@
-"""Implements `appliance peers list`, and converts the names of local users and groups to numbers."""
+"""Implements `appliance peers list`, and converts local user and group names to numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def list_peers(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def by_number(peer: str) -> str:
-    """Convert `user:alice` to `uid:1000` and `group:staff` to `gid:50`; return any other text unchanged.
+    """Convert `user:alice` to `uid:1000` and `group:staff` to `gid:50`, and return all other texts unchanged.
     Raises CommandLineError for an unknown name."""
     kind, _, name = peer.partition(":")
     try:

@@ -1,5 +1,4 @@
-"""Shows the progress of a transfer of bytes: on a terminal as a bar, otherwise as a line every few
-seconds."""
+"""Shows the progress of a data transfer: on a terminal as a bar, otherwise as a line every few seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _BAR_CELLS = 20
 
 
 class ByteProgress:
-    """Shows the progress of a transfer on standard error."""
+    """Shows a transfer's progress on standard error."""
 
     def __init__(self, title: str) -> None:
         self._title = title

@@ -26,7 +26,7 @@ from appliance.quantities import of_bytes
 from appliance.rundir import SYSTEM_STATE_DIR, start_remedy
 
 CACHE = "hub"
-"""Name of the hub cache in the state directory."""
+"""Name of the hub cache within the state directory."""
 
 
 def pull(
@@ -58,7 +58,7 @@ def pull(
 
 
 def _download(wanted: Reference, folder: Path) -> Pulled | None:
-    """Download a model and show the progress. Return None if the user interrupts the download."""
+    """Download a model, showing the progress. Return None if the user interrupts the download."""
     progress = ByteProgress(wanted.repository)
     try:
         return pull_model(hub_from_environment(), wanted, folder, progress, _check_architecture)
@@ -74,8 +74,7 @@ def _download(wanted: Reference, folder: Path) -> Pulled | None:
 
 
 def _check_name(run_dir: str | None, name: str) -> None:
-    """Before a download, check that the service is running and that the model can be added to it. Raises
-    Failure."""
+    """Before a download, check that the service is running and will accept the model. Raises Failure."""
     with admin_client(run_dir) as client:
         for model in client.models():
             if model.name == name and model.source != REGISTRY:
@@ -85,8 +84,8 @@ def _check_name(run_dir: str | None, name: str) -> None:
 
 
 def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
-    """Add the folder to the registry as a version of the model, unless the model already has a version with
-    this folder. Raises Failure."""
+    """Register the folder as a version of the model, unless the model already has one with this folder.
+    Raises Failure."""
     try:
         with admin_client(run_dir) as client:
             for model in client.models():
@@ -99,9 +98,8 @@ def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
 
 
 def cache_folder(flag: str | None, run_dir: str | None) -> Path:
-    """Return the hub cache. If it does not exist, create it. The cache is the folder that the flag,
-    $HF_HUB_CACHE or $HF_HOME names. If none of these is set, the cache is a folder in the service's state
-    directory."""
+    """Return the hub cache, creating it if necessary. It is the folder named by the flag, $HF_HUB_CACHE or
+    $HF_HOME, or else a folder in the service's state directory."""
     if flag:
         folder = Path(flag).absolute()
     elif os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME"):
@@ -151,5 +149,5 @@ def _check_architecture(folder: Path) -> None:
 
     try:
         sizing.read_config(str(folder))
-    except Exception as error:  # The engine's error message describes what is wrong in the configuration.
+    except Exception as error:  # The engine's error message says what is wrong with the configuration.
         raise HubError(f"{error}. The weights were not downloaded") from error

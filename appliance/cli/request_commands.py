@@ -1,5 +1,5 @@
-"""The commands for the request log, and their options. The implementation is in `appliance.cli.requests`,
-which is loaded on demand."""
+"""The commands for the request log, and their options. The implementation, in `appliance.cli.requests`, is
+loaded on demand."""
 
 from __future__ import annotations
 

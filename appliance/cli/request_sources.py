@@ -1,5 +1,5 @@
-"""Reads the request log for `appliance requests` from one of two sources: the running service, or the files
-in a state directory."""
+"""Reads the request log for `appliance requests` from one of two sources: the running service or the files in
+a state directory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from store.requests import LoggedRequest, RequestReader
 
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""Time in seconds for which `--follow` tolerates a file that cannot be read. The service locks the file
-briefly when it starts and when it stops."""
+"""Time in seconds for which `--follow` tolerates an unreadable file. The service locks the file briefly when
+starting and stopping."""
 
 
 class Found(NamedTuple):
-    """The rows that match a query, oldest first, and the position in the log at the time when they were
-    read."""
+    """The rows that match a query, oldest first, and the log position at which they were read."""
 
     rows: list[NamedRequest]
     sequence: int
 
 
 class RequestSource(Protocol):
-    """A source from which the request log can be read."""
+    """A source of the request log."""
 
     name: str
     """Name of the source, for messages."""
@@ -42,8 +41,8 @@ class RequestSource(Protocol):
         """Return the newest `limit` requests that match the query."""
 
     def follow(self, query: RequestLogQuery, after: int) -> Iterator[NamedRequest]:
-        """Yield each matching request when the request ends. If the query selects open requests, yield each
-        request when it is admitted. Never returns."""
+        """Yield each matching request when it ends, or when it is admitted if the query selects open
+        requests. Never returns."""
 
 
 class ServiceLog:
@@ -119,5 +118,5 @@ class FileLog:
 
 def named(row: LoggedRequest) -> NamedRequest:
     """Convert a row of the file to a request. The key's name stays empty, because the file does not contain
-    the names of keys."""
+    key names."""
     return NamedRequest(**msgspec.structs.asdict(row))

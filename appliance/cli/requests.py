@@ -47,7 +47,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# Minimum widths of the columns. They keep lines that are printed later aligned with the first lines.
+# Minimum column widths, which keep later lines aligned with the first ones.
 _MIN_CELLS = (
     "00-00 00:00:00",
     "req-" + "0" * 24,
@@ -112,7 +112,7 @@ def request_query(
     failed: bool,
     since: str | None,
 ) -> RequestLogQuery:
-    """Return the query that these options describe. Raises CommandLineError."""
+    """Return the query described by these options. Raises CommandLineError."""
     wanted = RequestLogQuery(
         request_id=request_id,
         tenant=tenant,
@@ -188,8 +188,8 @@ def _show_fields(row: NamedRequest) -> None:
 
 
 def unseen(changes: Iterator[NamedRequest], shown: dict[str, NamedRequest]) -> Iterator[NamedRequest]:
-    """Yield the requests that have not been shown yet. If a request ended while the list was read, it is both
-    in the list and in the stream."""
+    """Yield the requests that have not been shown yet. A request that ended while the list was being read is
+    in both the list and the stream."""
     for row in changes:
         before = shown.pop(row.request_id, None)
         if before is None or before.state != row.state:

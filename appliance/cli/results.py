@@ -1,4 +1,4 @@
-"""Prints the results of actions as text."""
+"""Prints action results as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from store.structs import Silence
 
 
 def print_result(result: Any) -> None:
-    """Print the result of an action."""
+    """Print an action's result."""
     match result:
         case Done():
             print(printable(result.message))
@@ -51,7 +51,7 @@ def print_result(result: Any) -> None:
 
 
 def print_added(added: AddedVersion) -> None:
-    """Print the version that was added, and the command that loads it."""
+    """Print the added version and the command that loads it."""
     for warning in added.warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     name = printable(added.name)

@@ -1,5 +1,4 @@
-"""Finds the service to which a command applies and the service's state directory, and connects to the
-service."""
+"""Finds the service that a command applies to, and its state directory, and connects to it."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ def find_run_dir(flag: str | None, config: str | None = None) -> Path:
     - the caller's directory in /tmp, if the caller owns it.
 
     If no service is running in any of them, return /run/appliance if systemd knows the unit, otherwise the
-    default of `appliance serve`. Only this setting is read, so an operator can reach the running service even
-    if another setting is invalid, such as the folder of a model.
+    default of `appliance serve`. Only this setting is read, so operators can reach the running service even
+    if a different setting, such as a model folder, is invalid.
     """
     from appliance.rundir import SYSTEM_RUN_DIR, unit_is_installed
     from appliance.settings import default_run_dir
@@ -44,11 +43,9 @@ def find_run_dir(flag: str | None, config: str | None = None) -> Path:
 
 
 def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
-    """Return the state directory. The first of these sources that names one determines it: the flag, the
-    service that uses or last used `run_dir`, the settings file, the default.
-
-    The service records its state directory in a file in the run directory. Raises UntrustedError if the owner
-    of the run directory is not trusted.
+    """Return the state directory named by the first of these sources: the flag, the service that uses or last
+    used `run_dir`, the settings file, the default. The service records its state directory in a file in the
+    run directory. Raises UntrustedError if the run directory's owner is not trusted.
     """
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, last_holder, unit_is_installed
@@ -67,10 +64,8 @@ def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -
 
 
 def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
-    """Check who owns a state directory and the databases that a command opens in it.
-
-    The owner may be root, the caller, or the owner of `run_dir`, where the service runs. Raises
-    UntrustedError for any other owner.
+    """Check the owner of a state directory and of the databases that a command opens in it. Raises
+    UntrustedError unless it is root, the caller, or the owner of `run_dir`, where the service runs.
     """
     from appliance.ownership import check_database, trusted_state
 
@@ -81,7 +76,7 @@ def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
 
 @contextmanager
 def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
-    """Open a client of the admin API of the service in `run_dir`. Errors of the client are converted into
+    """Open an admin API client for the service in `run_dir`. The client's errors are converted to
     Failures."""
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
 
@@ -93,8 +88,8 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
 
 
 def is_forwarded(run_dir: Path) -> bool:
-    """Return whether the directory contains the socket of a service, but no trace of a service on this
-    machine. The socket was then probably forwarded from another machine, on which the service's files are.
+    """Return whether the directory contains a service's socket but no other trace of a service on this
+    machine. The socket was then probably forwarded from another machine, which has the service's files.
     Raises UntrustedError."""
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, last_holder, unit_is_installed
@@ -106,14 +101,10 @@ def is_forwarded(run_dir: Path) -> bool:
 
 
 def service_or_files(run_dir: Path) -> AdminClient | None:
-    """Return a client of the service in `run_dir`, or None if the caller must read the service's files
-    instead.
-
-    The files must be read if no service is running, or if the caller may not use the admin API and has set no
-    key. The caller may still have permission to read the files.
-
-    If the directory contains only a socket, the socket was probably forwarded from another machine. In this
-    case, raise Failure, because the files of a service on this machine must not be shown instead.
+    """Return a client for the service in `run_dir`, or None to read the service's files instead: if no
+    service is running, or if the caller may not use the admin API and has set no key, but might be able to
+    read the files. If the directory contains only a socket, it was probably forwarded from another machine.
+    In this case, raise Failure, because the files of a service on this machine must not be shown instead.
     """
     from appliance import calls
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
@@ -134,7 +125,7 @@ def service_or_files(run_dir: Path) -> AdminClient | None:
 
 
 def admin_key() -> str | None:
-    """Return the key in $APPLIANCE_ADMIN_KEY, which users who are not operators need. Raises Failure if it
+    """Return the key in $APPLIANCE_ADMIN_KEY, which everyone except operators needs. Raises Failure if it
     cannot be sent in an HTTP header."""
     key = os.environ.get("APPLIANCE_ADMIN_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable()):
@@ -145,8 +136,7 @@ def admin_key() -> str | None:
 
 
 def _has_service(path: Path) -> bool:
-    """Return whether the directory contains the socket of a service, and the caller trusts the directory's
-    owner."""
+    """Return whether the directory contains a service's socket and has an owner the caller trusts."""
     from appliance.ownership import UntrustedError, trusted_directory
 
     try:

@@ -1,5 +1,5 @@
-"""The commands that run and inspect the service, and their options. The implementations are in the other
-modules of this package, which are loaded on demand."""
+"""The commands that run and inspect the service, and their options. The implementations, in the other modules
+of this package, are loaded on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implements `appliance status`, which shows the state of the service."""
+"""Implements `appliance status`, which shows the service's state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _INDENT = 9
 
 
 def show_status(run_dir: str | None, *, as_json: bool) -> None:
-    """Print the status of the service. Raises Failure if it does not answer."""
+    """Print the service status. Raises Failure if the service does not answer."""
     with admin_client(run_dir) as client:
         status = client.status()
     if as_json:
@@ -172,7 +172,7 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
 
 
 def _scaling(scaling: ScalingStatus | None, width: int | None) -> list[str]:
-    """Return a description of the number of replicas of a model that is scaled with the load."""
+    """Return a description of the replica count of a model that scales with load."""
     if scaling is None:
         return []
     text = f"{scaling.replicas} of {scaling.min_replicas} to {scaling.max_replicas} replicas"
@@ -224,8 +224,8 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _experts(replica: ReplicaStatus) -> str:
-    """Return a description of how evenly tokens are distributed over the experts of a replica, or an empty
-    string if nothing was counted."""
+    """Return a description of how evenly a replica's tokens are distributed over experts, or an empty string
+    if nothing was counted."""
     layers = [use for use in replica.expert_layers if use.choices]
     if not layers:
         return ""
@@ -241,7 +241,7 @@ def _experts(replica: ReplicaStatus) -> str:
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
     """Return two values as text: the first for decode-only steps, the second for steps that compute prompts.
-    "-" means that there were no steps of this kind."""
+    "-" means no steps of this kind."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 

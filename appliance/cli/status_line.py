@@ -1,4 +1,4 @@
-"""A line on a terminal that is overwritten while a command waits."""
+"""A terminal line that is overwritten while a command waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTERVAL_S = 0.25
 
 
 class StatusLine:
-    """One line that each call to `show` overwrites. Nothing is written if the stream is not a terminal."""
+    """A line that each call to `show` overwrites. Nothing is written if the stream is not a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -46,18 +46,16 @@ def bar(share: float) -> str:
 
 
 def load_line(replica: str, detail: str, load: LoadStatus | None) -> str:
-    """Return the progress of a loading replica as one line, with a bar if the amount of work is known."""
+    """Return a loading replica's progress as one line, with a bar if the amount of work is known."""
     drawn = f"{bar(load.done / load.total)} " if load is not None and load.total else ""
     return printable(f"{replica} {drawn}{detail}")
 
 
 @contextmanager
 def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | None = None) -> Iterator[None]:
-    """While the context is active, show the progress of loading replicas on standard error or on `stream`, if
-    this is a terminal.
-
-    `replicas` returns the current status of the replicas. The function is called in a thread. If it raises an
-    error, the display ends.
+    """While the context is active, show the progress of loading replicas on `stream` (by default standard
+    error) if it is a terminal. `replicas` returns the replicas' current status; it is called in a thread. If
+    it raises an error, the display ends.
     """
     line, ended = StatusLine(stream), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Implements `appliance usage`, which shows the usage per day, tenant, key and model."""
+"""Implements `appliance usage`, which shows usage per day, tenant, key and model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _day(text: str | None, option: str) -> str | None:
     if text is None:
         return None
     at = moment(text, option, ahead=False)
-    # A date without a time means a day in UTC, because usage is counted per day in UTC.
+    # A date without a time means a UTC day, because usage is counted per UTC day.
     return text.strip() if len(text.strip()) == 10 else datetime.fromtimestamp(at, UTC).date().isoformat()
 
 
