@@ -1,8 +1,8 @@
 """Defines the operations of a decoder (`Ops`) and their data types, and selects a backend.
 
-`kernels.reference` implements every operation in plain torch. It is the CPU backend, and the tests compare
-the results of the GPU kernels with its results. Each operation combines all steps that touch the same data,
-so that one fused kernel can implement it.
+`kernels.reference` implements every operation in plain torch. It is the CPU backend, and the reference for
+testing the GPU kernels. Each operation combines all steps that touch the same data, so that a single fused
+kernel can implement it.
 
 In the shapes, *tokens* is the number of packed tokens in one forward pass, and *heads* and *kv_heads* are the
 numbers of heads on this rank. A *page* holds the 64 tokens of one block for one KV head. It is contiguous in
@@ -28,16 +28,16 @@ PDL_FROM = 90
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """An FP8 weight matrix. It has one scale per output row, or one scale per block of rows and columns. Only
-    the reference implementation supports one scale per block."""
+    """An FP8 weight matrix, with one scale per output row or one per block of rows and columns. Only the
+    reference implementation supports one scale per block."""
 
     values: torch.Tensor
     """Quantised matrix: [out, in] float8_e4m3fn."""
     scales: torch.Tensor
-    """Scale of each row: [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`. If `block`
-    is set: scale of each block, [⌈out / rows⌉, ⌈in / columns⌉] float32."""
+    """Each row's scale: [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`. If `block`
+    is set, each block's scale: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
-    """Numbers of rows and columns of a block, or None if there is one scale per row. With blocks, activations
+    """A block's numbers of rows and columns, or None if there is one scale per row. With blocks, activations
     are quantised with one scale per token and group of `columns` inputs."""
 
 
@@ -53,9 +53,9 @@ class Fp8Activation:
     values: torch.Tensor
     """Quantised activations, [tokens, n] float8_e4m3fn."""
     scales: torch.Tensor
-    """Scale of each token, [tokens, 1] float32."""
+    """Each token's scale, [tokens, 1] float32."""
     dtype: torch.dtype
-    """The model's dtype. GEMMs that read these activations return results in this dtype."""
+    """The model's dtype, in which GEMMs on these activations return their results."""
 
 
 Activation = torch.Tensor | Fp8Activation
@@ -65,7 +65,7 @@ Activation = torch.Tensor | Fp8Activation
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
     """An RMSNorm whose per-token factor, 1 / √(Σ x² / n + eps), has not been applied yet. The next GEMM
-    multiplies its result by this factor."""
+    multiplies its result by it."""
 
     values: torch.Tensor
     """Scaled values x × gain, [tokens, n], rounded once to x's dtype."""
@@ -80,44 +80,43 @@ class Residual:
     values: torch.Tensor
     """Residual values, [tokens, hidden]."""
     deferred_norm: DeferredNorm | None = None
-    """Deferred norm of `values`, which the next GEMM reads, or None if this norm has not been computed."""
+    """Deferred norm of `values` for the next GEMM to read, or None if it has not been computed."""
     normed: Fp8Activation | None = None
-    """Quantised norm of `values`, which the next GEMM reads, or None if this norm has not been computed."""
+    """Quantised norm of `values` for the next GEMM to read, or None if it has not been computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextNorm:
-    """The RMSNorm that follows a residual add, and the variant (quantised or deferred) that the next GEMM
-    expects."""
+    """The RMSNorm that follows a residual add, and whether the next GEMM expects it quantised or deferred."""
 
     gain: torch.Tensor
-    """Gain of the RMSNorm, [hidden]."""
+    """The RMSNorm's gain, [hidden]."""
     eps: float
     quantised: bool
-    """Whether the next GEMM expects a quantised norm (`Residual.normed`) rather than a deferred norm."""
+    """Whether the next GEMM expects a quantised norm (`Residual.normed`) rather than a deferred one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The router and the routed experts of a mixture-of-experts layer on one rank. Each expert is an MLP with
-    SwiGLU. If the experts are FP8, their `Fp8Weight`s have an additional first dimension: values [experts,
-    out, in] and scales [experts, out]."""
+    SwiGLU. FP8 experts' `Fp8Weight`s have an additional first dimension: values [experts, out, in] and scales
+    [experts, out]."""
 
     router: torch.Tensor
-    """The router's matrix, in the model's dtype: [experts of all ranks, hidden]."""
+    """The router's matrix in the model's dtype: [experts of all ranks, hidden]."""
     gate_up: Weight
-    """Gate and up matrices, [experts, 2 × intermediate, hidden]. For each expert, the rows of the gate matrix
-    precede those of the up matrix."""
+    """Gate and up matrices, [experts, 2 × intermediate, hidden]. Each expert's gate rows precede its up
+    rows."""
     down: Weight
     """Down matrices, [experts, hidden, intermediate]."""
     top_k: int
-    """Number of experts that each token chooses."""
+    """Number of experts chosen by each token."""
     normalised: bool
-    """Whether the softmax covers only the logits of the chosen experts, so that their weights add up to one.
-    Otherwise, the softmax covers the logits of all experts."""
+    """Whether the softmax covers only the chosen experts' logits, so that their weights sum to one, rather
+    than all experts' logits."""
     first: int = 0
-    """Row of the router that belongs to the first expert in `gate_up` and `down`. Experts that are only on
-    other ranks contribute zero."""
+    """The router row of the first expert in `gate_up` and `down`. Experts that are only on other ranks
+    contribute zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +124,19 @@ class ChoiceCount:
     """Counts how many tokens choose each expert of a layer."""
 
     totals: torch.Tensor
-    """Number of tokens that have chosen each expert: [experts of all ranks] int64. The router updates these
-    counts."""
+    """Number of tokens that have chosen each expert: [experts of all ranks] int64. Updated by the router."""
     live: torch.Tensor
     """One number per token: [tokens] int64. A negative number marks a padding token, which is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivation:
-    """The activations of the experts that each token has chosen. Only the backend that computed the
-    activations can read `values`."""
+    """The activations of the experts chosen by each token. Only the backend that computed `values` can read
+    them."""
 
     chosen: torch.Tensor
-    """Chosen experts of each token, sorted by decreasing logit: [tokens, top_k] int32. Among equal logits,
-    the lower expert index is first."""
+    """Each token's chosen experts, by decreasing logit: [tokens, top_k] int32. Among equal logits, the lower
+    expert index comes first."""
     weights: torch.Tensor
     """Weights of the chosen experts' results: [tokens, top_k] float32."""
     values: Any
@@ -153,8 +151,8 @@ class Rotation:
     cos_sin: torch.Tensor
     """Cosines and sines, [positions, head_dim] float32, from `kernels.rope.cos_sin_table`."""
     q_norm: torch.Tensor | None = None
-    """RMSNorm gain applied to each query head, [head_dim]. If the model has no QK-norm, q_norm and k_norm are
-    None."""
+    """RMSNorm gain applied to each query head, [head_dim]. q_norm and k_norm are None if the model has no
+    QK-norm."""
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
 
@@ -164,8 +162,8 @@ class KvPool:
     """One layer's KV cache on one rank. Keys and values are two tensors of shape
     `[blocks, kv_heads, 64, head_dim]`.
 
-    Attention reads whole blocks and masks the positions past the end of a sequence. The pool must therefore
-    contain only finite values; it is initialised with zeros.
+    Attention reads whole blocks and masks the positions past the end of a sequence, so the pool must contain
+    only finite values; it is initialised with zeros.
     """
 
     keys: torch.Tensor
@@ -176,29 +174,29 @@ class KvPool:
     v_scales: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the pool. The first dimension of each tensor is the block number. FP8 tensors
-        are returned as byte views, because torch cannot index FP8."""
+        """Return all of the pool's tensors, whose first dimension is the block number. FP8 tensors are
+        returned as byte views, because torch cannot index FP8."""
         scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
         if not scales:
             return [self.keys, self.values]
         return [self.keys.view(torch.uint8), self.values.view(torch.uint8), *scales]
 
     def first(self, blocks: int) -> KvPool:
-        """Return a pool that contains only the first `blocks` blocks, in the same memory."""
+        """Return a pool with only the first `blocks` blocks, in the same memory."""
         parts = (self.keys, self.values, self.k_scales, self.v_scales)
         return KvPool(*(None if part is None else part[:blocks] for part in parts))  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
 class ChunkSpan:
-    """The position of a prompt chunk in its forward pass and in its sequence."""
+    """A prompt chunk's position in its forward pass and in its sequence."""
 
     first: int
     """Index of the chunk's first token in the pass."""
     count: int
     context: int
-    """Number of tokens that precede the chunk in its sequence. Their keys and values are already in the cache
-    when the pass starts."""
+    """Number of tokens that precede the chunk in its sequence. Their keys and values are already cached when
+    the pass starts."""
     slot: int
     """The sequence's slot, which is its row in the block table."""
 
@@ -215,45 +213,43 @@ class ChunkSpan:
 
 @dataclass(slots=True)
 class AttentionInput:
-    """Determines the keys to which each token of a forward pass attends. In the pass, the decode tokens come
-    first, one per sequence, followed by the prompt chunks."""
+    """Determines which keys each token of a forward pass attends to. The pass consists of the decode tokens,
+    one per sequence, followed by the prompt chunks."""
 
     block_table: torch.Tensor
     """Block table on the device: [slots, columns] int64. Entries past the end of a sequence contain arbitrary
     but valid block numbers."""
     slots: torch.Tensor
-    """Slot of each decode sequence, [decodes] int64. The slot is the sequence's row in the block table."""
+    """Each decode sequence's slot, which is its row in the block table: [decodes] int64."""
     lens: torch.Tensor
-    """Number of cached tokens in each decode sequence, including the new token: [decodes] int64. 0 marks a
-    padding entry of a captured pass."""
+    """Number of cached tokens in each decode sequence, including the new one: [decodes] int64. 0 marks a
+    padding entry in a captured pass."""
     columns: int
-    """Number of block-table columns that the longest decode sequence uses, computed on the host."""
+    """Number of block-table columns used by the longest decode sequence, computed on the host."""
     chunks: list[ChunkSpan]
     tiles: Mapping[int | None, torch.Tensor] | None = None
     """Prefill tiles by attention window, in the format of `kernels.triton.attention_prefill.plan_tiles`.
-    Captured passes use the tiles instead of `chunks`. The tiles are overwritten in place before each
-    replay."""
+    Captured passes use them instead of `chunks`, and they are overwritten in place before each replay."""
     queries: torch.Tensor | None = None
-    """Indices of the tokens for which attention is computed, [decodes] int64: the last token of each
-    sequence. For the other tokens, only keys and values are written to the cache. None means that attention
-    is computed for every token."""
+    """Indices of the tokens for which attention is computed, [decodes] int64: each sequence's last token. For
+    the others, only keys and values are written to the cache. None means all tokens."""
 
 
 class Ops(Protocol):
-    """The operations of a decoder, which each backend implements. All inputs are on the backend's device, and
+    """The operations of a decoder, implemented by each backend. All inputs are on the backend's device, and
     no gradients are computed."""
 
     name: str
 
     def pack_weight(self, weight: Weight) -> Weight:
         """Return the weight in the layout that is fastest for this backend's GEMMs. Other backends cannot
-        read the result."""
+        read it."""
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
 
         first: token id of the first row of `weight`, or None if `weight` covers the whole vocabulary. The
-        result is zero for token ids outside `weight`, so the results of all ranks add up to the embedding.
+        result is zero for token ids outside `weight`, so the ranks' results add up to the embedding.
         """
 
     def linear(
@@ -277,8 +273,8 @@ class Ops(Protocol):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return `linear(rms_norm(x.values))`. If `out` is given, the result is written to it. If `x`
-        contains a deferred or quantised norm, this norm must have been computed with the same `norm_weight`
-        and `eps`."""
+        contains a deferred or quantised norm, it must have been computed with the same `norm_weight` and
+        `eps`."""
 
     def norm_gate_up(
         self,
@@ -302,16 +298,16 @@ class Ops(Protocol):
     ) -> Residual:
         """Return `residual + linear(x)`. The result may overwrite `residual.values`.
 
-        next_gain: gain `[out]` of the norm that follows, or None if no norm follows. If a gain is given, the
+        next_gain: gain `[out]` of the norm that follows, or None if no norm follows. With a gain, the
         returned residual may contain a deferred norm.
         """
 
     def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
-        """Return the norm that the all-reduce after `linear_add` should compute as well, or None if the next
-        GEMM computes the norm itself.
+        """Return the norm for the all-reduce after `linear_add` to compute too, or None if the next GEMM
+        computes it itself.
 
-        rows: number of rows of the result. weight: weight of the linear that computes the partial results.
-        The next linear's weight must have the same type. gain, eps: parameters of the norm.
+        rows: number of rows of the result. weight: weight of the linear that computes the partial results,
+        which must be of the same type as the next linear's. gain, eps: parameters of the norm.
         """
 
     def norm_experts(
@@ -322,9 +318,9 @@ class Ops(Protocol):
         experts: Experts,
         count: ChoiceCount | None = None,
     ) -> ExpertActivation:
-        """Choose the experts of each token by the logits `rms_norm(x.values) @ router.T`, which are computed
-        in float32. Return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP. count:
-        the counter to which the choices are added, or None."""
+        """Choose each token's experts by the logits `rms_norm(x.values) @ router.T`, computed in float32.
+        Return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP. count: the counter
+        to which the choices are added, or None."""
 
     def experts_sum(
         self, x: ExpertActivation, experts: Experts, out: torch.Tensor | None = None
@@ -339,7 +335,7 @@ class Ops(Protocol):
         `linear_add`."""
 
     def plan_attention(self, inputs: AttentionInput) -> Any:
-        """Prepare the attention of one forward pass. Every layer passes the returned plan to `attend`."""
+        """Prepare the attention of a forward pass. Every layer passes the returned plan to `attend`."""
 
     def attend(
         self,
@@ -357,8 +353,8 @@ class Ops(Protocol):
         """Apply QK-norm and RoPE to queries and keys, write keys and values to the pool, and return the
         causal paged attention. If `out` is given, the result is written to it.
 
-        The result is `[tokens, heads, head_dim]` in qkv's dtype, or `[decodes, heads, head_dim]` if the plan
-        was made with `AttentionInput.queries`. The softmax is computed in float32.
+        The result is `[tokens, heads, head_dim]` in qkv's dtype, or `[decodes, heads, head_dim]` for a plan
+        with `AttentionInput.queries`. The softmax is computed in float32.
 
         qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, the query, key and value heads of each token.
         positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
@@ -373,11 +369,11 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
 
     expansion_blocks: see `kernels.cuda.CudaOps`; only an FP8 cache uses expansion blocks.
 
-    On a GPU, a float32 model runs in plain torch, because the Triton kernels support only 16-bit dtypes.
-    float32 models are used on GPUs only for comparisons.
+    On a GPU, a float32 model, used only for comparisons, runs in plain torch, because the Triton kernels
+    support only 16-bit dtypes.
 
-    Raises ValueError if no backend supports the device. The caller chooses the device, and a backend never
-    moves work to another device.
+    Raises ValueError if no backend supports the device. The caller chooses the device; a backend never moves
+    work to a different one.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device_type!r}; supported devices: cpu, cuda")
@@ -400,7 +396,7 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
 
 
 def select_sampling(backend: str) -> SamplingOps:
-    """Return the sampling operations for the backend with this name (`Ops.name`)."""
+    """Return the sampling operations of the backend with this name (`Ops.name`)."""
     if backend == "cuda":
         from kernels.triton import sampling as triton_sampling
 

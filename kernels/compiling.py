@@ -1,13 +1,12 @@
-"""Determines which kernels a program will launch, and compiles them in advance in parallel processes.
+"""Determines which kernels a program will launch, and compiles them ahead of time in parallel processes.
 
 `record` runs code that launches kernels on meta tensors, and records each specialisation that Triton would
 compile. Nothing is compiled or executed, so no GPU is needed. `compile_jobs` compiles the recorded
 specialisations and stores them in Triton's cache (TRITON_CACHE_DIR), where later launches find them.
 
-Triton compiles a separate specialisation of a kernel for each combination of the dtypes of its arguments,
-constexprs and launch options. Arguments that are None, integers that are 1 or multiples of 16, and addresses
-that are multiples of 16 also lead to separate specialisations. The recorded run passes the same arguments as
-a real run, so this module does not need to reimplement these rules.
+Triton specialises a kernel for each combination of argument dtypes, constexprs and launch options, and also
+for arguments that are None, integers that are 1 or multiples of 16, and addresses that are multiples of 16.
+The recorded run passes the same arguments as a real one, so these rules need not be reimplemented here.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class GpuError(RuntimeError):
 
 
 class CompilerError(RuntimeError):
-    """Raised if the compiler processes exit before all kernels have been compiled. The message contains their
-    exit codes."""
+    """Raised if the compiler processes exit before compiling all kernels. The message contains their exit
+    codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,11 @@ class CompileJob:
     """One specialisation of one kernel."""
 
     name: str
-    """Qualified name of the kernel (module and function)."""
+    """The kernel's qualified name (module and function)."""
     function: Any
     """Triton's `JITFunction`."""
     specialisation: str
-    """Triton's description of the specialisation, which is passed to `JITFunction.preload`."""
+    """Triton's description of the specialisation, for `JITFunction.preload`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,10 @@ class CompileFailure:
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """The GPU model for which kernels are compiled."""
+    """The GPU model to compile kernels for."""
 
     name: str
-    """The name that the driver reports, e.g. "NVIDIA H200"."""
+    """The name reported by the driver, e.g. "NVIDIA H200"."""
     target: GPUTarget
 
     @classmethod
@@ -84,13 +83,13 @@ class GpuModel:
     @property
     def pdl(self) -> bool:
         """Whether the GPU supports programmatic dependent launch (PDL). Kernels that use PDL do not compile
-        for GPUs that do not support it."""
+        for other GPUs."""
         return bool(self.target.arch >= PDL_FROM)
 
 
 def this_gpu() -> GpuModel:
-    """Return the model of the first NVIDIA GPU. The query runs in a child process, so that this process does
-    not initialise CUDA and can still fork.
+    """Return the model of the first NVIDIA GPU. The query runs in a child process, so that this one does not
+    initialise CUDA and can still fork.
 
     Raises GpuError if there is no usable GPU.
     """
@@ -114,8 +113,8 @@ def _send_gpu(sender: Any) -> None:
 
 
 def current_gpu(device: torch.device | None = None) -> GpuModel:
-    """Return the GPU model of a torch device, or of the current device if `device` is None. Initialises CUDA
-    in this process."""
+    """Return the GPU model of a torch device (by default, the current one). Initialises CUDA in this
+    process."""
     major, minor = torch.cuda.get_device_capability(device)
     return GpuModel.of(torch.cuda.get_device_name(device), 10 * major + minor)
 
@@ -128,7 +127,7 @@ def record(target: GPUTarget, run: Callable[[], object]) -> list[CompileJob]:
     def note(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         job = CompileJob(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
         found.setdefault((job.name, job.specialisation), job)
-        return True  # True prevents Triton from compiling and launching the kernel
+        return True  # True keeps Triton from compiling and launching the kernel
 
     with _offline(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
@@ -142,10 +141,10 @@ def compile_jobs(
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CompileFailure]:
-    """Compile the jobs that are missing from Triton's cache, and return the jobs that failed. Compilation
-    runs in forked processes, so this process must not have initialised CUDA. Raises CompilerError if the
-    compiler processes exit early."""
-    triton_key()  # hash Triton's sources in this process, so that the workers inherit the result
+    """Compile the jobs missing from Triton's cache, and return those that failed. Compilation runs in forked
+    processes, so this process must not have initialised CUDA. Raises CompilerError if the compiler processes
+    exit early."""
+    triton_key()  # hash Triton's sources here, so that the workers inherit the result
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     results = context.SimpleQueue()
@@ -195,8 +194,8 @@ def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: An
 
 
 def _launcher_class() -> Any:
-    """Return the Triton class that compiles C launchers (Triton 3.6 needs one per kernel signature), or None
-    if the driver library that they link against is missing."""
+    """Return Triton's class for compiling C launchers (Triton 3.6 needs one per kernel signature), or None if
+    the driver library that they link against is missing."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     try:
@@ -208,8 +207,7 @@ def _launcher_class() -> Any:
 
 
 class _Offline:
-    """Implements the part of Triton's driver interface that compilation needs. This implementation needs no
-    GPU."""
+    """Implements as much of Triton's driver interface as compilation needs, without a GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

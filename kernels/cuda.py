@@ -42,34 +42,33 @@ __all__ = ["CudaOps"]
 
 @dataclass(frozen=True, slots=True)
 class _ChunkPlan:
-    """The prefill tiles of one pass, for all layers with the same attention window.
-    `attention_prefill.Expansion` documents `pages`, `expanded` and `direct`."""
+    """One pass's prefill tiles, shared by all layers with the same attention window. `pages`, `expanded` and
+    `direct` are documented in `attention_prefill.Expansion`."""
 
     pages: torch.Tensor | None
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
     hopper: bool = False
     """Whether the kernel `attention_prefill_hopper` computes the tiles whose keys and values have the model's
-    dtype. With an FP8 cache, these are the expanded tiles. Otherwise, they are the direct tiles."""
+    dtype: the expanded ones with an FP8 cache, otherwise the direct ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """Chunk plans by attention window. The first layer with a given window creates the plan for this
-    window."""
+    """Chunk plans by attention window. The first layer with a given window creates that window's plan."""
 
 
 class CudaOps:
-    """Implements `kernels.Ops` on an NVIDIA GPU. An instance owns the workspaces of its kernels, so each
-    replica and each stream needs a separate instance.
+    """Implements `kernels.Ops` on an NVIDIA GPU. An instance owns its kernels' workspaces, so each replica
+    and each stream needs its own.
 
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
-    before attention (`attention_prefill.Expansion`); 0 disables the conversion. table: measured GEMM plans of
-    the device, or None if rules choose all plans. pdl: whether the device supports programmatic dependent
+    before attention (`attention_prefill.Expansion`); 0 disables the conversion. table: the device's measured
+    GEMM plans, or None if rules choose all plans. pdl: whether the device supports programmatic dependent
     launch (`kernels.PDL_FROM`). Kernels that use it do not compile for other devices. hopper_multiprocessors:
-    number of multiprocessors of a Hopper GPU (compute capability 9), which uses a separate kernel for long
+    number of multiprocessors of a Hopper GPU (compute capability 9), which has a separate kernel for long
     prompts; 0 for other GPUs.
     """
 
@@ -92,7 +91,7 @@ class CudaOps:
         self._product_workspace: Workspace | None = None
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Return the weight unchanged, because GEMMs on the GPU need no special layout."""
+        """Return the weight unchanged, because GPU GEMMs need no special layout."""
         return weight
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
@@ -131,7 +130,8 @@ class CudaOps:
     ) -> Activation:
         normed = (x, norm_weight, eps, weight)
         if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
-            # torch's FP8 GEMM cannot fuse SwiGLU, so one kernel computes SwiGLU and quantises the result.
+            # torch's FP8 GEMM cannot fuse SwiGLU, so a single kernel computes SwiGLU and quantises the
+            # result.
             product = self._norm_product(*normed, bias=bias)
             return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self.pdl), product.dtype)
         return self._norm_product(*normed, bias=bias, silu_mul=True)
@@ -172,10 +172,9 @@ class CudaOps:
         )
 
     def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
-        """Return the plan of a GEMM if the GEMM can share a norm with an adjacent GEMM, otherwise None.
-
-        float16 GEMMs never share norms. A shared norm stores x × gain before the norm's factor is applied,
-        and this product may exceed the range of float16.
+        """Return a GEMM's plan if it can share a norm with an adjacent GEMM, otherwise None. float16 GEMMs
+        never share norms: a shared norm stores x × gain before applying the norm's factor, and this product
+        may exceed the range of float16.
         """
         if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
             return None
@@ -183,7 +182,7 @@ class CudaOps:
         return plan if plan is not None and plan.tiled else None
 
     def _plan(self, rows: int, weight: torch.Tensor) -> GemmPlan | None:
-        """Return the plan of a GEMM, or None if cuBLAS computes the GEMM."""
+        """Return a GEMM's plan, or None if cuBLAS computes it."""
         outputs, inputs = weight.shape
         return self._table.choose(rows, outputs, inputs, weight.dtype)
 
@@ -380,7 +379,7 @@ class CudaOps:
         return self._decode_workspaces[key]
 
     def _scratch(self, keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scratch pool for expanded keys and values. Every layer overwrites this pool."""
+        """Return the scratch pool for expanded keys and values, which every layer overwrites."""
         _, kv_heads, _, head_dim = keys.shape
         key = (kv_heads, head_dim, dtype)
         if key not in self._scratches:

@@ -1,14 +1,14 @@
 """Defines the sampling interface: its inputs, its constants and the operations (`SamplingOps`) that a backend
 implements.
 
-`kernels.sampling` is the reference implementation in plain torch. It is used on CPUs, and the tests compare
-the GPU kernels with it. `kernels.triton.sampling` is used on GPUs and needs no sort. Both implementations use
-the random noise that `kernels.sampling` defines.
+`kernels.sampling` is the reference implementation in plain torch, used on CPUs and for testing the GPU
+kernels. `kernels.triton.sampling` is used on GPUs and needs no sort. Both use the random noise defined in
+`kernels.sampling`.
 
 Logits processors (`edit`) run first: penalties, then biases, then bans. For rows that are not greedy, the
 temperature is applied next, followed by top-k, top-p and min-p. These three filters also keep every token
-that ties with the last token kept. Among tokens with equal scores, the lowest id wins. The result of a row
-does not depend on the other rows.
+that ties with the last one kept. Among tokens with equal scores, the lowest id wins. A row's result does not
+depend on other rows.
 """
 
 from __future__ import annotations
@@ -20,53 +20,52 @@ from typing import Protocol
 import torch
 
 BAD_TOKEN = -1
-"""Token id returned for a row if its largest logit is not finite."""
+"""Token id returned for a row whose largest logit is not finite."""
 
 TEMPERATURE, NOISE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(7)
 """Column indices in `Draws.floats`."""
 
 Biases = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Token biases as three parallel tensors: the edited row (int64), the token id (int64) and the bias
-(float32)."""
+"""Token biases as three parallel tensors: edited row (int64), token id (int64) and bias (float32)."""
 Bans = tuple[torch.Tensor, torch.Tensor]
-"""Banned tokens as two parallel int64 tensors: the edited row and the token id."""
+"""Banned tokens as two parallel int64 tensors: edited row and token id."""
 
 
 class Variant(IntEnum):
-    """Variants of the sampling graph, from the simplest to the most general. Each variant can also sample the
-    rows for which a simpler variant suffices."""
+    """Variants of the sampling graph, from the simplest to the most general. Each can also sample rows for
+    which a simpler one suffices."""
 
     GREEDY = 0
     """Select the token with the largest logit."""
     PLAIN = 1
     """Sample a token at the row's temperature."""
     FULL = 2
-    """Sample, at the row's temperature, from the tokens that top-k, top-p and min-p keep."""
+    """Sample, at the row's temperature, from the tokens kept by top-k, top-p and min-p."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The rows to sample in one step, and the device tables that contain the sampling parameters of every
-    sequence slot."""
+    """The rows to sample in one step, and the device tables with every sequence slot's sampling
+    parameters."""
 
     slots: torch.Tensor
-    """Sequence slot of each sampling row: [sampling rows] integers. The slot of a padding row is -1, and its
-    result is BAD_TOKEN."""
+    """Each sampling row's sequence slot: [sampling rows] integers. A padding row has slot -1, and its result
+    is BAD_TOKEN."""
     positions: torch.Tensor
     """Position of each sampled token in its sequence: [sampling rows] int64."""
     noise_base: torch.Tensor
-    """Noise base of each slot: [slots] int64, from `kernels.sampling.noise_base`."""
+    """Each slot's noise base: [slots] int64, from `kernels.sampling.noise_base`."""
     floats: torch.Tensor
-    """Sampling parameters of each slot: [slots, at least 7] float32. The columns are 1 / temperature (1 for
+    """Each slot's sampling parameters: [slots, at least 7] float32. The columns are 1 / temperature (1 for
     greedy), noise factor (0 for greedy, otherwise 1), top_p, min_p, and the repetition, frequency and
     presence penalties."""
     top_k: torch.Tensor
-    """Top-k of each slot: [slots] int64. 0 keeps all tokens."""
+    """Each slot's top-k: [slots] int64. 0 keeps all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The logits to sample from. Columns from index `columns` onwards are padding and are not read."""
+    """The logits to sample from. Columns from index `columns` onwards are padding and are never read."""
 
     values: torch.Tensor
     """[logit rows, at least `columns`] bfloat16, float16 or float32. The columns of a row are contiguous."""
@@ -74,36 +73,36 @@ class Logits:
     first: int = 0
     """Token id of the first column."""
     hashes: torch.Tensor | None = None
-    """Token hashes, [columns] int32, computed once by `kernels.sampling.token_hashes`. `greedy` does not need
-    hashes."""
+    """Token hashes, [columns] int32, computed once by `kernels.sampling.token_hashes`. Not needed by
+    `greedy`."""
     index: torch.Tensor | None = None
-    """Logit row of each sampling row: [sampling rows] int64. None means that sampling row i uses logit row
+    """Each sampling row's logit row: [sampling rows] int64. None means that sampling row i uses logit row
     i."""
     edited: torch.Tensor | None = None
-    """Result of `edit`: [edited rows, columns] float32. A sampling row whose `edited_index` is not -1 uses
-    that row of `edited` instead of its logits."""
+    """The result of `edit`: [edited rows, columns] float32. A sampling row whose `edited_index` is not -1
+    uses that row of `edited` instead of its logits."""
     edited_index: torch.Tensor | None = None
-    """Row of `edited` for each sampling row: [sampling rows] int64. -1 means that the row is not edited."""
+    """Each sampling row's row in `edited`: [sampling rows] int64. -1 means that it is not edited."""
 
 
 class SamplingOps(Protocol):
     """The sampling operations that a backend implements. For each sampling row, `greedy`, `plain` and `full`
-    return the best score, [rows] float32, and its token id, [rows] int64. If the score is not finite, the
-    token id is BAD_TOKEN."""
+    return the best score, [rows] float32, and its token id, [rows] int64, which is BAD_TOKEN if the score is
+    not finite."""
 
     def greedy(self, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest logit of each row and its token id. The lowest id wins a tie."""
+        """Return each row's largest logit and its token id. The lowest id wins a tie."""
 
     def plain(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """For each row, return the largest value of logits / temperature + noise, and its token id. Supports
-        greedy rows and rows with only a temperature."""
+        greedy rows, and rows with only a temperature."""
 
     def full(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row, return the largest value of logits / temperature + noise among the tokens that top-k,
-        top-p and min-p keep, and its token id. Supports all rows.
+        """For each row, return the largest value of logits / temperature + noise among the tokens kept by
+        top-k, top-p and min-p, and its token id. Supports all rows.
 
-        `logits` must contain the whole vocabulary. With tensor parallelism, the caller gathers the shards
-        first.
+        `logits` must contain the whole vocabulary. with tensor parallelism, the caller first gathers the
+        shards.
         """
 
     def edit(
@@ -116,7 +115,7 @@ class SamplingOps(Protocol):
         bias: Biases | None = None,
         banned: Bans | None = None,
     ) -> torch.Tensor:
-        """Copy the logits of some rows, apply penalties, biases and bans to the copies in this order, and
+        """Copy the logits of some rows, apply penalties, biases and bans to the copies, in this order, and
         return them: `[edited rows, columns]` float32, for `Logits.edited`. The original logits stay
         unchanged, because log probabilities are computed from them.
 

@@ -1,8 +1,8 @@
-"""Implements every operation in plain torch. This module is the CPU backend, and the tests compare the
-results of the GPU kernels with its results.
+"""Implements every operation in plain torch. This module is the CPU backend, and the reference for testing
+the GPU kernels.
 
-`kernels.Ops` documents shapes and semantics. The code is optimised for CPUs, where most of the time is spent
-in GEMMs, followed by copies of KV pages and the overhead of torch calls.
+`kernels.Ops` documents shapes and semantics. The code is optimised for CPUs, where GEMMs take most of the
+time, followed by copying KV pages and torch call overhead.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _FP8_MAX = 448.0
 def pack_weight(weight: Weight) -> Weight:
     """Return float32 CPU weights in oneDNN's blocked layout, and other weights unchanged.
 
-    With the blocked layout, GEMMs of 4 to 256 rows are 2 to 3.6 times as fast as with MKL (Zen 5, one
-    thread). By default, torch uses MKL for float32, and MKL uses AVX-512 only on Intel CPUs. For other
-    dtypes, torch already uses oneDNN. The packing uses two private torch operations. If a torch build lacks
-    them, the weight is returned unchanged.
+    In the blocked layout, GEMMs of 4 to 256 rows are 2 to 3.6 times as fast as with MKL (Zen 5, one thread),
+    which torch uses for float32 by default, and which uses AVX-512 only on Intel CPUs. For other dtypes,
+    torch already uses oneDNN. Packing uses two private torch operations. If the torch build lacks them, the
+    weight is returned unchanged.
     """
     if isinstance(weight, Fp8Weight):
         return weight
@@ -145,10 +145,10 @@ def experts_add(
 def route(
     x: torch.Tensor, router: torch.Tensor, top_k: int, normalised: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts that each token in `x [tokens, hidden]` chooses, and the weights of these experts,
-    both in the format of `kernels.ExpertActivation`."""
+    """Return the experts chosen by each token in `x [tokens, hidden]`, and their weights, both in the format
+    of `kernels.ExpertActivation`."""
     logits = F.linear(x.float(), router.float())
-    # Use a stable sort, because torch.topk does not define the order of equal values.
+    # A stable sort, because torch.topk does not define the order of equal values.
     falling, experts = logits.sort(dim=-1, descending=True, stable=True)
     best = falling[:, :top_k]
     weights = best.softmax(dim=-1) if normalised else falling.softmax(dim=-1)[:, :top_k]
@@ -156,9 +156,9 @@ def route(
 
 
 def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Multiply each row of `x [rows, in]` by the matrix in `weight [experts, out, in]` that `expert [rows]`
-    selects. The result is `[rows, out]` in x's dtype. Rows that select an expert outside `weight` are
-    zero."""
+    """Multiply each row of `x [rows, in]` by the matrix in `weight [experts, out, in]` selected by `expert
+    [rows]`. The result is `[rows, out]` in x's dtype, with zeros for rows that select an expert outside
+    `weight`."""
     held = len(_values(weight))
     expert = torch.where((expert >= 0) & (expert < held), expert, held)
     by_expert = expert.argsort(stable=True)
@@ -183,12 +183,11 @@ def _values(weight: Weight) -> torch.Tensor:
 
 
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise `x [..., n]` to e4m3. Return the quantised values and their scales `[..., 1]` float32. A scale
-    is the row's largest magnitude divided by 448, so no value saturates. A row of zeros has scale 0."""
+    """Quantise `x [..., n]` to e4m3, and return the quantised values and their scales `[..., 1]` float32. A
+    scale is the row's largest magnitude divided by 448, so no value saturates. A row of zeros has scale 0."""
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # Divide by a tensor. If the divisor were a Python number, torch would multiply by the reciprocal of the
-    # number, which rounds twice.
+    # Divide by a tensor: given a Python number, torch would multiply by its reciprocal, which rounds twice.
     most = torch.full_like(largest, _FP8_MAX)
     inverse = most / torch.where(largest > 0, largest, 1.0)
     values = (x * inverse).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
@@ -196,8 +195,8 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise_blocks(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a matrix `x [out, in]` to e4m3 with one scale per block. Otherwise, do the same as
-    `quantise_fp8`. Return the quantised values and their scales (`kernels.Fp8Weight.scales`)."""
+    """Quantise a matrix `x [out, in]` to e4m3 as `quantise_fp8` does, but with one scale per block. Return
+    the quantised values and their scales (`kernels.Fp8Weight.scales`)."""
     (out, inputs), (rows, columns) = x.shape, block
     whole = F.pad(x, (0, -inputs % columns, 0, -out % rows))
     blocks = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
@@ -207,12 +206,12 @@ def quantise_blocks(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tens
 
 
 def dequantise(weight: Fp8Weight) -> torch.Tensor:
-    """Return the values of an FP8 matrix `[out, in]` multiplied by their scales, in float32."""
+    """Return an FP8 matrix's values `[out, in]` multiplied by their scales, in float32."""
     found = weight.values.float()
     if weight.block is None:
         return found.mul_(weight.scales.unsqueeze(1))
     rows, columns = weight.block
-    # Scale the groups of columns one after another, so that no full matrix of scales is needed.
+    # Scale one group of columns at a time, so that no full matrix of scales is needed.
     scales = weight.scales.repeat_interleave(rows, dim=0)[: len(found)]
     for group, part in enumerate(found.split(columns, dim=1)):
         part.mul_(scales[:, group : group + 1])
@@ -220,8 +219,8 @@ def dequantise(weight: Fp8Weight) -> torch.Tensor:
 
 
 def round_in_groups(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Quantise `x [tokens, n]` to e4m3 with one scale per token and group of `columns` numbers. Return the
-    quantised values multiplied by their scales, in float32."""
+    """Quantise `x [tokens, n]` to e4m3 with one scale per token and group of `columns` numbers, and return
+    the quantised values multiplied by their scales, in float32."""
     groups = F.pad(x, (0, -x.shape[1] % columns)).unflatten(1, (-1, columns))
     values, scales = quantise_fp8(groups)
     return values.float().mul_(scales).flatten(1)[:, : x.shape[1]]
@@ -249,8 +248,8 @@ def rope_cache_write(
     pool: KvPool,
     heads: int,
 ) -> torch.Tensor:
-    """Write keys and values to the pool, and return the rotated queries `[tokens, heads, head_dim]`. This is
-    the first half of `Ops.attend`."""
+    """Write keys and values to the pool, and return the rotated queries `[tokens, heads, head_dim]`: the
+    first half of `Ops.attend`."""
     _, kv_heads, _, head_dim = pool.keys.shape
     q_norm, k_norm, eps = rotation.q_norm, rotation.k_norm, rotation.eps
     both = heads + kv_heads

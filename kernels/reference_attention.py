@@ -1,4 +1,4 @@
-"""Implements the attention of the CPU backend (`kernels.reference`) over paged KV pools, in plain torch."""
+"""Implements the CPU backend's attention (`kernels.reference`) over paged KV pools, in plain torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum number of bytes of keys that decode attention copies at a time. The same limit applies to values. A
-single sequence may exceed the limit. The limit bounds the working memory and keeps the copy in the CPU's
-cache. It also keeps allocations small. The C library requests new pages from the operating system for each
-larger buffer, which makes attention for 64 sequences take 4 times as long."""
+"""Maximum number of bytes of keys, and likewise of values, that decode attention copies at a time, unless a
+single sequence has more. The limit bounds the working memory, keeps the copy in the CPU cache, and keeps
+allocations small: for larger buffers, the C library requests new pages from the operating system each time,
+which makes attention for 64 sequences take 4 times as long."""
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]
 """Keys or values `[blocks, kv_heads, 64, head_dim]`, and their scales `[blocks, kv_heads, 64]`, which are
@@ -27,7 +27,7 @@ class AttentionPlan:
     lens: torch.Tensor
     queries: torch.Tensor | None
     chunks: list[tuple[ChunkSpan, torch.Tensor]]
-    """Each prompt chunk and the used part of its block-table row."""
+    """Each prompt chunk, and the used part of its block-table row."""
 
 
 def plan_attention(inputs: AttentionInput) -> AttentionPlan:
@@ -36,8 +36,8 @@ def plan_attention(inputs: AttentionInput) -> AttentionPlan:
         used = -(-chunk.end // PAGE_TOKENS)
         chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
-    # Replace entries past the end of a sequence with the sequence's own first block. Such entries may point
-    # to blocks of other sequences, which may contain NaN. Masking multiplies values by 0, and 0 × NaN is NaN.
+    # Replace entries past the end of a sequence with its own first block. They may point to other sequences'
+    # blocks, which may contain NaN, and masking multiplies values by 0, but 0 × NaN is NaN.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
     return AttentionPlan(tables, inputs.lens, inputs.queries, chunks)
@@ -53,8 +53,8 @@ def attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of a pass. The keys and values of the pass must already be in the pool. The
-    result has q's dtype. This function is the second half of `Ops.attend`."""
+    """Compute a pass's attention, the second half of `Ops.attend`. Its keys and values must already be in the
+    pool. The result has q's dtype."""
     q = q if plan.queries is None else q.index_select(0, plan.queries)
     parts = []
     decodes = len(plan.lens)
@@ -91,7 +91,7 @@ def paged_attention_decode(
     """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
     block_tables: `[sequences, columns]` int64. lens: `[sequences]` int64, the number of cached tokens
-    including the new token, at least 1.
+    including the new one, at least 1.
     """
     pools = ((keys, k_scales), (values, v_scales))
     column_bytes = keys[0].numel() * q.element_size()
@@ -112,7 +112,7 @@ class _Group:
 
     rows: list[int]
     first: int
-    """First block-table column that is visible to any sequence of the group."""
+    """First block-table column visible to any sequence in the group."""
     last: int
     """End of the column range (exclusive)."""
 
@@ -122,9 +122,8 @@ class _Group:
 
 
 def _length_groups(lens: list[int], window: int | None, most_columns: int) -> list[_Group]:
-    """Group sequences of similar length to limit the padding. With these groups, attention copies at most
-    about twice as many columns as needed. A group copies at most `most_columns` columns, unless it contains a
-    single sequence."""
+    """Group sequences of similar length to limit the padding: attention then copies at most about twice as
+    many columns as needed. A group copies at most `most_columns` columns, unless it is a single sequence."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
 
@@ -167,8 +166,7 @@ def _attend_group(
     visible = position < lens
     if window is not None:
         visible &= position >= lens - window
-    # The query heads of a KV head use the same keys and the same mask. They are therefore passed to torch as
-    # query tokens.
+    # The query heads of a KV head share its keys and mask, so they are passed to torch as query tokens.
     out = F.scaled_dot_product_attention(
         q.view(sequences, kv_heads, heads // kv_heads, head_dim),
         k,
@@ -190,8 +188,8 @@ def paged_attention_prefill(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the causal attention of one chunk. The keys and values of the chunk must already be in the
-    cache. The result has q's shape and dtype.
+    """Compute one chunk's causal attention. Its keys and values must already be in the cache. The result has
+    q's shape and dtype.
 
     q: `[tokens, heads, head_dim]`, at positions context, context + 1, …. block_table: `[columns]` int64,
     covering context + tokens positions.
@@ -226,21 +224,21 @@ def paged_attention_prefill(
 
 
 def _pages(block_tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return the page numbers (block × kv_heads + head) for block tables `[sequences, columns]`, ordered by
-    sequence, head and column. If pages are copied in this order, the tokens of each head are contiguous."""
+    """Return the page numbers (block × kv_heads + head) for block tables `[sequences, columns]`, by sequence,
+    head and column. Pages copied in this order have each head's tokens contiguous."""
     head = torch.arange(kv_heads, device=block_tables.device).unsqueeze(1)
     return (block_tables.unsqueeze(1) * kv_heads + head).flatten()
 
 
 def _gather(pool: _Pool, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy pages into a tensor `[pages, 64, head_dim]` of type `dtype`. FP8 pages are multiplied by their
+    """Copy pages to a tensor `[pages, 64, head_dim]` of dtype `dtype`. FP8 pages are multiplied by their
     scales."""
     numbers, scales = pool
     blocks, kv_heads, tokens, head_dim = numbers.shape
     numbers = numbers.view(blocks * kv_heads, tokens * head_dim)
     if scales is None:
         return numbers.index_select(0, pages).to(dtype)
-    # Copy FP8 pages as bytes, because torch cannot index FP8 tensors.
+    # FP8 pages are copied as bytes, because torch cannot index FP8 tensors.
     found = numbers.view(torch.uint8).index_select(0, pages).view(numbers.dtype).float()
     found = found.view(len(pages), tokens, head_dim)
     return found.mul_(scales.view(blocks * kv_heads, tokens, 1).index_select(0, pages)).to(dtype)

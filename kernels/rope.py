@@ -1,7 +1,7 @@
 """Computes the frequencies of every RoPE scaling method and the cos/sin tables (RoFormer, Su et al. 2021).
 
 All computations use float32 and the same order of operations as transformers, because models were trained
-with the resulting rounding. Different rounding causes visible errors at large positions.
+with that rounding. Rounding differently causes visible errors at large positions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def dynamic_frequencies(
     """Return the frequencies of dynamic NTK-aware scaling (bloc97 and emozilla 2023) for sequences of
     `length` tokens.
 
-    positions: the configured `max_position_embeddings`. If `length` is at most `positions`, the frequencies
-    are unscaled. Otherwise, they equal the frequencies that transformers computes for a sequence of exactly
-    `length` tokens.
+    positions: the configured `max_position_embeddings`. Up to `positions`, the frequencies are unscaled.
+    Above that, they are those that transformers computes for a sequence of exactly `length` tokens.
     """
     stretch = factor * max(length, positions) / positions - (factor - 1)
     return default_frequencies(head_dim, theta * stretch ** (head_dim / (head_dim - 2)))
@@ -41,10 +40,9 @@ def dynamic_frequencies(
 def llama3_frequencies(
     head_dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
 ) -> torch.Tensor:
-    """Return the frequencies of Llama 3.1. Frequencies with long wavelengths are divided by `factor`,
-    frequencies with short wavelengths are unchanged, and frequencies in between are interpolated.
-
-    original: maximum sequence length, in tokens, with which the model was trained before scaling.
+    """Return the frequencies of Llama 3.1. Long wavelengths have their frequencies divided by `factor`, short
+    ones keep theirs, and those in between are interpolated. original: maximum sequence length, in tokens, in
+    training before scaling.
     """
     frequencies = default_frequencies(head_dim, theta)
     wavelength = 2 * math.pi / frequencies
@@ -65,8 +63,8 @@ def yarn_frequencies(
     truncate: bool,
 ) -> torch.Tensor:
     """Return the frequencies of YaRN (Peng et al. 2023), also called "NTK by parts". Dimensions that rotate
-    more than `beta_fast` times within the original length keep their frequency. Dimensions that rotate fewer
-    than `beta_slow` times are interpolated. Between the two ranges, a linear ramp is used."""
+    more than `beta_fast` times within the original length keep their frequency. Those that rotate fewer than
+    `beta_slow` times are interpolated, with a linear ramp between the two ranges."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -76,7 +74,7 @@ def yarn_frequencies(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # avoid a division by zero, like the code of YaRN's authors
+        high += 0.001  # avoid dividing by zero, as the YaRN authors' code does
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     wavelengths = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     keep = 1 - ramp
@@ -84,10 +82,9 @@ def yarn_frequencies(
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return the factor by which YaRN scales cos and sin, for checkpoints without `attention_factor`. The
-    result is `0.1 ln(factor) + 1`. If mscale and mscale_all_dim are given, the result is
-    `0.1 mscale ln(factor) + 1` divided by `0.1 mscale_all_dim ln(factor) + 1`. For factors up to 1, the
-    result is 1."""
+    """Return the factor by which YaRN scales cos and sin, for checkpoints without `attention_factor`. It is
+    `0.1 ln(factor) + 1` or, if mscale and mscale_all_dim are given, `0.1 mscale ln(factor) + 1` divided by
+    `0.1 mscale_all_dim ln(factor) + 1`. For factors up to 1, it is 1."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -98,7 +95,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 
 def cos_sin_table(frequencies: torch.Tensor, length: int, scale: float = 1.0) -> torch.Tensor:
-    """Return the cosines and sines of each position, multiplied by `scale`: `[length, head_dim]` float32. The
+    """Return each position's cosines and sines, multiplied by `scale`: `[length, head_dim]` float32. The
     first half of a row contains the cosines, the second half the sines. frequencies: `[head_dim / 2]`."""
     positions = torch.arange(length, dtype=torch.float32, device=frequencies.device)
     angles = torch.outer(positions, frequencies)

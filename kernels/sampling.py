@@ -1,16 +1,16 @@
 """Implements sampling in plain torch. Contains the reference implementation of `kernels.draws.SamplingOps`,
 with its noise, filters and penalties.
 
-Rows are independent: the result of a row never depends on the other rows of the batch. As in torch, a
-function with a name that ends in `_` modifies its first argument in place. `plain` and `full` inspect each
-row's parameters on the host and skip the features that a row does not use. This inspection is cheap on a CPU,
-but on a GPU it would have to wait for the device.
+Rows are independent: a row's result never depends on the other rows of the batch. As in torch, functions
+whose names end in `_` modify their first argument in place. `plain` and `full` inspect each row's parameters
+on the host and skip features that a row does not use. This is cheap on a CPU, but would have to wait for the
+device on a GPU.
 
 Tokens are drawn with the Gumbel-max method (Gumbel 1954; Maddison et al. 2014): the argmax of `logit /
 temperature + g`, with independent standard Gumbel noise g, is a sample from the softmax. The noise is
 *counter-based*: it is a pure function of the seed, sample number, position and token id. A draw therefore
-does not depend on the batch, on a rank's vocabulary shard or on earlier draws, and it can be reproduced after
-a preemption or on another replica.
+does not depend on the batch, on a rank's vocabulary shard or on earlier draws, and can be reproduced after a
+preemption or on a different replica.
 
     base  = splitmix64(splitmix64(seed) + sample)                    once per sequence, `noise_base`
     key   = splitmix64(base + position · 0x9E3779B97F4A7C15)         once per row and step, `noise_keys`
@@ -51,8 +51,8 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this limit select greedy sampling. Dividing logits by such a temperature would either
-select the same token or overflow."""
+"""Temperatures below this select greedy sampling. Dividing logits by them would either select the same token
+or overflow."""
 
 # ── the operations: see `kernels.draws.SamplingOps` ──────────────────────────────────────────────────
 
@@ -104,8 +104,8 @@ def edit(
 
 
 def _source(logits: Logits) -> torch.Tensor:
-    """Return the logits of each sampling row, [sampling rows, columns] float32. The result may share memory
-    with the caller's tensors."""
+    """Return each sampling row's logits, [sampling rows, columns] float32. They may share memory with the
+    caller's tensors."""
     values = logits.values[:, : logits.columns]
     if logits.index is not None:
         values = values[logits.index]
@@ -117,8 +117,8 @@ def _source(logits: Logits) -> torch.Tensor:
 
 
 def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row. Rows are processed in three groups: greedy, noise only, and noise together
-    with top-k, top-p or min-p."""
+    """Draw a token for each row, in three groups: greedy rows, rows with only noise, and rows that also have
+    top-k, top-p or min-p."""
     assert logits.hashes is not None
     source, rows = _source(logits), draws.slots.clamp(min=0)
     floats, top_k = draws.floats[rows], draws.top_k[rows]
@@ -147,8 +147,8 @@ def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, 
 def _best_narrowed(
     logits: torch.Tensor, noise: torch.Tensor, floats: torch.Tensor, top_k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row, return the best score among the tokens that top-k, top-p and min-p keep, and the column
-    of this score. Modifies `logits` and `noise`."""
+    """For each row, return the best score among the tokens kept by top-k, top-p and min-p, and its column.
+    Modifies `logits` and `noise`."""
     largest_k = int(top_k.max())
     _change(logits, top_k > 0, lambda rows, at: keep_top_k_(rows, top_k[at], largest_k))
     scores = noise.add_(logits)
@@ -166,8 +166,8 @@ def _best_narrowed(
 def _change(
     rows: torch.Tensor, some: torch.Tensor, change_: Callable[[torch.Tensor, torch.Tensor | slice], object]
 ) -> None:
-    """Apply an in-place operation to the rows that the mask `some` selects. The operation is called with
-    these rows and their indices."""
+    """Apply an in-place operation to the rows selected by the mask `some`. It is called with these rows and
+    their indices."""
     at = some.nonzero().squeeze(1)
     if len(at) == len(rows):
         change_(rows, slice(None))
@@ -197,13 +197,13 @@ def _splitmix64(value: int) -> int:
 
 
 def noise_base(seed: int, sample: int) -> int:
-    """Return a sequence's noise base as a signed 64-bit integer. It is the part of the noise key that does
-    not depend on the position."""
+    """Return a sequence's noise base, the part of the noise key that does not depend on the position, as a
+    signed 64-bit integer."""
     return _signed64(_splitmix64((_splitmix64(seed & _MASK64) + sample) & _MASK64))
 
 
 def noise_keys(base: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the noise keys of the tokens at `positions`: [rows] int64. base, positions: [rows] int64."""
+    """Return the noise keys for tokens at `positions`: [rows] int64. base, positions: [rows] int64."""
     x = positions * _signed64(_GOLDEN)
     x += base
     x += _signed64(_GOLDEN)
@@ -227,13 +227,13 @@ def _fmix32_(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_hashes(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the hashes of the token ids from `first` to `first + count - 1`: [count] int32. The hashes are
-    computed once per vocabulary shard."""
+    """Return the hashes of token ids `first` to `first + count - 1`: [count] int32. They are computed once
+    per vocabulary shard."""
     return _fmix32_(torch.arange(first, first + count, dtype=torch.int32, device=device))
 
 
 def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    """Return the random integers from which the noise is computed: [rows, tokens] int32, in 0 … 2^31 − 1."""
+    """Return the random integers that the noise is computed from: [rows, tokens] int32, in 0 … 2^31 − 1."""
     low = ((keys << 32) >> 32).to(torch.int32).unsqueeze(1)
     high = (keys >> 32).to(torch.int32).unsqueeze(1) | 1
     bits = _fmix32_((low ^ hashes).mul_(high))
@@ -252,11 +252,9 @@ def gumbel_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
 
 
 def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest value of each row, [rows], and its column, [rows] int64. The lowest column wins a
-    tie.
-
-    The largest value is NaN if a row contains NaN, and −inf if all values are −inf. Callers treat a
-    non-finite value as an error.
+    """Return each row's largest value, [rows], and its column, [rows] int64. The lowest column wins a tie.
+    The value is NaN if a row contains NaN, and −inf if all of its values are −inf; callers treat a non-finite
+    value as an error.
     """
     result = scores.max(dim=1)
     return result.values, result.indices
@@ -287,8 +285,8 @@ def penalize_(
 
 
 def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
-    """Set logits below each row's k-th largest logit to −inf. Ties with the k-th largest are kept, as in
-    Hugging Face's implementation.
+    """Set logits below each row's k-th largest to −inf. Ties with it are kept, as in Hugging Face's
+    implementation.
 
     top_k: [rows] int64, at least 1. largest: the maximum of `top_k`, as a Python integer.
     """
@@ -301,8 +299,7 @@ def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torc
 
 
 def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set the scores of tokens to −inf if their probability is below min_p × the highest probability (Nguyen
-    et al. 2024).
+    """Set the scores of tokens less likely than min_p × the highest probability to −inf (Nguyen et al. 2024).
 
     scores, logits: [rows, vocabulary] float32. min_p: [rows] float32; 0 keeps all tokens.
     """
@@ -312,8 +309,8 @@ def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor)
 
 def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Set the scores of tokens outside the nucleus to −inf. The nucleus (Holtzman et al. 2020) is the
-    smallest set of most likely tokens with probabilities that add up to at least top_p. Tokens that tie with
-    its last token are kept. Sorts each row, without synchronising with the host."""
+    smallest set of most likely tokens whose probabilities add up to at least top_p. Tokens that tie with its
+    last token are kept. Sorts each row, without synchronising with the host."""
     ranked = logits.sort(dim=1, descending=True).values
     probabilities = ranked.softmax(dim=1)
     before = probabilities.cumsum(dim=1) - probabilities
@@ -329,11 +326,10 @@ def best_in_top_p(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `best(keep_top_p_(scores, logits, top_p))`, usually without a sort. Modifies `scores`.
 
-    Tokens are tried in order of decreasing score, and the first token that is in the nucleus is returned. A
-    token is in the nucleus if the total probability of all more likely tokens is below top_p. The result is
-    the same as with a sort, except for rounding at the boundary of the nucleus. On average, about 1 / top_p
-    tokens are tried. After `tries` tokens, the row is sorted. The function reads results on the host, so it
-    is meant for CPUs.
+    Tokens are tried by decreasing score, and the first one in the nucleus is returned: the total probability
+    of all more likely tokens must be below top_p. The result is the same as with a sort, except for rounding
+    at the boundary of the nucleus. On average, about 1 / top_p tokens are tried; after `tries`, the row is
+    sorted. Reads results on the host, so it is meant for CPUs.
     """
     values, columns = best(scores)
     highest = logits.amax(dim=1, keepdim=True)

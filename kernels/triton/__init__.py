@@ -1,1 +1,1 @@
-"""Contains the GPU operations as Triton kernels. Importing most of its modules imports Triton."""
+"""The GPU operations as Triton kernels. Importing most of these modules imports Triton."""

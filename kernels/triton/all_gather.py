@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Implements an all-gather of small messages between the GPUs of one host, and the selection of the best
-token over all ranks.
-
-Both operations use the push protocol of `kernels.triton.peer_arena`. Calls to both operations and to
+"""Implements an all-gather of small messages between the GPUs of one host, and a selection of the best token
+over all ranks. Both use the push protocol of `kernels.triton.peer_arena`. Calls to them and to
 `all_reduce_add` may alternate on the same arena.
 """
 
@@ -28,8 +26,7 @@ from kernels.triton.peer_arena import (
 _WARP_WORDS = 128
 """Number of 32-bit words per warp (four per thread)."""
 _MAX_WARP_PROGRAMS = 8
-"""Maximum number of single-warp programs. Messages that would need more programs are divided into larger
-items."""
+"""Maximum number of single-warp programs. Messages that would need more are divided into larger items."""
 
 
 def fits(words: int, arena: Arena) -> bool:
@@ -51,11 +48,11 @@ def all_gather(
     pdl: bool = True,
     fence: bool = False,
 ) -> torch.Tensor:
-    """Return the words of all ranks: [rows, world, width] int32, where rows is count / width.
+    """Return all ranks' words: [rows, world, width] int32, where rows is count / width.
 
     x: [count] int32, contiguous, with the same count on every rank. width: number of words per row. out: a
     contiguous tensor that receives the result; if None, it is allocated. fence: if true, this call also makes
-    all earlier memory writes of each rank's stream visible to the other ranks. A word with the value
+    all earlier memory writes on each rank's stream visible to the other ranks. A word with the value
     EMPTY_WORD is received as 0. If words represent floats, at most the sign of a zero changes. Raises
     ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
@@ -93,9 +90,9 @@ def all_gather(
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
     """For each row, return the id of the largest value over all ranks: [rows] int64.
 
-    values: [rows] float32. ids: [rows] int64 below 2³¹. If several ranks have the largest value, the id of
-    the lowest rank is returned. The result is BAD_TOKEN if a value is NaN or the largest value is infinite.
-    Every rank must make the same calls in the same order. `best_fits` must be True for the number of rows.
+    values: [rows] float32. ids: [rows] int64 below 2³¹. Ties go to the lowest rank. The result is BAD_TOKEN
+    if a value is NaN or the largest value is infinite. Every rank must make the same calls in the same order.
+    `best_fits` must be True for the number of rows.
     """
     rows = len(values)
     result = torch.empty(rows, dtype=torch.int64, device=values.device)
@@ -139,8 +136,8 @@ def _all_gather(
     FENCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange the items of a message, each of which consists of BLOCK consecutive words. Program i exchanges
-    items i, i + programs, i + 2 × programs, …. Lanes past the end of the message exchange zeros."""
+    """Exchange a message's items, each of which is BLOCK consecutive words. Program i exchanges items i, i +
+    programs, i + 2 × programs, …. Lanes past the end of the message exchange zeros."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -198,8 +195,8 @@ def _best_of_ranks(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange the values of BLOCK rows as one item, and the ids of these rows as a second item. Then select
-    the best id of each row."""
+    """Exchange the values of BLOCK rows as one item and their ids as a second one, then select each row's
+    best id."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     lane = gl.arange(0, BLOCK, layout=layout)

@@ -38,7 +38,7 @@ def block_words(words: int) -> int | None:
 
 
 def max_rows(hidden: int, arena: Arena) -> int:
-    """Return the maximum number of rows of `hidden` 16-bit numbers that `all_reduce_add` supports, or 0 if
+    """Return the maximum number of rows of `hidden` 16-bit numbers supported by `all_reduce_add`, or 0 if
     rows of this length cannot be sent."""
     block = block_words(hidden // 2) if hidden % 2 == 0 else None
     return 0 if block is None else PROGRAMS * arena.items // (hidden // 2 // block)
@@ -65,11 +65,11 @@ def all_reduce_add(
     sum replaces `residual`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
-    two_shot: if true, each item is summed by one rank, which sends the result to the other ranks. The items
-    are divided equally among the ranks. If false (one-shot), every rank sends all items to all other ranks.
-    Two-shot mode transfers less data but waits twice. gain: [hidden], gain of the RMSNorm that follows. If it
-    is given, the call also computes `scaled` and `squares`. scaled: [rows, hidden], residual × gain. squares:
-    [parts, rows] float32, sums of residual² over `squares_parts` equal parts of each row.
+    two_shot: if true, each item is summed by one rank, which sends the result to the others; the items are
+    divided evenly among the ranks. If false (one-shot), every rank sends all items to all others. Two-shot
+    mode transfers less data but waits twice. gain: [hidden], gain of the RMSNorm that follows. If given, the
+    call also computes `scaled` and `squares`. scaled: [rows, hidden], residual × gain. squares: [parts, rows]
+    float32, sums of residual² over `squares_parts` equal parts of each row.
 
     Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
@@ -110,7 +110,7 @@ def all_reduce_add(
 
 
 def squares_parts(hidden: int) -> int:
-    """Return the number of parts into which `all_reduce_add` divides a row for the sums of squares."""
+    """Return the number of parts per row for which `all_reduce_add` computes sums of squares."""
     block = block_words(hidden // 2)
     assert block is not None
     return hidden // 2 // block
@@ -150,10 +150,10 @@ def receive_sum(
     FLOAT: gl.constexpr,
     ADD: gl.constexpr,
 ):
-    """Receive one item from every peer, and add the items of all ranks in rank order. If ADD is set, also add
+    """Receive one item from every peer, and add all ranks' items in rank order. If ADD is set, also add
     `residual`. Returns the rounded sums.
 
-    received: address of rank 0's item. stride: number of bytes from one rank's item to the next rank's item.
+    received: address of rank 0's item. stride: number of bytes from one rank's item to the next.
     """
     low = (own_words * 0).to(gl.float32)
     high = low
@@ -182,8 +182,8 @@ def _finish(
     FLOAT: gl.constexpr,
     NORM: gl.constexpr,
 ):
-    """Store an item of the new residual. If NORM is set, also store the scaled values and the sum of squares
-    of a deferred norm."""
+    """Store an item of the new residual and, if NORM is set, the scaled values and sum of squares of a
+    deferred norm."""
     gl.store(residual + item * BLOCK + lane, words)
     if NORM:
         weights = gl.load(gain + (item % PARTS) * BLOCK + lane)
@@ -218,8 +218,8 @@ def _all_reduce_add(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange the items of a message, each of which consists of BLOCK words of one row. Program i exchanges
-    items i, i + programs, i + 2 × programs, …."""
+    """Exchange a message's items, each of which is BLOCK words of one row. Program i exchanges items i, i +
+    programs, i + 2 × programs, …."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     PARTS: gl.constexpr = WORDS // BLOCK
     program = gl.program_id(0)

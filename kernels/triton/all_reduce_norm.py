@@ -2,9 +2,9 @@
 """Implements an all-reduce of a few rows, fused with the residual add, the RMSNorm that follows, and the
 quantisation of the normalised rows.
 
-The scale of a quantised row depends on the whole row, so one program exchanges and normalises a whole row.
-The exchange is one-shot. Sums are computed in the same order as in `kernels.triton.all_reduce`, so results
-are bit-identical on all ranks.
+A quantised row's scale depends on the whole row, so each program exchanges and normalises a whole row. The
+exchange is one-shot. Sums are computed in the same order as in `kernels.triton.all_reduce`, so results are
+bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.triton.fused import FP8
 from kernels.triton.peer_arena import PROGRAMS, REGION_BLOCK, Arena, begin_call, payload, send_to_peers
 
 _MAX_BLOCK = 2048
-"""Maximum number of words that a program loads at a time: 16 bytes for each thread of 16 warps."""
+"""Maximum number of words that a program loads at a time: 16 bytes per thread of 16 warps."""
 _MIN_BLOCK = 128
 
 
@@ -81,8 +81,8 @@ def all_reduce_norm_fp8(
 
 
 def block_words(words: int) -> int:
-    """Return the number of words that a program loads at a time from a row of `words` words. The result is a
-    multiple of _MIN_BLOCK."""
+    """Return the number of words, a multiple of _MIN_BLOCK, that a program loads at a time from a row of
+    `words` words."""
     block = _MAX_BLOCK
     while words % block:
         block //= 2

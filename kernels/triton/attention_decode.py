@@ -2,12 +2,12 @@
 al. 2023).
 
 The KV pages of a sequence are divided into splits. Each program of the grid finds its split from the sequence
-lengths on the device. The maximum number of pages per split is chosen so that the splits of the whole batch
-fit into the grid. (FlashInfer computes the splits on the host, Ye et al. 2025.) The grid depends only on the
-number of sequences, so one CUDA graph supports all lengths. A short sequence consists of a single split and
-needs no combine step. A long sequence is distributed over many programs. If a sequence has several splits,
-each split writes its partial result to the workspace, and the program that finishes last combines the results
-in cache order. No second kernel is needed, and the result is deterministic.
+lengths on the device. The maximum number of pages per split is chosen so that the whole batch's splits fit
+into the grid. (FlashInfer computes the splits on the host, Ye et al. 2025.) The grid depends only on the
+number of sequences, so one CUDA graph supports all lengths. A short sequence is a single split and needs no
+combine step; a long one is distributed over many programs. If a sequence has several splits, each split
+writes its partial result to the workspace, and the program that finishes last combines the results in cache
+order. No second kernel is needed, and the result is deterministic.
 
 The query heads of a KV head are the rows of one tensor-core tile, which has at least 16 rows. FP8 tiles are
 converted to float16. On Hopper, one instruction converts two values to float16, whereas a conversion to
@@ -15,7 +15,7 @@ bfloat16 takes several instructions.
 
 With a `Rotation`, the input is the result of the qkv GEMM, and the kernel applies QK-norm and RoPE to the
 heads that it reads. The program of a sequence's last page writes the new key and value to the cache and
-computes their attention from registers. As a result, no other kernel runs between the qkv GEMM and attention.
+computes their attention from registers. No other kernel therefore runs between the qkv GEMM and attention.
 Inputs that do not depend on the GEMM are read before the GEMM has ended: lengths, slots, angles, and with
 `DecodeConfig.early` the first page of each split.
 """
@@ -35,45 +35,45 @@ from kernels.triton.attention_decode_kernel import decode_kernel
 _LOG2_E = 1.4426950408889634
 
 _MAX_AT_ONCE = 32
-"""Maximum number of splits whose partial results are loaded together. The loop over these splits is unrolled.
-With small heads, 128 splits would be possible, but compiling the kernel would then take a minute."""
+"""Maximum number of splits whose partial results are loaded together. The loop over them is unrolled. With
+small heads, 128 would be possible, but compiling the kernel would take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Scratch memory of `decode`. Each stream needs its own workspace, which all layers of a model can share.
-    kv_heads, group (query heads per KV head), head_dim and the maximum number of sequences are fixed when the
-    workspace is allocated."""
+    """Scratch memory for `decode`. Each stream needs its own, which all layers of a model can share.
+    kv_heads, group (query heads per KV head), head_dim and the maximum number of sequences are fixed on
+    allocation."""
 
     partial: torch.Tensor
-    """Unnormalised attention results of the splits: `[items, kv_heads, group, head_dim]` float32."""
+    """The splits' unnormalised attention results: `[items, kv_heads, group, head_dim]` float32."""
     stats: torch.Tensor
-    """Maximum scores and softmax sums of the splits: `[items, kv_heads, 2, group]` float32."""
+    """The splits' maximum scores and softmax sums: `[items, kv_heads, 2, group]` float32."""
     arrived: torch.Tensor
-    """Number of finished splits: `[sequences, kv_heads]` int32. It is zero between launches."""
+    """Number of finished splits: `[sequences, kv_heads]` int32. Zero between launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch parameters of the decode attention kernel."""
+    """The decode attention kernel's launch parameters."""
 
     items: int
-    """Number of programs per KV head, which is also the maximum total number of splits. It must be at least
-    the number of sequences."""
+    """Number of programs per KV head, which is also the maximum total number of splits. At least the number
+    of sequences."""
     stages: int
-    """Number of stages of the software pipeline over pages. Both page numbers and tiles are prefetched
-    (stages - 1) / 2 iterations ahead."""
+    """Number of pipeline stages over pages. Page numbers and tiles are each prefetched (stages - 1) / 2
+    iterations ahead."""
     maxnreg: int | None = 128
     """Maximum number of registers per thread."""
     at_once: int = 4096
-    """Number of partial results that the combine step loads at a time."""
+    """Number of partial results loaded at a time by the combine step."""
     num_warps: int = 4
     min_pages: int = 1
     """Sequences with at most this many pages are not split, because reading the pages in one program is
     faster than combining splits."""
     early: bool = False
-    """Whether a program loads its first page before the qkv GEMM has ended, if there is a `Rotation`. This is
-    possible because the GEMM does not change the page, but the page then occupies registers for longer."""
+    """Whether a program loads its first page before the qkv GEMM has ended, if there is a `Rotation`. The
+    GEMM does not change this page, but the page then occupies registers for longer."""
 
 
 def config_for(
@@ -82,16 +82,16 @@ def config_for(
     """Return the launch parameters for a number of sequences. They do not depend on the sequence lengths.
 
     With a 16-bit cache, a single sequence is fastest with one program per multiprocessor, because a launch
-    that overlaps the previous kernel does not distribute its programs evenly. Batches of 2 to 16 sequences
-    are fastest with two programs per multiprocessor. An FP8 cache needs more programs to hide the conversion,
+    that overlaps the previous kernel distributes its programs unevenly. Batches of 2 to 16 sequences are
+    fastest with two programs per multiprocessor. An FP8 cache needs more programs to hide the conversion,
     unless each program has 8 warps. With enough sequences, a limit of 96 registers per thread lets five
     programs share a multiprocessor.
 
-    For a single sequence, the latency of attention limits the step, not memory bandwidth. Therefore, programs
-    load their first page early, and combine more splits at a time. This needs more registers: 168 per thread
-    with 4 warps. Programs have 8 warps if the group has so many query heads that a split's partial sums are
-    large. With such groups and 3 or 4 KV heads, loading the first page early also makes batches of a few
-    sequences faster.
+    A single sequence is limited by attention latency, not by memory bandwidth. Its programs therefore load
+    their first page early, and combine more splits at a time, which takes more registers: 168 per thread with
+    4 warps. Programs have 8 warps if the group has so many query heads that a split's partial sums are large.
+    With such groups and 3 or 4 KV heads, loading the first page early also makes batches of a few sequences
+    faster.
     """
     fp8, wide = element_size == 1, group >= 8 and head_dim <= 128
     few = wide and 2 < kv_heads <= 4 and sequences <= (4 if fp8 else 8)
@@ -115,27 +115,27 @@ def config_for(
 
 
 def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
-    """Return the number of splits of a sequence that the combine step loads together."""
+    """Return the number of a sequence's splits that the combine step loads together."""
     return min(_MAX_AT_ONCE, max(1, config.at_once // (group * head_dim)))
 
 
 def config_on(keys: torch.Tensor, sequences: int, group: int) -> DecodeConfig:
-    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` and the GPU that contains
-    it. group: number of query heads per KV head."""
+    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` and the GPU that it is on.
+    group: number of query heads per KV head."""
     _, kv_heads, _, head_dim = keys.shape
     multiprocessors = multiprocessors_of(keys.device)
     return config_for(sequences, kv_heads, group, head_dim, keys.element_size(), multiprocessors)
 
 
 def max_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
-    """Return the maximum `DecodeConfig.items` that a workspace supports."""
+    """Return the maximum `DecodeConfig.items` supported by a workspace."""
     return sequences + 4 * multiprocessors // kv_heads
 
 
 def allocate_workspace(
     sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    """Allocate the workspace of `decode` for up to `sequences` sequences with the given numbers of heads."""
+    """Allocate a workspace for `decode` with up to `sequences` sequences and the given numbers of heads."""
     items = max_items(sequences, kv_heads, multiprocessors_of(device))
     group = triton.next_power_of_2(heads // kv_heads)
     return DecodeWorkspace(
@@ -170,12 +170,12 @@ def decode(
     block_table: `[slots, columns]` int32 or int64. slots: `[sequences]`, the row of the block table for each
     sequence. lens: `[sequences]`, number of cached tokens, including the new token. A length of 0 marks
     padding: the result is zeros, and no other inputs of the padding are read. window: each token attends to
-    itself and the window - 1 tokens before it. rotation: if given, this call also writes the new keys and
+    itself and the window - 1 tokens before it. rotation: if given, the call also writes the new keys and
     values to the cache. Sequences must not share the blocks that receive their new tokens. With PDL and a
     rotation, slots, lens, cos_sin, the block table and the cache may be read before the previous kernel has
-    finished. A kernel without PDL, for example a decoder's embedding, must therefore run after these tensors
-    are written and before this kernel. config: launch parameters; if None, `config_for` chooses them. The
-    last bits of the result depend on `config.items`.
+    finished. A kernel without PDL, e.g. a decoder's embedding, must therefore run between the writes to these
+    tensors and this kernel. config: launch parameters; if None, `config_for` chooses them. The last bits of
+    the result depend on `config.items`.
 
     The softmax is computed in float32. No length is read on the host, so the launch can be captured in a CUDA
     graph.
@@ -284,8 +284,8 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 
 def _scan_width(sequences: int) -> int:
-    """Return the block size of the scan over sequences. There are only a few sizes, because each size is
-    compiled separately."""
+    """Return the block size of the scan over sequences. There are only a few, because each is compiled
+    separately."""
     for width in (1, 16, 128, 1024):
         if sequences <= width:
             return width
@@ -293,5 +293,5 @@ def _scan_width(sequences: int) -> int:
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU, or 4 in Triton's interpreter."""
+    """Return a GPU's number of multiprocessors, or 4 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Contains the paged decode attention kernel and its helper functions. `kernels.triton.attention_decode`
-launches the kernel."""
+"""Contains the paged decode attention kernel and its helper functions, for
+`kernels.triton.attention_decode`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.triton.new_tokens import angles, rounded, turned
 
 _LIFT = tl.constexpr(8.0)
-"""With an FP8 cache, softmax weights are scaled by 2**8, so that the small weights of a long sequence do not
+"""With an FP8 cache, softmax weights are scaled by 2**8, so that a long sequence's small weights do not
 become subnormal in float16. The factor cancels in the final division."""
 
 
 @triton.jit
 def _pages_of(length, WINDOW: tl.constexpr):
-    """Return the index of the first page that a sequence's query can attend to, and the number of pages that
-    it can attend to."""
+    """Return the index of the first page that a sequence's query attends to, and the number of such pages."""
     last = (length + 63) // 64
     first = tl.maximum(length - WINDOW, 0) // 64 if WINDOW > 0 else length * 0
     return first, last - first
@@ -27,8 +26,8 @@ def _pages_of(length, WINDOW: tl.constexpr):
 @triton.jit
 def _spread(tile, SPREAD: tl.constexpr):
     """Permute the columns of a `[64, n]` tile: column c moves to (c % SPREAD) × (n / SPREAD) + c / SPREAD. In
-    the tensor-core layout, the groups of 8 columns of a thread are n / SPREAD columns apart. With the
-    permutation, a thread can load SPREAD adjacent columns as words instead of single bytes."""
+    the tensor-core layout, the groups of 8 columns of a thread are n / SPREAD columns apart. The permutation
+    lets a thread load SPREAD adjacent columns as words instead of single bytes."""
     n: tl.constexpr = tile.shape[1]
     return tile.reshape(tile.shape[0], n // SPREAD, SPREAD).permute(0, 2, 1).reshape(tile.shape[0], n)
 
@@ -51,8 +50,8 @@ def _combine(
     AT_ONCE: tl.constexpr,
 ):
     """Combine `pieces` splits of a sequence and normalise the result: `[GROUP, HEAD_DIM]`. `partial` and
-    `stats` point to the first split. The loop processes one split after another, so that threads do not have
-    to synchronise. Up to AT_ONCE loads are in flight at the same time."""
+    `stats` point to the first split. The loop processes one split at a time, so that threads need not
+    synchronise. Up to AT_ONCE loads are in flight at once."""
     group = tl.arange(0, GROUP)
     place = group[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     m = tl.full([GROUP], float("-inf"), tl.float32)
@@ -95,9 +94,9 @@ def _attend(
     PRECISION: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """Add the attention of the queries to one page of keys and values `[64, HEAD_DIM]` to the running maximum
-    m, the softmax sum and the weighted values. tile: first line of the page in the cache. start: position of
-    the page's first token. cached: number of tokens in the cache. oldest: first position in the window."""
+    """Update the running maximum m, the softmax sum and the weighted values with the queries' attention to
+    one page of keys and values `[64, HEAD_DIM]`. tile: the page's first line in the cache. start: position of
+    its first token. cached: number of tokens in the cache. oldest: first position in the window."""
     token = tl.arange(0, 64)
     lift: tl.constexpr = _LIFT if SCALED else 0.0
     scores = tl.dot(query, k.to(COMPUTE).T, input_precision=PRECISION)
@@ -173,9 +172,9 @@ def decode_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
 
-    # Find the sequence and split of this program. A split has at most `most` pages, so that all splits fit
-    # into the grid. The loads bypass the L1 cache. This code runs before gdc_wait, when the L1 cache may
-    # still contain the lengths and slots of an earlier step.
+    # Find this program's sequence and split. A split has at most `most` pages, so that all splits fit into
+    # the grid. The loads bypass the L1 cache: they run before gdc_wait, when it may still contain the lengths
+    # and slots of an earlier step.
     if SCAN == 1:
         length = tl.load(lens, cache_modifier=".cg").to(tl.int32)
         row = tl.load(rows, cache_modifier=".cg").to(tl.int64)
@@ -243,7 +242,7 @@ def decode_kernel(
         cached = length
         if NEW:
             # Compute attention to the new token from registers, because the cache contains only the tokens
-            # before the new token.
+            # before it.
             cached = length - 1
             newest = begin + each >= pages
             query = turned(own, kv_head * HEADS + tile_row, real, cos, sin, q_norm, eps, HEAD_DIM, NORM)
@@ -302,7 +301,7 @@ def decode_kernel(
             tl.store(stats + slot * (2 * GROUP) + tile_row, m, mask=kept)
             tl.store(stats + slot * (2 * GROUP) + GROUP + tile_row, total, mask=kept)
             counter = arrived + sequence * KV_HEADS + kv_head
-            # All threads must have stored their sums before one thread increments the counter.
+            # All threads must have stored their sums before any thread increments the counter.
             tl.debug_barrier()
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == pieces - 1:
                 tl.store(counter, 0)

@@ -8,12 +8,13 @@ all layers (`plan_tiles`). A tensor descriptor reads each page of a KV head as o
 are visible to every row of a tile are not masked.
 
 The pages of an FP8 cache that a pass reads are first expanded to the model's dtype, into a scratch pool
-(`plan_expansion`, `expand`). Each page is thus converted only once, instead of once per tile of the chunk.
-Short chunks, and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them
-to float16. On Hopper, one instruction converts two values to float16, whereas a conversion to bfloat16 takes
-several instructions.
+(`plan_expansion`, `expand`). Each page is thus converted only once, instead of once per tile. Short chunks,
+and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them to float16. On
+Hopper, one instruction converts two values to float16, whereas a conversion to bfloat16 takes several
+instructions.
 
-On Hopper, long prompts use another kernel, `attention_prefill_hopper`, with the same tiles (`suits_hopper`).
+On Hopper, long prompts use a different kernel, `attention_prefill_hopper`, with the same tiles
+(`suits_hopper`).
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ from kernels import PAGE_TOKENS, ChunkSpan
 _LOG2_E = 1.4426950408889634
 
 _LIFT = tl.constexpr(8.0)
-"""Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It prevents small weights
-from becoming subnormal in float16."""
+"""Binary exponent of a factor (2**8) applied to float16 softmax weights, so that small weights do not become
+subnormal in float16."""
 
 _LOWEST = tl.constexpr(-1.0e30)
-"""Initial running maximum of a row. It is finite, so that a page without visible keys does not produce NaN.
-Masked scores must be -inf, and not this value. The compiler fuses `score × scale - largest` into one
-instruction, which does not round the product. For a score with this value, the difference could therefore be
-about 1e20 instead of 0."""
+"""A row's initial running maximum. It is finite, so that a page without visible keys does not produce NaN.
+Masked scores must be -inf, not this value: the compiler fuses `score × scale - largest` into one instruction,
+which does not round the product, so the difference could be about 1e20 instead of 0."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -137,8 +137,8 @@ def _prefill_kernel(
     # Rows past the last token may have no visible key. Such rows are NaN and are not stored.
     acc = acc / total[:, None]
     if REREAD:
-        # Load these values again, because keeping them would leave too few registers for the loop. The
-        # different cache modifier prevents the compiler from merging these loads with the earlier loads.
+        # Reload these values, because keeping them would leave too few registers for the loop. The different
+        # cache modifier keeps the compiler from merging these loads with the earlier ones.
         count = tl.load(record + 1, cache_modifier=".ca")
         token = (tl.load(record, cache_modifier=".ca") + row // HEADS).to(tl.int64)
         real = (row < count * HEADS)[:, None]
@@ -154,10 +154,9 @@ def tile_tokens(heads: int, kv_heads: int, tile_rows: int = 128) -> int:
 def plan_tiles(
     chunks: Sequence[ChunkSpan], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
 ) -> np.ndarray:
-    """Return the tiles of a pass, in descending order of their number of keys: `[tiles, 4]` int32. The
-    columns are the index of the first token in the pass, the number of tokens, the position of the first
-    token, and the slot (row of the block table). The tiles are valid for every layer with this attention
-    window."""
+    """Return a pass's tiles, those with the most keys first: `[tiles, 4]` int32. The columns are the index of
+    the first token in the pass, the number of tokens, the position of the first token, and the slot (row of
+    the block table). The tiles are valid for every layer with this attention window."""
     step = tile_tokens(heads, kv_heads, tile_rows)
     parts = [np.empty((0, 4), dtype=np.int32)]
     for chunk in chunks:
@@ -174,18 +173,18 @@ def plan_tiles(
 
 
 HOPPER_ABOVE = 1024
-"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. On an H200, this kernel
-takes 5 to 27 % less time than the general kernel above this limit, the same time at half the limit, and 5 to
-22 % more time below half the limit. The reason is that it runs only one program per multiprocessor, so no
-other program can use the multiprocessor while a tile starts or ends."""
+"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. Compared with the
+general kernel, it takes 5 to 27 % less time on an H200 above this limit, the same time at half the limit, and
+5 to 22 % more below that. It runs only one program per multiprocessor, so no other program can use the
+multiprocessor while a tile starts or ends."""
 
 
 def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
-    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`.
-    This is the case if the kernel supports the shape, and if the tiles have enough keys for it to be faster.
-    dtype: dtype of queries, keys and values."""
+    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`:
+    the kernel must support the shape, and the tiles must have enough keys for it to be faster. dtype: dtype
+    of queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
     if not served or dtype not in (torch.bfloat16, torch.float16) or not len(tiles):
@@ -194,20 +193,20 @@ def suits_hopper(
 
 
 EXPAND_FROM = 64
-"""Number of tokens in a chunk from which it is faster to expand the chunk's FP8 pages first."""
+"""Chunk length, in tokens, from which it is faster to expand the chunk's FP8 pages first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Describes how a pass reads an FP8 cache. The three lists are copied to the device and are valid for
+    """Describes how a pass reads an FP8 cache. The three lists are copied to the device, and are valid for
     every layer with the same attention window."""
 
     pages: np.ndarray
-    """Pages to expand, `[pages, 2]` int32. The columns are the slot and the block-table column. `expand`
-    writes page i to scratch block i."""
+    """Pages to expand, `[pages, 2]` int32, as slot and block-table column. `expand` writes page i to scratch
+    block i."""
     expanded: np.ndarray
-    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. Instead of the slot, the last
-    column contains the scratch block of page 0."""
+    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. The last column is the scratch
+    block of page 0 instead of the slot."""
     direct: np.ndarray
     """Tiles (from `plan_tiles`) of the chunks that read the FP8 pool directly."""
 
@@ -220,8 +219,8 @@ def plan_expansion(
     scratch_blocks: int,
     tile_rows: int = 128,
 ) -> Expansion:
-    """Decide for each chunk of a pass whether it reads the scratch pool (of `scratch_blocks` blocks) or the
-    FP8 pool."""
+    """Decide whether each chunk of a pass reads the scratch pool (of `scratch_blocks` blocks) or the FP8
+    pool."""
     direct, moved, pages, used = [], [], [], 0
     for chunk in chunks:
         first = 0 if window is None else max(0, chunk.context + 1 - window) // PAGE_TOKENS
@@ -285,7 +284,7 @@ def expand(
     scratch_values: torch.Tensor,
     pdl: bool = True,
 ) -> None:
-    """Multiply pages of an FP8 pool by their scales and convert them to the queries' dtype. Page i of `pages`
+    """Multiply FP8 pages by their scales and convert them to the queries' dtype. Page i of `pages`
     (`Expansion.pages` on the device) is written to scratch block i.
 
     keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous; k_scales, v_scales: `[blocks, kv_heads, 64]`
@@ -316,26 +315,26 @@ def expand(
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Launch parameters of the prefill attention kernel."""
+    """The prefill attention kernel's launch parameters."""
 
     tile_rows: int
-    """Number of rows in a tile, as passed to `plan_tiles`."""
+    """Number of rows per tile, as passed to `plan_tiles`."""
     num_warps: int
     stages: int
-    """Number of stages of the software pipeline over pages. If a block table is read, some of the stages are
-    used for page numbers and the others for tiles."""
+    """Number of pipeline stages over pages. If a block table is read, some are used for page numbers and the
+    others for tiles."""
     maxnreg: int | None
-    """Maximum number of registers per thread. None means no limit."""
+    """Maximum number of registers per thread, or None for no limit."""
 
 
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
     """Return the launch parameters. direct: whether the kernel reads an FP8 pool. expanded: whether it reads
     the scratch pool.
 
-    With two programs per multiprocessor, one program computes its softmax while the other uses the tensor
-    cores. With 8 warps, a program then has at most 128 registers per thread, and the compiled code waits for
-    every tensor-core product. With 4 warps, the compiled code does not wait, but a loop with a block table or
-    a conversion spills slightly more registers.
+    With two programs per multiprocessor, one computes its softmax while the other uses the tensor cores. With
+    8 warps, there are then at most 128 registers per thread, and the compiled code waits for every
+    tensor-core product. With 4 warps, it does not wait, but a loop with a block table or a conversion spills
+    slightly more registers.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)
@@ -358,9 +357,8 @@ def prefill(
     pdl: bool = True,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Compute the causal attention of chunks: `[tokens, heads, head_dim]` in q's dtype. The keys and values
-    of the chunks must already be in the cache. Tokens that belong to no tile keep their previous values in
-    `out`.
+    """Compute the causal attention of chunks: `[tokens, heads, head_dim]` in q's dtype. The chunks' keys and
+    values must already be in the cache. Tokens in no tile keep their previous values in `out`.
 
     q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.

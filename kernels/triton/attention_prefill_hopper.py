@@ -2,16 +2,16 @@
 """Implements causal prefill attention for Hopper GPUs. The softmax of one block of keys overlaps with the
 tensor-core products of another block.
 
-The kernel implements FlashAttention-3's schedule (Shah et al. 2024) for a paged cache. It is written in
-Gluon, Triton's lower-level language. One producer warp loads the queries, keys and values of a tile with the
-copy engine (TMA). Two consumer warpgroups each compute 64 of a tile's 128 rows. While a warpgroup computes
-the softmax weights of 128 keys, the product of the previous weights and values is still running. Keys are
-processed from last to first, so only the first steps of a tile need a mask.
+The kernel implements FlashAttention-3's schedule (Shah et al. 2024) for a paged cache, in Gluon, Triton's
+lower-level language. One producer warp loads the queries, keys and values of a tile with the copy engine
+(TMA). Two consumer warpgroups each compute 64 of a tile's 128 rows. While a warpgroup computes the softmax
+weights of 128 keys, the product of the previous weights and values is still running. Keys are processed from
+last to first, so only the first steps of a tile need a mask.
 
 The grid has one program per multiprocessor. Each program computes several tiles, the longest first, and loads
 the queries and pages of its next tile while the current tile finishes. Barriers (mbarriers) in shared memory
-with alternating phases signal full and empty buffers. The queries have one pair of barriers. Each pipeline
-stage has one pair for the keys and one for the values.
+with alternating phases signal full and empty buffers. The queries have one pair of barriers; each pipeline
+stage has one pair for keys and one for values.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kernels import PAGE_TOKENS
 _LOG2_E = 1.4426950408889634
 
 _STAGES = 2
-"""Number of pipeline stages for the keys, and also for the values. A stage takes 32 KiB. Queries, keys and
-values together take 160 KiB of shared memory. At least two stages are needed, because the kernel waits for
-the next keys before it releases the current values."""
+"""Number of pipeline stages for keys, and the same number for values. Each stage takes 32 KiB; with the
+queries, this adds up to 160 KiB of shared memory. At least two are needed, because the kernel waits for the
+next keys before releasing the current values."""
 
 _LIFT = gl.constexpr(8.0)
-"""Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It prevents small weights
-from becoming subnormal in float16."""
+"""Binary exponent of a factor (2**8) applied to float16 softmax weights, so that small weights do not become
+subnormal in float16."""
 
 
 def prefill(
@@ -54,7 +54,7 @@ def prefill(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Compute `attention_prefill.prefill` on a Hopper GPU, for 16-bit tensors and without an attention
-    window. Returns `out`, in which tokens that belong to no tile keep their previous values.
+    window. Returns `out`, in which tokens in no tile keep their previous values.
 
     q: `[tokens, heads, 128]` bfloat16 or float16, heads contiguous, token stride a multiple of 16 bytes.
     keys, values: `[blocks, kv_heads, 64, 128]`, contiguous, of the same dtype; heads / kv_heads divides 64.
@@ -94,8 +94,8 @@ def prefill(
 
 
 def _shared(rank: int) -> gl.NVMMASharedLayout:
-    """Return the shared-memory layout for rows of 128 bytes, with the swizzling that the tensor cores
-    expect."""
+    """Return the shared-memory layout for rows of 128 bytes, with the swizzling expected by the tensor
+    cores."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
@@ -107,8 +107,8 @@ def _signal(text: gl.constexpr):
 @gluon.jit
 def _item(turn):
     """Return the index of the work item (a tile and KV head) that this program computes in the given round.
-    In odd rounds, the order of the programs is reversed to balance their work. The index may be past the end
-    of the list."""
+    Odd rounds reverse the order of the programs to balance their work. The index may be past the end of the
+    list."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
@@ -124,8 +124,8 @@ def _positions(record):
 
 @gluon.jit
 def _fetch_block(tiles, one, two, ready, empty, phase, smem, at):
-    """Wait until a pipeline stage has been released, and load 128 keys or values into this stage. They
-    consist of two pages, and each page is loaded as two tiles of 64 dimensions."""
+    """Wait until a pipeline stage has been released, and load 128 keys or values into it: two pages, each as
+    two tiles of 64 dimensions."""
     mbarrier.wait(empty, phase ^ 1)
     mbarrier.expect(ready, 128 * 128 * 2)
     for panel in gl.static_range(2):
@@ -164,14 +164,14 @@ def _fetch(
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_full, 128 * 128 * 2)
         for half in gl.static_range(2):
-            # Loads past the last token of the tensor return zeros.
+            # Loads past the tensor's last token return zeros.
             at = [token + half * (64 // GROUP), kv_head * GROUP, 0]
             tma.async_copy_global_to_shared(q_tiles, at, q_full, q_smem.index(half))
         for back in range(blocks):
             stage = step % STAGES
             phase = (step // STAGES) & 1
             page = (blocks - 1 - back) * 2
-            # If there is no next page, load the last page again. All positions of the repeated page are
+            # If there is no next page, load the last one again. All positions of the repeated page are
             # masked.
             next_page = gl.minimum(page + 1, last // 64)
             if EXPANDED:
@@ -276,8 +276,8 @@ def _compute(
             total = total * old + gl.sum(weights, axis=1)
             following = gl.convert_layout(weights.to(dtype), operand)
             # Wait for the next keys here, between the softmax and the wait for the value products. The
-            # compiler does not move instructions across this wait. If the wait were elsewhere, the compiler
-            # would place the softmax after the value products, and the two would not overlap.
+            # compiler does not move instructions across this wait. Elsewhere, it would place the softmax
+            # after the value products, and the two would not overlap.
             next_step = step + 2
             ahead = back + 1 < blocks
             mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=ahead)
@@ -289,7 +289,7 @@ def _compute(
             step += 1
             stage = step % STAGES
             phase = (step // STAGES) & 1
-        # All key products of this tile have finished, so its queries are no longer needed.
+        # All of this tile's key products have finished, so its queries are no longer needed.
         mbarrier.arrive(q_empty, count=1)
         mbarrier.wait(v_full.index(stage), phase)
         of_values = warpgroup_mma(p, v_operands.index(stage), acc, is_async=True)
@@ -331,8 +331,8 @@ def _prefill_hopper(
         _signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
     whole: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_smem = gl.allocate_shared_memory(dtype, [2, 64 // GROUP, GROUP, 128], q_tiles.layout)
-    # A stage contains two panels of 64 dimensions, and each panel contains two pages. Together, the panels
-    # form 128 swizzled rows of 128 dimensions.
+    # A stage has two panels of 64 dimensions, with two pages each. Together, they form 128 swizzled rows of
+    # 128 dimensions.
     k_smem = gl.allocate_shared_memory(dtype, [STAGES * 4, 64, 64], k_tiles.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES * 4, 64, 64], v_tiles.layout)
     k_operands = k_smem._reinterpret(dtype, [STAGES, 128, 128], whole)

@@ -1,8 +1,7 @@
 # mypy: allow-untyped-defs
-"""Contains the first and the last kernel of a decode step, which access the device tables of running
-sequences. `place` computes the position and KV slot of each sequence's token before the forward pass.
-`advance` stores each sampled token as the sequence's next input. Both kernels can be captured in a CUDA
-graph."""
+"""Contains the first and last kernels of a decode step, which access the running sequences' device tables.
+`place` computes the position and KV slot of each sequence's token before the forward pass. `advance` stores
+each sampled token as the sequence's next input. Both kernels can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ class Decodes:
     token_ids: torch.Tensor
     positions: torch.Tensor
     kv_slots: torch.Tensor
-    """KV slot of each token, block × 64 + offset in the KV pool. Padding has slot -1."""
+    """Each token's KV slot, block × 64 + offset in the KV pool, or -1 for padding."""
     lens: torch.Tensor
-    """Number of tokens in each sequence, including the new token. This number equals the position of the next
-    token. Padding has length 0."""
+    """Number of tokens in each sequence, including the new one, which equals the next token's position. 0 for
+    padding."""
     slots: torch.Tensor
-    """Sequence slot of each token in the device tables. Padding has slot 0."""
+    """Each token's sequence slot in the device tables, or 0 for padding."""
 
     def first(self, count: int) -> Decodes:
         return Decodes(

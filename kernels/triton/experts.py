@@ -1,10 +1,10 @@
 """Launches the kernels of mixture-of-experts layers. The number of tokens determines which kernels run.
 
-`activate` and `weighted_sum` are the two halves of a layer, as `kernels.Ops` defines them. Few tokens need
-three launches: router, up and down. With FP8 weights, a fourth launch may be needed to quantise the
-activations, unless `down` does this itself. Many tokens need more launches, because they are first sorted by
-expert. No function in this module waits for the device. All launches can be captured in CUDA graphs, because
-their number and sizes depend only on the number of tokens.
+`activate` and `weighted_sum` are the two halves of a layer, as defined in `kernels.Ops`. Few tokens take
+three launches: router, up and down. With FP8 weights, a fourth may be needed to quantise the activations,
+unless `down` does so itself. Many tokens take more launches, because they are first sorted by expert. No
+function in this module waits for the device. All launches can be captured in CUDA graphs, because their
+number and sizes depend only on the token count.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans
 from kernels.triton.linear_rows import Workspace
 
 MAX_ROUTE_TOKENS = 16
-"""Maximum number of tokens for which one launch computes the norm and chooses the experts. This launch reads
-the router's matrix once per token."""
+"""Maximum number of tokens for which a single launch computes the norm and chooses the experts. It reads the
+router's matrix once per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenValues:
-    """The value of `ExpertActivation.values` that these kernels produce and read."""
+    """The `ExpertActivation.values` that these kernels produce and read."""
 
     values: torch.Tensor
-    """Results of `silu(gate) × up`: [tokens × top_k, intermediate]. They are sorted by expert if `by_expert`
-    is given, and otherwise in the order of the choices."""
+    """Results of `silu(gate) × up`: [tokens × top_k, intermediate], sorted by expert if `by_expert` is given,
+    otherwise in the order of the choices."""
     scales: torch.Tensor | None
-    """Scales of quantised values: [tokens × top_k, 1] float32. None if the values are not quantised."""
+    """Scales of quantised values: [tokens × top_k, 1] float32, or None."""
     by_expert: Sorted | None
-    """The choices sorted by expert, or None if the values are in the original order of the choices."""
+    """The choices sorted by expert, or None if the values are in the original order."""
     plan: ExpertsPlan
     """The plan of `down`."""
 
 
 def shape_of(experts: Experts) -> ExpertsShape:
-    """Return the sizes that determine the plans of a layer."""
+    """Return the sizes that determine a layer's plans."""
     (weight, _), (every, hidden) = _parts(experts.gate_up), experts.router.shape
     return ExpertsShape(weight.dtype, every, experts.top_k, hidden, weight.shape[1] // 2, len(weight))
 
@@ -58,11 +58,11 @@ def activate(
     count: ChoiceCount | None = None,
     pdl: bool = True,
 ) -> ExpertActivation:
-    """Normalise `x [tokens, hidden]`, choose the experts of each token and compute their activations
+    """Normalise `x [tokens, hidden]`, choose each token's experts and compute their activations
     (`kernels.Ops.norm_experts`).
 
     workspace: the stream's workspace. plans: the plans chosen by a table or by the rules for this number of
-    tokens. count: counts the tokens of each expert. This call adds the choices of this layer.
+    tokens. count: counts each expert's tokens; this call adds this layer's choices.
     """
     weight, scale = _parts(experts.gate_up)
     first, dtype = _first(experts), x.dtype
@@ -149,7 +149,7 @@ def weighted_sum(
 
 
 def _first(experts: Experts) -> int | None:
-    """Return the first expert of this rank, or None if the rank has all experts."""
+    """Return this rank's first expert, or None if the rank has all experts."""
     weight, _ = _parts(experts.gate_up)
     return experts.first if len(weight) < len(experts.router) else None
 

@@ -1,8 +1,6 @@
 """Computes the experts of few tokens. The GEMMs are divided into programs by outputs, so tokens need not be
-sorted by expert.
-
-`up` computes SwiGLU for the experts that each token has chosen. `down` computes the weighted sum of the
-experts' results, plus the residual. Each function makes one launch of one of three variants:
+sorted by expert. `up` computes SwiGLU for each token's chosen experts. `down` computes the weighted sum of
+the experts' results, plus the residual. Each function makes one launch of one of three variants:
 
 - `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. An expert that
   several tokens have chosen is read once for each of these tokens.
@@ -19,11 +17,11 @@ also rounds the result of each expert. With FP8 weights, the input of `up` is qu
 is quantised for `dot`, while `gemv` and `stream` quantise each expert's activations themselves.
 
 Programmatic dependent launch (PDL): `up` waits for the previous kernel before it reads the chosen experts,
-and lets the next kernel start only after this wait. When `down` starts, the router's results are therefore
-complete. `down` reads the chosen experts and its first weights before it waits for `up`.
+and lets the next kernel start only after this wait. The router's results are therefore complete when `down`
+starts, which reads the chosen experts and its first weights before waiting for `up`.
 
 Several ranks: a rank may have only some of the experts (`first`). Programs for experts on other ranks end
-without reading weights. `up` leaves the results of these choices undefined, and `down` adds nothing for them.
+without reading weights: `up` leaves the results undefined, and `down` adds nothing.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ def up(
     x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised. chosen: `[tokens, top_k]` int32; a
     token's experts are distinct. weight: `[experts, 2 × intermediate, hidden]`. x_scale: `[tokens, 1]`, and
     weight_scale: `[experts, 2 × intermediate]`, both float32: scales if x and weight are quantised. In this
-    case, dtype is the model's dtype. first: if given, the index of the first expert in `weight`. The results
-    of experts that are not in `weight` are undefined.
+    case, dtype is the model's dtype. first: if given, the index of the first expert in `weight`. Results of
+    experts not in `weight` are undefined.
     """
     tokens, hidden = x.shape
     top_k = chosen.shape[1]
@@ -124,9 +122,9 @@ def down(
     x: `[tokens × top_k, intermediate]`, the result of `up`. For `dot` with FP8 weights, it must be quantised,
     with `x_scale [tokens × top_k, 1]`. chosen: `[tokens, top_k]` int32. weights: `[tokens, top_k]` float32.
     weight: `[experts, hidden, intermediate]`. first: if given, the index of the first expert in `weight`.
-    Nothing is added for experts that are not in `weight`. dtype: the model's dtype, if x has another dtype.
-    pdl: use programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see
-    the module docstring).
+    Nothing is added for experts not in `weight`. dtype: the model's dtype, if x's differs. pdl: use
+    programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see the module
+    docstring).
     """
     tokens, top_k = chosen.shape
     experts, columns, intermediate = weight.shape
@@ -200,8 +198,8 @@ def down(
 
 
 def _slots(tokens: int, top_k: int, experts: int) -> tuple[bool, int]:
-    """Return whether `dot` has one group of programs per choice of a token (True) or per expert (False). Also
-    return the number of groups."""
+    """Return whether `dot` has one group of programs per choice of a token (True) or per expert (False), and
+    the number of groups."""
     pairs = tokens * top_k
     return pairs < experts, min(pairs, experts)
 
@@ -214,7 +212,7 @@ def _check(
     weight_scale: torch.Tensor | None,
     rows: int,
 ) -> None:
-    """Raise ValueError if shapes, dtypes or strides do not match. rows: expected rows of x."""
+    """Raise ValueError if shapes, dtypes or strides do not match. rows: expected number of rows of x."""
     if x.shape != (rows, weight.shape[2]):
         raise ValueError(
             f"x is {tuple(x.shape)}, but the weight {tuple(weight.shape)} needs {(rows, weight.shape[2])}"

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Contains the kernels that compute the experts of few tokens. `kernels.triton.experts_few` explains and
-launches these kernels."""
+"""Contains the kernels that compute the experts of few tokens, which `kernels.triton.experts_few` explains
+and launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.triton.linear_rows import gated, weight_rows, widen
 
 @triton.jit
 def _load_weights(at, inside, MASKED: tl.constexpr):
-    """Load a tile of weights. If MASKED is set, elements outside the mask `inside` are loaded as zero."""
+    """Load a tile of weights. If MASKED is set, elements outside the mask `inside` are zero."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     return tl.load(at, eviction_policy="evict_first")
@@ -108,7 +108,7 @@ def _up_gemv(
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows of one chosen expert by the token that has chosen it. With SCALED, x is
+    """Multiply BLOCK_N weight rows of one chosen expert by the token that chose it. With SCALED, x is
     quantised."""
     tiles: tl.constexpr = (2 * COLUMNS + BLOCK_N - 1) // BLOCK_N
     ragged: tl.constexpr = K % BLOCK_K != 0
@@ -117,8 +117,8 @@ def _up_gemv(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Let the next kernel start only after this wait, because the next kernel reads the chosen experts
-        # before it waits for this kernel.
+        # Let the next kernel start only after this wait: it reads the chosen experts before waiting for this
+        # kernel.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -138,7 +138,7 @@ def _up_gemv(
             w = _load_weights(weights + at, inside[None, :], ragged)
             part = tl.load(xs + at, mask=inside, other=0.0)
             products = widen(w, SCALED) * widen(part, SCALED)[None, :]
-            # First sum the values in the 16 bytes of each thread, which requires no exchange between threads.
+            # First sum the values in each thread's 16 bytes, which requires no exchange between threads.
             acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
         total = tl.sum(acc, axis=1)
         if SCALED:
@@ -172,8 +172,8 @@ def _down_gemv(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each expert that one token has chosen, multiply BLOCK_N of the expert's weight rows by the expert's
-    activations. With SCALED, the program quantises the activations."""
+    """For each of a token's chosen experts, multiply BLOCK_N of its weight rows by its activations. With
+    SCALED, the program quantises the activations."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     masked: tl.constexpr = (K % BLOCK_K != 0) | PARTIAL
     token = tl.program_id(0) // tiles
@@ -183,7 +183,7 @@ def _down_gemv(
     k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # Pad the choices by repeating the last choice with a routing weight of zero.
+    # Pad the choices by repeating the last one with a routing weight of zero.
     pair = token * TOP_K + tl.minimum(turn, TOP_K - 1)
     expert = tl.load(chosen + pair, cache_modifier=".cg").to(tl.int64)
     here = tl.full([TOP_K_BLOCK], True, tl.int1)
@@ -253,15 +253,15 @@ def _up_dot(
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows of one expert by all tokens that have chosen it."""
+    """Multiply BLOCK_N weight rows of one expert by all tokens that chose it."""
     tiles: tl.constexpr = (2 * COLUMNS + BLOCK_N - 1) // BLOCK_N
     slot = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Let the next kernel start only after this wait, because the next kernel reads the chosen experts
-        # before it waits for this kernel.
+        # Let the next kernel start only after this wait: it reads the chosen experts before waiting for this
+        # kernel.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(
@@ -272,7 +272,7 @@ def _up_dot(
         row = tl.arange(0, ROWS)
         xs = x + row[:, None] * K + k[None, :]
         if SCALED:
-            # Load the scales before the products, so that the loads overlap with the products.
+            # Load the scales before computing the products, so that the two overlap.
             of_token = tl.load(x_scale + row, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
         acc = _multiply(weights, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
@@ -312,8 +312,8 @@ def _down_dot(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows of one expert by the activations of all tokens that have chosen it. The
-    program that finishes a tile last adds the results of each token."""
+    """Multiply BLOCK_N weight rows of one expert by the activations of all tokens that chose it. The program
+    that finishes a tile last adds up each token's results."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     slot = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -341,7 +341,7 @@ def _down_dot(
         to = partials + pair.to(tl.int64)[None, :] * COLUMNS + column[:, None]
         tl.store(to, acc, mask=(column < COLUMNS)[:, None] & takes[None, :])
 
-    # All threads must have stored their results before one thread increments the counter.
+    # All threads must have stored their results before any thread increments the counter.
     tl.debug_barrier()
     programs = tl.num_programs(0) // tiles
     if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == programs - 1:

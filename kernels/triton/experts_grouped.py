@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs
-"""Contains the kernel that `experts_many` launches for each of the experts' two GEMMs.
-
-The kernel has a fixed number of programs, which read the number of groups on the device and compute the tiles
-one after another. The weight is the 64-row operand of the tensor-core instruction, so small tiles suffice for
-experts with few tokens. Plans with large tiles use smaller tiles for groups with few choices.
+"""Contains the kernel that `experts_many` launches for each of the experts' two GEMMs. It has a fixed number
+of programs, which read the number of groups on the device and compute one tile after another. The weight is
+the 64-row operand of the tensor-core instruction, so small tiles suffice for experts with few tokens. Plans
+with large tiles use smaller tiles for groups with few choices.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from kernels.triton.linear_rows import gated, weight_rows
 
 @triton.jit
 def _group(groups, group, count):
-    """Return a group's expert, its first position, and the end of the expert's positions. If the number is
-    past the last group, return the last group."""
+    """Return a group's expert, its first position, and the end of the expert's positions. For a number past
+    the last group, return the last group."""
     at = groups + 4 * (1 + tl.maximum(tl.minimum(group, count - 1), 0))
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
 def _choices(order, first, end, total, ROWS: tl.constexpr):
-    """Return the numbers (indices) of a group's choices. Rows past the expert's last choice repeat that
-    choice."""
+    """Return the numbers (indices) of a group's choices. Rows past the expert's last choice repeat it."""
     place = tl.minimum(first + tl.arange(0, ROWS), end - 1)
     return tl.load(order + tl.maximum(tl.minimum(place, total - 1), 0))
 
@@ -86,7 +84,7 @@ def _grouped(
             next_expert, next_first, next_end = later_expert, later_first, later_end
         else:
             expert, first, end = _group(groups, number // across, count)
-            # The last group of an expert may have only a few choices.
+            # An expert's last group may have only a few choices.
             if end - first <= SMALL:
                 few = _choices(order, first, end, total, SMALL)
                 _compute_tile(
@@ -125,7 +123,7 @@ def _compute_tile(
     EARLY: tl.constexpr,
 ):
     """Compute one tile of `_grouped`: BLOCK_N weight rows of an expert by the ROWS choices of a group. With
-    EARLY, the scales are loaded before the products are computed."""
+    EARLY, the scales are loaded before computing the products."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     last = end - 1
