@@ -13,8 +13,8 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
-"""Nice value of front processes. A value above 0 gives the core and the replicas CPU time first, even if
-clients keep every CPU busy."""
+"""Nice value of front processes. A value above 0 gives the core and replicas priority, even if clients keep
+every CPU busy."""
 
 
 def main() -> int:
@@ -35,14 +35,13 @@ def main() -> int:
     if os.getppid() != parent:
         # The core exited before `PR_SET_PDEATHSIG` took effect.
         return 0
-    # The core stops a front by sending StopFront or by closing the channel. A signal to the process group,
-    # such as Ctrl-C or systemd's SIGTERM, must therefore be ignored. Otherwise, it would cut off streams that
-    # the core allows to finish.
+    # The core stops a front by sending StopFront or closing the channel. Ignore signals to the process group,
+    # such as Ctrl-C or systemd's SIGTERM, which would cut off streams that the core allows to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
     # A front encodes text in two threads of its own (appliance.text.fair_queue). The tokenizer library must
-    # not start additional threads, one per CPU core.
+    # not start additional ones for every CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     import msgspec
@@ -56,8 +55,8 @@ def main() -> int:
     return_freed_memory()
     return_memory_periodically()
     configure_logging(msgspec.convert(arguments.log_level, LogLevel), arguments.name)
-    # Run the garbage collector less often than the default of once per 700 new objects. Frequent runs are
-    # useless, because processing a token creates no reference cycles.
+    # Run the garbage collector less often than the default of once per 700 new objects, because processing a
+    # token creates no reference cycles.
     gc.set_threshold(50_000, 20, 100)
     uvloop.run(run_front(socket.socket(fileno=arguments.channel)))
     return 0

@@ -1,4 +1,4 @@
-"""Builds non-streamed answers, and the fields that streamed and non-streamed answers share."""
+"""Builds non-streamed answers, and the fields shared by streamed and non-streamed answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Return the current token counts of the answer. The generation keeps the counts up to date, because a
-    stream may send them with every event."""
+    """Return the answer's current token counts. The generation keeps them up to date, because a stream may
+    send them with every event."""
     prompt_tokens, completion_tokens = generation.prompt_tokens, generation.completion_tokens
     return {
         "prompt_tokens": prompt_tokens,
@@ -41,7 +41,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
-    """Build the JSON of a finished answer in steps, so that other work can run between the steps."""
+    """Build a finished answer's JSON in steps, so that other work can run in between."""
     task = generation.task
     of_prompts: dict[int, bytes] = {}
     for prompt in task.prompts:
@@ -83,8 +83,7 @@ def _choice(
 
 
 def _prompt_fields(task: GenerationTask, prompt: Prompt) -> Generator[None, None, bytes]:
-    """Return the JSON fields that describe a prompt. The fields are encoded once for all choices of the
-    prompt."""
+    """Return the JSON fields that describe a prompt, encoded once for all of its choices."""
     fields = b""
     if task.prompt_logprobs is not None:
         logprobs = yield from prompt_logprobs_steps(task.model.tokenizer, prompt, task.prompt_logprobs)

@@ -33,12 +33,12 @@ the peer's uid identifies the user, and a valid key takes precedence. `x-applian
 `service_tier` selects the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
 its answer cannot be complete in time. Every response contains the header `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
-"""Maximum number of characters of a path or method that an error message quotes."""
+"""Maximum number of characters of a path or method quoted in an error message."""
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return two applications. The first is the bare router, whose route table the tests read. The second is
-    the application to serve, which authenticates each caller and then calls the router."""
+    """Return two applications: the bare router, whose route table the tests read, and the application to
+    serve, which authenticates each caller and then calls the router."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)

@@ -1,4 +1,4 @@
-"""The shared state of a front process."""
+"""A front process's shared state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from appliance.front.request_context import RequestContext
 
 MAX_TEXT_BYTES = 16 << 20
-"""Maximum total size, in bytes, of prompts that are waiting to be encoded. Tenants with waiting prompts get
-equal shares of this memory."""
+"""Maximum total size, in bytes, of prompts waiting to be encoded. Tenants with waiting prompts get equal
+shares of this memory."""
 MAX_TEXT_WAIT_S = 30.0
-"""Time limit for encoding the prompts of one request."""
+"""Time limit for encoding one request's prompts."""
 
 
 class Running(Protocol):
-    """A request that is waiting for admission or running. The methods handle messages from the core."""
+    """A request that is waiting for admission or running. Its methods handle messages from the core."""
 
     def admitted(self, message: Admitted) -> None: ...
     def refused(self, message: Refused) -> None: ...
@@ -42,7 +42,7 @@ class Running(Protocol):
 
 
 class AppState:
-    """The state of one front process. Use it only on the event loop's thread."""
+    """The state of one front process. Use it only on the event loop thread."""
 
     def __init__(
         self,
@@ -50,14 +50,13 @@ class AppState:
         hand_over: Callable[[HandOver | Keep, tuple[int, ...]], None],
         report: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` is a function that sends the core a `FrontReport`."""
+        """`report` sends the core a `FrontReport`."""
         self.to_core = to_core
         self.hand_over = hand_over
-        """Sends a message with file descriptors to the core. The caller must still close its own copies of
-        the descriptors."""
+        """Sends a message with file descriptors to the core. The caller must still close its own copies."""
         self.keeper = Keeper(hand_over)
         self.limits = Limits()
-        """Limits on what clients may send. The attribute may be assigned at any time."""
+        """Limits on what clients may send. May be reassigned at any time."""
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or permitted user were denied")
         self.catalog = Catalog(report)
@@ -72,7 +71,7 @@ class AppState:
         self.ready = False
         self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
-        """Models that cannot answer requests, with the reason for each model."""
+        """Models that cannot answer requests, with the reasons."""
         self.refused_prompts = 0
         self.requests = 0
         self.tokens = 0
@@ -81,7 +80,7 @@ class AppState:
         self.background = Background()
 
     def reject(self, context: RequestContext, error: ApiError) -> None:
-        """Log a request that this front has refused."""
+        """Log a request refused by this front."""
         self.to_core(
             Rejected(
                 **context.logged_fields(),
@@ -94,14 +93,14 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Charge tokens to the caller's token limits that were encoded or decoded without generating an
+        """Charge the caller's token limits for tokens that were encoded or decoded without generating an
         answer."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
-        """Call `flush` once all messages in the channels have been processed. All outputs of a stream that
-        have arrived by then are sent as one chunk."""
+        """Call `flush` once all messages in the channels have been processed, so that all of a stream's
+        outputs that have arrived by then are sent as one chunk."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.append(flush)

@@ -1,4 +1,4 @@
-"""Chooses the arm of a traffic split that answers a caller's requests."""
+"""Chooses the traffic split arm that answers a caller's requests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from appliance.channel.served_models import Arm
 
 
 def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
-    """Return the arm of the split `name` that answers requests of this caller. Each arm gets callers in
-    proportion to its weight.
-
-    The choice is weighted rendezvous hashing (Thaler and Ravishankar 1998; weights as in Schindelhauer and
-    Schomaker 2005): each arm gets a score from a hash of the name, the caller and the arm's target, and the
-    arm with the highest score is chosen. Every front process therefore chooses the same arm for a caller. If
-    one arm's weight changes, callers move only to or from that arm.
+    """Return the arm of the split `name` that answers this caller's requests. Each arm gets callers in
+    proportion to its weight, by weighted rendezvous hashing (Thaler and Ravishankar 1998; weights as in
+    Schindelhauer and Schomaker 2005): each arm gets a score from a hash of the name, the caller and the arm's
+    target, and the arm with the highest score is chosen. Every front process therefore chooses the same arm
+    for a given caller, and a change to one arm's weight moves callers only to or from that arm.
     """
     return max(arms, key=lambda arm: _score(name, arm, caller))
 
@@ -24,5 +22,5 @@ def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
 def _score(name: str, arm: Arm, caller: str) -> float:
     text = f"{name}\0{arm.target}\0{caller}".encode("utf-8", "backslashreplace")
     hashed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-    uniform = (hashed + 0.5) / 2**64  # between 0 and 1; rounding can make the value 1
+    uniform = (hashed + 0.5) / 2**64  # between 0 and 1; rounding can yield 1
     return -arm.weight / math.log(min(uniform, 1 - 2**-53))

@@ -18,23 +18,20 @@ _BYTES_PER_VALUE = 8
 _BYTES_PER_NAME = 32
 _BYTES_PER_CONTAINER = 128
 _BYTES_PER_FLOAT = 128
-"""Limits on the contents of a body. A body may have one JSON value for every 8 bytes of the maximum body
-size, one name in an object for every 32 bytes, and one list, object, or number with a fraction or an exponent
-for every 128 bytes. A maximum of 2 MiB allows 262,144 values, 65,536 names, 16,384 lists or objects, and
-16,384 such numbers. Parsing runs on the event loop and takes about 0.1 µs per value, 0.2 µs per name, 0.3 µs
-per number with a fraction or an exponent, and 1 µs per list or object.
-
-A body with a list of token ids stays within the limit of values, because each id takes at least 6 to 8 bytes.
-Commas, colons and brackets inside strings are counted, too. However, a string that reaches a limit would
-exceed the context length of most models: text with one comma per 8 bytes or one colon per 32 bytes has more
-than 250,000 tokens in 2 MiB.
+"""Limits on a body's contents. A body may have one JSON value per 8 bytes of the maximum body size, one
+object name per 32 bytes, and one list, object, or number with a fraction or exponent per 128 bytes. A maximum
+of 2 MiB allows 262,144 values, 65,536 names, 16,384 lists or objects, and 16,384 such numbers. Parsing runs
+on the event loop and takes about 0.1 µs per value, 0.2 µs per name, 0.3 µs per number with a fraction or
+exponent, and 1 µs per list or object. A list of token ids stays within the limit on values, because each id
+takes at least 6 to 8 bytes. Commas, colons and brackets inside strings are counted too, but a string that
+reaches a limit would exceed most models' context length: text with one comma per 8 bytes or one colon per 32
+bytes has more than 250,000 tokens in 2 MiB.
 """
 
 _FREE_BYTES = 64 << 10
-"""Refused bodies of up to this size are not charged against the caller's token limits."""
+"""Refused bodies up to this size are not charged against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""For refused bodies that are larger, the caller is charged one token per this many bytes above
-`_FREE_BYTES`."""
+"""For larger refused bodies, the caller is charged one token per this many bytes above `_FREE_BYTES`."""
 
 
 class ClientDisconnected(Exception):
@@ -47,7 +44,7 @@ async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body
 
 
 async def receive_body(request: Request, max_bytes: int) -> bytearray:
-    """Receive a body whose Content-Type is JSON, and return its bytes. Raises `ApiError` (413, 415), or
+    """Receive a body with a JSON Content-Type, and return its bytes. Raises `ApiError` (413, 415), or
     `ClientDisconnected`."""
     _check_content_type(request)
     return await _read_bytes(request, max_bytes, context_of(request).body)
@@ -114,14 +111,13 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
             raise too_large
         reservation.grow_to(len(received))
         if not message.get("more_body", False):
-            # Do not copy the body to a bytes object, because a copy would double the memory used for large
-            # bodies.
+            # Do not copy the body to a bytes object, which would double the memory used for large bodies.
             return received
 
 
 class _FloatLimit:
-    """Converts numbers with a fraction or an exponent, up to a maximum count. msgspec's own conversion takes
-    10 µs for a very small or very large number, such as 1e-308."""
+    """Converts numbers with a fraction or exponent, up to a maximum count. msgspec's own conversion takes 10
+    µs for a very small or very large number, such as 1e-308."""
 
     def __init__(self, most: int) -> None:
         self._left = self._most = most

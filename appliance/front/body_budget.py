@@ -1,4 +1,4 @@
-"""Limits the memory that request bodies use from their arrival until the requests have been prepared."""
+"""Limits the memory used by request bodies, from their arrival until the requests have been prepared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class BodyBudget:
-    """Counts the bytes of all request bodies in this front's memory, in total and per tenant."""
+    """Counts the bytes of request bodies in this front's memory, in total and per tenant."""
 
     def __init__(self) -> None:
         self.limits = Limits()
@@ -19,10 +19,10 @@ class BodyBudget:
         self._by_tenant: dict[str, int] = {}
 
     def reserve(self, tenant: str, size: int) -> None:
-        """Reserve `size` more bytes. Raises `ApiError` (503) if the tenant's total, or the total of all
-        tenants, would exceed its limit."""
+        """Reserve `size` more bytes. Raises `ApiError` (503) if the tenant's or the overall total would
+        exceed its limit."""
         held = self._by_tenant.get(tenant, 0)
-        # One body of the maximum size is always allowed, even if a limit in the settings is lower.
+        # One body of maximum size is always allowed, even if a limit in the settings is lower.
         tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
         front_limit = max(self.limits.max_front_body_bytes, self.limits.max_body_bytes)
         if held + size > tenant_limit:
@@ -38,7 +38,7 @@ class BodyBudget:
         self.held_bytes += size
 
     def release(self, tenant: str, size: int) -> None:
-        """Release `size` bytes that were reserved for the tenant."""
+        """Release `size` bytes reserved for the tenant."""
         self.held_bytes -= size
         left = self._by_tenant[tenant] - size
         if left:
@@ -58,9 +58,8 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """The memory reserved for one request's body, from the arrival of the body until the request has been
-    prepared. If the tenant's log policy keeps prompts, the memory stays reserved until the request is
-    finished."""
+    """The memory reserved for one request's body, from its arrival until the request has been prepared or, if
+    the tenant's log policy keeps prompts, until it has finished."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -74,7 +73,7 @@ class BodyReservation:
             self._bytes = size
 
     def release(self) -> None:
-        """Release all bytes of the reservation. Further calls have no effect."""
+        """Release the whole reservation. Further calls have no effect."""
         if self._bytes:
             self._budget.release(self._tenant, self._bytes)
             self._bytes = 0

@@ -1,5 +1,4 @@
-"""Lowers the connection limits of a front if the process has too few file descriptors for the configured
-limits."""
+"""Lowers a front's connection limits if its process has too few file descriptors for them."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ import msgspec
 from appliance.channel.front_settings import Limits
 
 RESERVED_DESCRIPTORS = 32
-"""Number of file descriptors that are kept free of client connections. They are needed for channels to
-replicas, for tokenizer files, and for connections that arrive from the core."""
+"""Number of file descriptors reserved for channels to replicas, tokenizer files, and connections arriving
+from the core."""
 
 
 def limits_within(limits: Limits, descriptors: int) -> Limits:
-    """Return `limits`, lowered if necessary so that they allow at most `descriptors` connections in total.
-    Each kind of connection keeps a limit of at least one."""
+    """Return `limits`, lowered if necessary to allow at most `descriptors` connections in total, but at least
+    one of each kind."""
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if wanted <= descriptors:
         return limits
@@ -31,8 +30,8 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return the number of file descriptors that this process can use for connections. The number includes
-    the descriptors that `connections` existing connections already use."""
+    """Return the number of file descriptors that this process can use for connections, including those of the
+    `connections` existing ones."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):
@@ -42,6 +41,6 @@ def descriptors_for_connections(limits: Limits, connections: int) -> int:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        # Listing the folder needs a descriptor, but none is free.
+        # Listing the folder requires a descriptor, but none is free.
         used = allowed
     return allowed - (used - connections) - RESERVED_DESCRIPTORS

@@ -1,5 +1,5 @@
-"""Allows web pages from the origins in the settings to call the API. The rules are those of CORS, which is
-part of the Fetch standard."""
+"""Allows web pages from the configured origins to call the API, according to CORS (part of the Fetch
+standard)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _EXPOSED = (
         for kind in ("requests", "tokens")
     ),
 )
-"""Response headers that scripts on the allowed web pages may read."""
+"""Response headers readable by scripts on allowed web pages."""
 _MAX_AGE_S = 600
 
 
 class Cors:
     """ASGI middleware around the whole application. For allowed origins, the middleware answers preflight
     requests, which carry no key, and adds CORS headers to all other responses. It passes on requests without
-    an origin or from another origin unchanged."""
+    an origin, or from any other origin, unchanged."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app

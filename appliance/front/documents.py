@@ -1,5 +1,5 @@
-"""The JSON response bodies, as declared in the OpenAPI document. For speed, the front does not use these
-structs to build responses. The tests decode the responses with them."""
+"""The JSON response bodies, as declared in the OpenAPI document. For speed, the front does not build
+responses from these structs; the tests decode responses with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ErrorDetail(_Document):
 
 
 class ErrorDocument(_Document):
-    """The body of every error response, and the data of error events in streams."""
+    """The body of every error response, and the data of stream error events."""
 
     error: ErrorDetail
 
@@ -54,20 +54,20 @@ class ModelListDocument(_Document):
 
 
 class CachedTokens(_Document):
-    """Prompt tokens that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class PromptTokenDocument(_Document):
-    """A prompt token, or an alternative to it."""
+    """A prompt token or an alternative to it."""
 
     logprob: float
     rank: Annotated[
         int | None,
         Meta(
-            description="Rank of the token by probability, 1 for the most likely token. Null if the token is "
-            "not among the returned alternatives."
+            description="The token's rank by probability, starting at 1. Null if it is not among the "
+            "returned alternatives."
         ),
     ]
     decoded_token: str
@@ -110,14 +110,14 @@ class ChatChosenTokenDocument(ChatTokenDocument):
 
 
 class ChatLogprobsDocument(_Document):
-    """Log probabilities of an answer's tokens."""
+    """Log probabilities of the answer's tokens."""
 
     content: list[ChatChosenTokenDocument]
     refusal: None
 
 
 class ChatMessageDocument(_Document):
-    """The message of an answer."""
+    """An answer's message."""
 
     role: Literal["assistant"]
     content: str
@@ -125,7 +125,7 @@ class ChatMessageDocument(_Document):
 
 
 class ChatChoiceDocument(_ChoiceDocument, kw_only=True):
-    """One sample of the answer."""
+    """One sample."""
 
     index: int
     message: ChatMessageDocument
@@ -134,7 +134,7 @@ class ChatChoiceDocument(_ChoiceDocument, kw_only=True):
 
 
 class ChatCompletionDocument(_Document):
-    """Answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -148,7 +148,7 @@ class ChatCompletionDocument(_Document):
 
 
 class CompletionLogprobsDocument(_Document):
-    """Log probabilities of an answer's tokens, in parallel lists."""
+    """Log probabilities of the answer's tokens, in parallel lists."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -157,7 +157,7 @@ class CompletionLogprobsDocument(_Document):
 
 
 class CompletionChoiceDocument(_ChoiceDocument, kw_only=True):
-    """One sample of the answer."""
+    """One sample."""
 
     index: int
     text: str
@@ -168,7 +168,7 @@ class CompletionChoiceDocument(_ChoiceDocument, kw_only=True):
 
 
 class CompletionDocument(_Document):
-    """Answer of /v1/completions."""
+    """Response of /v1/completions."""
 
     id: str
     object: Literal["text_completion"]
@@ -180,7 +180,7 @@ class CompletionDocument(_Document):
 
 
 class TokenizeDocument(_Document):
-    """Answer of /tokenize."""
+    """Response of /tokenize."""
 
     count: int
     max_model_len: int
@@ -189,6 +189,6 @@ class TokenizeDocument(_Document):
 
 
 class DetokenizeDocument(_Document):
-    """Answer of /detokenize."""
+    """Response of /detokenize."""
 
     prompt: str

@@ -18,20 +18,20 @@ from appliance.text.fair_queue import TooMuchWorkError, run_steps
 Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 512
-"""Maximum length, in characters, of texts that are encoded on the event loop. Encoding takes 0.3 µs per
-character, so for short texts it is cheaper than passing the text to a thread (0.1 ms)."""
+"""Maximum length, in characters, of texts encoded on the event loop. Encoding takes 0.3 µs per character, so
+for short texts it is cheaper than handing them to a thread (0.1 ms)."""
 _RETRY_AFTER_S = 2.0
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """Return how many bytes of memory the texts take. A character takes 1 to 4 bytes."""
+    """Return the texts' memory size in bytes: 1 to 4 per character."""
     return sum(map(sys.getsizeof, texts))
 
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
     """While the context is active, count `size` bytes of text against the memory limit of the caller's
-    tenant. Raises a 503 if the tenant would exceed the limit."""
+    tenant. Raises a 503 if the tenant would exceed it."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):
             yield
@@ -46,8 +46,8 @@ async def do_work(
     characters: int,
     inline: int = _INLINE_CHARACTERS,
 ) -> Result:
-    """Run the computation `steps`, and return its result. `characters` is the length of the text that is
-    processed. Raises a 503 if the computation has not finished within the time limit."""
+    """Run the computation `steps`, and return its result. `characters` is the length of the processed text.
+    Raises a 503 if the computation exceeds the time limit."""
     try:
         if characters <= inline:
             return run_steps(steps)

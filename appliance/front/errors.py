@@ -46,16 +46,15 @@ class ApiError(Exception):
         return self._kind or _KINDS.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
 
     def document(self) -> bytes:
-        """Return the error as a JSON object, for a response body or for the data of a stream's error
-        event."""
+        """Return the error as a JSON object, for a response body or a stream's error event."""
         return error_document(self.message, self.kind, self.param, self.code)
 
     def response(self) -> Response:
         """Return the error as an HTTP response."""
         headers = self.headers
         if self.retry_after_s is not None:
-            # Send Retry-After in whole seconds, as HTTP requires, and additionally the header in milliseconds
-            # that OpenAI's client prefers.
+            # Send Retry-After in whole seconds, as HTTP requires, as well as the header in milliseconds that
+            # OpenAI's client prefers.
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
         return Response(self.document(), self.status, headers, "application/json")
@@ -72,12 +71,12 @@ def unauthorized(message: str, code: str) -> ApiError:
 
 
 def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
-    """Return a 403 error for an authenticated caller who is not permitted to do this."""
+    """Return a 403 error for an authenticated caller without permission."""
     return ApiError(403, message, param=param, code=code)
 
 
 def model_not_allowed(name: str) -> ApiError:
-    """Return the 403 error for a model that the caller's key does not permit."""
+    """Return the 403 error for a model not permitted by the caller's key."""
     return forbidden(
         f"this key does not permit the use of model {_shown(name)!r}; GET /v1/models lists the "
         "permitted models",
@@ -97,7 +96,7 @@ def model_not_found(name: str) -> ApiError:
 
 
 def refusal_error(message: Refused) -> ApiError:
-    """Return the error for a request that the core has refused."""
+    """Return the error for a request refused by the core."""
     return ApiError(
         message.status,
         message.message,
@@ -110,7 +109,7 @@ def refusal_error(message: Refused) -> ApiError:
 
 
 def engine_error(output: Output) -> ApiError:
-    """Return the error for a sample that the replica ended without generating an answer."""
+    """Return the error for a sample that the replica ended without an answer."""
     message = output.error or "the engine ended this request without giving a reason"
     if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)

@@ -1,5 +1,4 @@
-"""Types for request fields that have more than one JSON form, or that have limits that JSON Schema cannot
-express."""
+"""Types for request fields with more than one JSON form, or with limits that JSON Schema cannot express."""
 
 from __future__ import annotations
 
@@ -12,23 +11,21 @@ from appliance.text.stop import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-"""Size of the largest known vocabulary. All token ids must be below this number, and no list of token ids may
-be longer."""
+"""Size of the largest known vocabulary: an upper bound on token ids and on the length of token id lists."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 """Maximum number of characters in a bad word. Each word is tokenized with and without a leading space."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
-"""Maximum nesting depth of lists and objects. It is limited because the code that renders templates is
-recursive."""
+"""Maximum nesting depth of lists and objects, limited because template rendering is recursive."""
 MAX_TEMPLATE_VARIABLE_ITEMS = 32_768
-"""Maximum number of values in `chat_template_kwargs`, including the values in its lists and objects."""
+"""Maximum number of values in `chat_template_kwargs`, including those nested in lists and objects."""
 
 MAX_KEEP_ALIVE_S = 1e9
 _UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|m|s)?")
 _DURATION = re.compile(r"[+-]?([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(h|ms|m|s))+)")
-"""Matches a number of seconds, or numbers with units, in the format that Ollama accepts."""
+"""Matches a number of seconds or numbers with units, in Ollama's format."""
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
@@ -60,7 +57,7 @@ class PositiveOrMinusOne(int):
 
 
 class KeepAliveField(float):
-    """A duration in seconds, or a string such as "10m". A negative duration stands for no limit."""
+    """A duration in seconds, or a string such as "10m". A negative duration means no limit."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [
@@ -82,7 +79,7 @@ class KeepAliveField(float):
 
 
 def _seconds(value: Any) -> float | None:
-    """Return a duration in seconds; None if the value is not a duration."""
+    """Return a duration in seconds, or None if the value is not one."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value) if abs(value) <= MAX_KEEP_ALIVE_S else None
     if not isinstance(value, str) or len(value) > 64 or not _DURATION.fullmatch(value):
@@ -148,7 +145,7 @@ class ContentField(str):
 
     @classmethod
     def parse(cls, value: Any) -> str:
-        """Return the text. Multiple parts are joined by line breaks. Raises FieldError."""
+        """Return the text, joining multiple parts with line breaks. Raises FieldError."""
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
@@ -242,7 +239,7 @@ class LogitBiasField(dict[int, float]):
 
 
 class TokenIdsField(list[int]):
-    """A list of token ids. The list can be empty."""
+    """A list of token ids, which can be empty."""
 
     json_schema: ClassVar[dict[str, Any]] = _TOKEN_IDS
 

@@ -1,8 +1,7 @@
-"""Assigns an id to each request and authenticates its caller before any other code handles the request.
-
-Every path requires an identity, except the paths of open routes (`appliance.scopes`). A caller without an
-identity gets the same response whether or not a path exists. The gate neither reads the body nor checks the
-caller's scopes, because each route checks the scopes that it requires.
+"""Assigns each request an id and authenticates its caller before any other code handles it. Every path
+requires an identity, except those of open routes (`appliance.scopes`). A caller without an identity gets the
+same response whether or not a path exists. The gate does not read the body, and leaves it to each route to
+check the scopes it requires.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MAX_DEADLINE_MS = 86_400_000
 
 class Gate:
     """ASGI middleware around the whole application. It rejects callers without an identity, except on
-    `open_paths`. `IdentityTable.tenant_of` has already identified the callers."""
+    `open_paths`. Callers have already been identified by `IdentityTable.tenant_of`."""
 
     def __init__(self, app: ASGIApp, state: AppState, open_paths: frozenset[str]) -> None:
         self._app = app
@@ -48,7 +47,7 @@ class Gate:
             await send(message)
 
         if scope["raw_path"].endswith(b"/") and scope["path"] != "/":
-            # Ignore a trailing slash in the path, unless the slash is percent-encoded.
+            # Ignore a trailing slash in the path, unless it is percent-encoded.
             scope["path"] = scope["path"].removesuffix("/")
         is_open = scope["path"] in self._open_paths
         state = self._state

@@ -1,5 +1,5 @@
-"""Manages a validated request through its life cycle: admission, submission to a replica, resubmission after
-the loss of the replica, and settlement."""
+"""Manages the lifecycle of a validated request: admission, submission to a replica, resubmission after the
+loss of the replica, and settlement."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ log = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
-"""Delay in seconds before the first resubmission. Each later delay is twice as long as the previous one. The
-delays give the core time to notice that the replica is lost."""
+"""Delay in seconds before the first resubmission. The delay doubles each time, giving the core time to notice
+that the replica is lost."""
 
 _MAX_BACKLOG_BYTES = 1 << 20
-"""While more than this many bytes in the channel to a replica are unread, no further resubmission is sent to
-the replica."""
+"""No resubmission is sent to a replica while its channel has more than this many unread bytes."""
 _BACKLOG_CHECK_S = 0.005
 
 CLIENT_DISCONNECTED = 499
@@ -39,10 +38,9 @@ CLIENT_DISCONNECTED = 499
 class Generation:
     """A request that is waiting for admission or running.
 
-    The object reacts to messages from the core, outputs of the replica and the disconnection of the client.
-    The request is finished when `ended` is set. By then, every sample has a `finish_reason`, or `failure`
-    holds an error, or `left` is set because the client disconnected. After writing the answer, the response
-    calls `settle`.
+    It reacts to messages from the core, outputs from the replica and the client disconnecting. The request
+    has finished when `ended` is set. By then, every sample has a `finish_reason`, `failure` holds an error,
+    or `left` is set because the client disconnected. After writing the answer, the response calls `settle`.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -53,7 +51,7 @@ class Generation:
         """Whether the tenant's log policy keeps prompts and answers."""
         self.samples = samples_of(task, self.is_kept)
         self.begun = asyncio.Event()
-        """Set when the first output has arrived, or when the request has finished without any output."""
+        """Set when the first output has arrived or the request has finished without any."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
@@ -62,32 +60,31 @@ class Generation:
         self.on_progress: Callable[[Sample], None] | None = None
         """Called when a sample has processed an output."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects. Without this callback, the request is ended when the client
-        disconnects."""
+        """Called when the client disconnects. Without this callback, the request ends at that point."""
         self.on_end: Callable[[], None] | None = None
         self.on_fallback: Callable[[], None] | None = None
-        """Called when the request has been moved to the fallback model, before the first output. By then,
-        `task` and `samples` have been replaced."""
+        """Called when the request has been moved to the fallback model, before the first output, and `task`
+        and `samples` have been replaced."""
         self.headers: dict[str, str] = {}
-        """Response headers with the caller's rate limits."""
+        """The caller's rate limit response headers."""
         self.prompt_tokens = task.prompt_tokens
         """Total number of tokens in all prompts."""
         self.completion_tokens = 0
-        """Number of tokens in the answer so far, summed over all samples. Tokens generated after a stop
-        string are not counted."""
+        """Number of answer tokens so far, summed over all samples, excluding tokens generated after a stop
+        string."""
         self.cached_tokens = 0
-        """Number of prompt tokens found in the prefix cache. The tokens of a prompt are counted when the
-        first output for the prompt arrives."""
+        """Number of prompt tokens found in the prefix cache. Each prompt is counted when its first output
+        arrives."""
         self.delivered_tokens = 0
-        """Number of output tokens written to the client. The response updates this number."""
+        """Number of output tokens written to the client. Updated by the response."""
         self.first_bytes_at: float | None = None
-        """Time at which the first bytes of a stream were written, in seconds of the monotonic clock. The
-        response sets this attribute."""
+        """When the first bytes of a stream were written, in seconds on the monotonic clock. Set by the
+        response."""
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
         """Numbers of the attempts that ended because the replica was stopped to make room for another model.
-        These attempts do not count as lost replicas."""
+        They do not count as lost replicas."""
         self._submitted = False
         self._settled = False
         self._link: ReplicaClient | None = None
@@ -116,14 +113,14 @@ class Generation:
         self.state.charge(self.context, unpaid)
 
     def client_disconnected(self) -> None:
-        """End the request because its client has disconnected."""
+        """End the request after its client has disconnected."""
         self.left = True
         self._drop()
         self._end()
         self.settle(CLIENT_DISCONNECTED, "the client disconnected")
 
     def too_slow(self) -> None:
-        """End the request and close the connection because the client reads its answer too slowly."""
+        """End the request and close the connection, because the client is reading its answer too slowly."""
         self.left = True
         self._drop()
         self._end()
@@ -133,7 +130,7 @@ class Generation:
     # ── messages from the core ──
 
     def admitted(self, message: Admitted) -> None:
-        """Submit the request to the replica that the core has chosen."""
+        """Submit the request to the replica chosen by the core."""
         if message.attempt != self._attempt or self.ended.is_set() or self._submitted:
             return
         link = self.state.replicas.get(message.replica)
@@ -157,14 +154,13 @@ class Generation:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._replica_disconnected)
             if self._link is not link:
-                # The channel to the replica broke. All submissions will be repeated on another replica.
+                # The channel to the replica broke, so all submissions will be repeated on another replica.
                 break
 
     def refused(self, message: Refused) -> None:
-        """End the request after the core has refused it.
-
-        If this was the first attempt, the core has already closed the request's row in the log. On a later
-        attempt, the client may have received part of the answer, so the core waits until `settle` is called.
+        """End the request after the core has refused it. If this was the first attempt, the core has already
+        closed its log row. On a later attempt, the client may have received part of the answer, so the core
+        waits for `settle`.
         """
         if message.attempt != self._attempt or self._settled:
             return
@@ -178,8 +174,8 @@ class Generation:
         self._fail(refusal_error(message))
 
     async def _fall_back(self, refusal: ApiError) -> None:
-        """Prepare the request for the fallback of its model, and request admission again. If the fallback
-        cannot take the request, the client gets the core's refusal for the original model."""
+        """Prepare the request for its model's fallback, and request admission again. If the fallback cannot
+        take it, the client gets the core's refusal for the original model."""
         prepare, self.task.fall_back = self.task.fall_back, None
         try:
             if prepare is None:
@@ -211,7 +207,7 @@ class Generation:
         self._preempted.add(self._attempt)
 
     def progress(self) -> RequestProgress:
-        """Return the progress of the request, for operators."""
+        """Return the request's progress, for operators."""
         first = self._first_token_at
         return RequestProgress(
             self.context.request_id,
@@ -268,8 +264,8 @@ class Generation:
             self._end()
 
     def _replica_disconnected(self) -> None:
-        """Schedule a resubmission after the loss of the replica. Called once for each submission that the
-        replica was running."""
+        """Schedule a resubmission after the loss of the replica. Called once per submission that the replica
+        was running."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
@@ -305,11 +301,9 @@ class Generation:
     async def _submit_in_turns(
         self, link: ReplicaClient, submissions: Iterator[tuple[Submit, Callable[[Output], None]]]
     ) -> None:
-        """Send the submissions one after another, no faster than the replica reads them. Each of them
-        contains a whole prompt.
-
-        The core has already counted every submission, so all of them must be sent. If the request has already
-        finished, each submission is cancelled immediately after it has been sent.
+        """Send the submissions one by one, no faster than the replica reads them, because each contains a
+        whole prompt. The core has already counted every submission, so all of them must be sent. If the
+        request has already finished, each one is cancelled immediately after being sent.
         """
         attempt = self._attempt
         for submit, sink in submissions:
@@ -344,7 +338,7 @@ class Generation:
         self._end()
 
     def _drop(self) -> None:
-        """Cancel the samples that the replica is still generating."""
+        """Cancel the samples still being generated by the replica."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -364,7 +358,7 @@ class Generation:
             self.on_end()
 
     def settle(self, status: int, error: str = "") -> None:
-        """Report the end of the request to the core. Further calls have no effect."""
+        """Report the request's end to the core. Further calls have no effect."""
         if self._settled:
             return
         self._settled = True
@@ -375,8 +369,8 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # The samples run in parallel. Each of them waits for every engine step, so the step's duration
-            # counts once per sample as a gap between tokens.
+            # The samples run in parallel. Each waits for every engine step, so a step's duration counts once
+            # per sample as a gap between tokens.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
@@ -393,12 +387,11 @@ class Generation:
         )
 
     def another(self, context: RequestContext, task: GenerationTask) -> Generation:
-        """Return a generation for another request in this front."""
+        """Return a generation for a different request in this front."""
         return Generation(self.state, context, task)
 
     def measure(self) -> ShadowMeasure | None:
-        """Return the timings and the length of the answer, or None if the answer is empty or a replica was
-        lost."""
+        """Return the answer's timings and length, or None if it is empty or a replica was lost."""
         if self._first_token_at is None or self._attempt:
             return None
         tokens = sum(sample.delivered for sample in self.samples)
@@ -407,8 +400,8 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples that are included in the answer, in order: all samples or, if more than `n` samples per
-        prompt were generated, the best `n` of each prompt."""
+        """The samples included in the answer, in order: all samples or, if more than `n` per prompt were
+        generated, each prompt's best `n`."""
         task = self.task
         if task.samples == task.n:
             return self.samples
@@ -434,8 +427,7 @@ class Generation:
         )
 
     def finish_reason(self, status: int) -> str:
-        """Return the finish reason of the samples. If the samples have different ones, return all of them,
-        joined by ","."""
+        """Return the samples' finish reason, or all of them joined by "," if they differ."""
         rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
         if status == CLIENT_DISCONNECTED:
             rest = "cancelled"

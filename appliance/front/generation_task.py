@@ -17,23 +17,22 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request. The log probabilities and cache data of the prompt arrive with its first
-    outputs."""
+    """One prompt of a request. Its log probabilities and cache data arrive with its first outputs."""
 
     index: int
     token_ids: list[int]
     max_tokens: int
-    """Maximum number of tokens to generate for each sample."""
+    """Maximum number of tokens to generate per sample."""
     echo_text: str = ""
     """Text at the beginning of the answer if `echo` is set: the prompt."""
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
-    """Log probabilities of the prompt's tokens, if requested. The first token's entry is None."""
+    """Log probabilities of the prompt tokens, if requested. The first entry is None."""
 
 
 @dataclass(slots=True)
 class RequestCopy:
-    """The model or version to which a request is copied, and the function that prepares the copy."""
+    """The model or version to which a request is copied, and a function that prepares the copy."""
 
     unit: str
     prepare: Callable[[LoadedModel, RequestContext], Awaitable[GenerationTask]]
@@ -48,32 +47,30 @@ class GenerationTask:
     chat: bool
     prompts: list[Prompt]
     n: int
-    """Number of answers for each prompt."""
+    """Number of answers per prompt."""
     sampling: SamplingParams
     """Sampling parameters for all prompts, except `max_tokens`, which can differ between prompts."""
     best_of: int = 0
-    """Number of samples to generate for each prompt; 0 stands for `n`. If the number is greater than `n`, the
-    answer contains the best `n` samples."""
+    """Number of samples to generate per prompt, or 0 for `n`. If greater than `n`, the answer contains the
+    best `n` samples."""
     stops: StopSet | None = None
     include_stop: bool = False
-    """Whether an answer includes the stop string or stop token that ended it."""
+    """Whether to include the stop string or stop token that ended an answer."""
     skip_special_tokens: bool = True
     continues_text: bool = False
-    """Whether the answer continues the text of the prompt. In this case, a leading space in the answer is
-    kept."""
+    """Whether the answer continues the prompt's text, in which case its leading space is kept."""
     logprobs: int | None = None
-    """Number of alternatives to show for each token of the answer, or None to show no log probabilities."""
+    """Number of alternatives to show per answer token, or None to show no log probabilities."""
     prompt_logprobs: int | None = None
-    """Number of alternatives to show for each prompt token in the field `prompt_logprobs`, or None to omit
-    the field."""
+    """Number of alternatives to show per prompt token in `prompt_logprobs`, or None to omit that field."""
     return_token_ids: bool = False
     echo: bool = False
     discard_output: bool = False
-    """Whether the answer contains only the prompt, because `max_tokens` is 0."""
+    """Whether the answer contains only the prompt (`max_tokens` is 0)."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Whether every chunk of a stream includes token counts."""
+    """Whether to include token counts in every chunk of a stream."""
     asked_class: str = ""
     keep_alive_s: float | None = None
     """The value for `Admit.keep_alive_s`."""
@@ -82,16 +79,16 @@ class GenerationTask:
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
     """Prepares the request for the fallback model if `model` cannot answer it. Raises `ApiError`."""
     copy: RequestCopy | None = None
-    """How to send a copy of the request to another model or version after the request has finished. None
-    unless the request was selected for shadow traffic."""
+    """How to copy the request to a second model or version after it has finished, or None if it was not
+    selected for shadow traffic."""
     shadow_of: str = ""
     """The value for `Admit.shadow_of`."""
     asked: list[Text] = field(default_factory=list)
-    """The prompts as the client sent them, if the log policy keeps them."""
+    """The prompts as sent by the client, if the log policy keeps them."""
 
     @property
     def samples(self) -> int:
-        """Number of samples to generate for each prompt."""
+        """Number of samples to generate per prompt."""
         return self.best_of or self.n
 
     @property

@@ -1,7 +1,7 @@
 """Health checks, which require no identity.
 
-A client without an identity learns only whether the service is ready. It learns neither the names of the
-models nor the reason why the service is not ready.
+A client without an identity learns only whether the service is ready, but neither the model names nor why it
+is not ready.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Health:
 
     async def simple(self, request: Request) -> Response:
         """Report readiness on a path that other inference servers also use. The response is that of
-        /health/ready without the reason, because the reason contains model names."""
+        /health/ready without the reason, which contains model names."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 

@@ -1,7 +1,8 @@
-"""Handles requests with an `Idempotency-Key`: the first request runs, and retries get its recorded answer.
+"""Handles requests with an `Idempotency-Key`: the first request runs, and retries receive its recorded
+answer.
 
 The rules follow draft-ietf-httpapi-idempotency-key-header and Stripe's API. An idempotency key is valid for
-one caller, one endpoint and one body. A request that uses the key with a different body is refused.
+one caller, one endpoint and one body. Using it with a different body is refused.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
 
 def key_of(request: Request) -> bytes | None:
-    """Return the request's `Idempotency-Key`, or None if the request has none. Raises a 400 if the key is
-    invalid."""
+    """Return the request's `Idempotency-Key`, or None if it has none. Raises a 400 if the key is invalid."""
     keys: list[bytes] = [value for name, value in request.scope["headers"] if name == b"idempotency-key"]
     if len(keys) > 1 or not all(_KEY.fullmatch(key) for key in keys):
         raise invalid(
@@ -48,12 +48,12 @@ def key_of(request: Request) -> bytes | None:
 async def answer(
     state: AppState, request: Request, key: bytes, body: bytearray, prepare: PrepareTask
 ) -> Response:
-    """Return the response to a generation request that has an idempotency key. `prepare` is called if the
-    request must be run. Raises `ApiError`."""
+    """Return the response to a generation request with an idempotency key. `prepare` is called if the request
+    must be run. Raises `ApiError`."""
     context, retries = context_of(request), state.retries
     connection = context.connection
     scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)
-    # The model can be part of the path (Azure's routes), so the path is part of the fingerprint.
+    # The model can be part of the path (Azure's routes), so include the path in the fingerprint.
     fingerprint = _digest(context.model, hashlib.sha256(body).digest())
     while (run := retries.runs.get(scope)) is not None:
         if (await run.claimed).is_elsewhere:
@@ -92,8 +92,8 @@ async def answer(
 
 
 class _FirstResponse(GenerationResponse):
-    """The response to the first request with an idempotency key. The response is also stored in the
-    `KeyedRun`, for retries."""
+    """The response to the first request with an idempotency key. It is also stored in the `KeyedRun`, for
+    retries."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask, run: KeyedRun) -> None:
         super().__init__(state, context, task)
@@ -130,7 +130,7 @@ def _log_retry(state: AppState, context: RequestContext, run: KeyedRun, was_runn
 
 
 async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: bytearray) -> None:
-    """Move the client's connection, together with the request, to the front that owns the idempotency key."""
+    """Move the client's connection, along with the request, to the front that owns the idempotency key."""
     peer, connection = request.scope["state"]["peer"], request.scope["state"]["connection"]
     descriptor, further = await connection.leave()
     if connection.disconnected:
@@ -141,7 +141,7 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
     finally:
         os.close(memory)
     connection.abort()
-    # Wait until this process has closed its own file descriptor of the connection.
+    # Wait until this process has closed its own descriptor for the connection.
     await request.receive()
 
 
@@ -150,7 +150,7 @@ def _digest(*parts: str | bytes) -> bytes:
 
 
 def _head(scope: Scope, length: int) -> bytes:
-    """Return the head of the request as bytes, with a Content-Length header."""
+    """Return the request head as bytes, with a Content-Length header."""
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/%b" % (scope["method"].encode(), target, scope["http_version"].encode())]
     lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _FRAMING]

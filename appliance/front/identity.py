@@ -1,5 +1,5 @@
-"""Identifies callers by the hash of a bearer key, or by the uid or the groups of the process at the other end
-of a Unix socket."""
+"""Identifies callers by the hash of a bearer key, or by the uid or groups of the peer process on a Unix
+socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.front.errors import ApiError, unauthorized
 from appliance.http import Peer, bearer, drop_frames
 
 KEY_PREFIX = b"ak-"
-"""Prefix of every key of this product."""
+"""Prefix of all of this product's keys."""
 
 _KEY_HEADERS = (b"api-key", b"x-api-key")
 
@@ -41,12 +41,11 @@ class IdentityTable:
         self._uids, self._gids, self._any_uid = news.uids, news.gids, news.any_uid
 
     def identify(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> Identity:
-        """Return the identity of a request's caller. Raises a 401.
-
-        On every socket, a valid key takes precedence. On a Unix socket, the peer's uid is sufficient, and
-        keys without `KEY_PREFIX` are ignored: OpenAI's clients always send a key, so users without a key
-        configure a placeholder. If a key with the prefix is invalid (revoked or mistyped), the request is
-        refused even on a Unix socket. Otherwise, the request would be billed to the uid's tenant by mistake.
+        """Return the identity of a request's caller. Raises a 401 if there is none. On every socket, a valid
+        key takes precedence. On a Unix socket, the peer's uid is sufficient, and keys without `KEY_PREFIX`
+        are ignored: OpenAI's clients always send a key, so users without one configure a placeholder. An
+        invalid key with the prefix (revoked or mistyped) is refused even on a Unix socket, since the request
+        would otherwise be billed to the uid's tenant by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":
@@ -76,8 +75,8 @@ class IdentityTable:
         return identity
 
     def tenant_of(self, headers: Sequence[tuple[bytes, bytes]], state: dict[str, Any]) -> str:
-        """Identify the caller of a request, and store the identity, or the error, in the request's state.
-        Return the tenant, or an empty string if the request has no valid identity."""
+        """Identify a request's caller, and store the identity or the error in the request's state. Return the
+        tenant, or an empty string if there is no valid identity."""
         try:
             identity = self.identify(headers, state["peer"])
         except ApiError as error:
@@ -88,8 +87,7 @@ class IdentityTable:
         return identity.tenant
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether the peer of the socket is a local user that the service knows. Known local users
-        need no key."""
+        """Return whether the socket's peer is a known local user, who needs no key."""
         return peer.kind == "unix" and self._of_peer(peer) is not None
 
     def _of_peer(self, peer: Peer) -> Identity | None:
@@ -100,8 +98,8 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the scheme and the credentials in the Authorization header (`bearer`). Without this header,
-    return the key in `api-key` or `x-api-key`, the headers of Azure's and Anthropic's clients."""
+    """Return the Authorization header's scheme and credentials (`bearer`) or, without this header, the key in
+    `api-key` or `x-api-key`, as sent by Azure's and Anthropic's clients."""
     scheme, key = bearer(headers)
     if scheme:
         return scheme, key

@@ -1,9 +1,7 @@
-"""Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
-the core.
-
-The work takes 0.2 ms per thousand characters of kept text. It is therefore done after the answer has been
-sent, on a separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop
-only has to pass on a descriptor.
+"""Prepares prompts and answers kept by log policies: hashes them, redacts secrets, and sends them to the
+core. This takes 0.2 ms per thousand characters, so it is done after the answer has been sent, on a separate
+thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to pass on a
+descriptor.
 """
 
 from __future__ import annotations
@@ -31,18 +29,17 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Maximum number of characters that may wait to be processed in the thread. Further texts are dropped and
-counted."""
+"""Maximum number of characters that may be waiting for the thread. Further texts are dropped and counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Maximum number of characters stored for one request. If its texts are longer, only the length of the rest
-is stored."""
+"""Maximum number of characters stored per request. For longer texts, only the length of the rest is
+stored."""
 
 _BEYOND_CHARS = 1024
-"""Number of characters after the stored part that are also searched for secrets, because a secret may begin
-in the stored part and end after it."""
+"""Number of characters beyond the stored part that are also searched for secrets, because a secret may
+straddle its end."""
 _PAUSE_S = 0.0001
-"""Length of each pause of the thread. During a pause, the event loop's thread can acquire the interpreter
-lock. A pause of 0 s would be too short for this."""
+"""Length of each pause of the thread, during which the event loop's thread can acquire the interpreter lock.
+A pause of 0 s would be too short."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
@@ -58,7 +55,7 @@ class Transcript(NamedTuple):
     prompts: list[Text]
     answers: list[str]
     decode: Callable[[list[int]], str]
-    """Converts token ids to text. May be called in any thread."""
+    """Converts token ids to text. May be called from any thread."""
 
     @property
     def chars(self) -> int:
@@ -68,10 +65,10 @@ class Transcript(NamedTuple):
 
 class Keeper:
     """Prepares texts for storage, according to `rules` and the log policy of each caller's tenant. All
-    methods must be called on the event loop's thread."""
+    methods must be called on the event loop thread."""
 
     def __init__(self, hand_over: Callable[[Keep, tuple[int, ...]], None]) -> None:
-        """`hand_over` sends a message with file descriptors to the core, and leaves the descriptors open."""
+        """`hand_over` sends a message with file descriptors to the core, leaving the descriptors open."""
         self.rules = KeepRules()
         self.dropped = 0
         """Number of requests whose texts were not stored because too many characters were waiting."""
@@ -81,8 +78,8 @@ class Keeper:
         self._background = Background()
 
     def keep(self, transcript: Transcript) -> None:
-        """Queue a request's texts. The thread then prepares them for storage, according to the log policy of
-        the tenant."""
+        """Queue a request's texts for the thread, which prepares them for storage according to the tenant's
+        log policy."""
         if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
             log.error(
@@ -149,13 +146,12 @@ def _part(
     data = _plain(text).encode("utf-8", "surrogatepass")
     if transcript.identity.log_policy != "full":
         return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
-    # Redact the texts of the messages before encoding them as JSON, because JSON escapes would change the
-    # characters of a secret.
+    # Redact message texts before encoding them as JSON, because JSON escapes would change a secret's
+    # characters.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")
-    # Hash the redacted text, not the original text. Otherwise, a short secret could be found by hashing
-    # guesses until the hash matches.
+    # Hash the redacted text, not the original, so that a short secret cannot be found by hashing guesses.
     return KeptText(
         name,
         number,
@@ -168,17 +164,17 @@ def _part(
 
 
 def _plain(text: Text) -> str:
-    """Return the text in the form in which it is stored. A conversation is stored as JSON without spaces."""
+    """Return the text as stored. Conversations are stored as JSON without spaces."""
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Clean:
-    """The redacted beginning of a text. It is slightly longer than the part that is stored."""
+    """The redacted beginning of a text, slightly longer than the stored part."""
 
     def __init__(self, redactor: Redactor, space: int) -> None:
         self.secrets = 0
         self.cut = False
-        """Whether the rest of the text was dropped because the text is too long."""
+        """Whether the rest of the text was dropped for being too long."""
         self._redactor = redactor
         self._space = space
 
@@ -196,7 +192,7 @@ class _Clean:
         return shown
 
     def conversation(self, messages: list[Message]) -> list[Message]:
-        """Return the redacted messages, up to the maximum number of kept characters."""
+        """Return the redacted messages, up to the maximum number of characters to keep."""
         shown: list[Message] = []
         for message in messages:
             if self._space < 0:

@@ -1,5 +1,5 @@
-"""Limits on the number of tokens in prompts and answers: the context length of the model, the context length
-of the tenant, and the limits that the request sets."""
+"""Token limits for prompts and answers: the model's context length, the tenant's context length, and the
+request's own limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOKENS_SHOWN = 524_288
 """Maximum number of tokens in a /tokenize response."""
 _NO_LIMIT = 1 << 20
 """Number of tokens to generate if neither a limit nor the model's context length is known. The engine ends
-the answer earlier if it reaches the actual context length."""
+the answer earlier at the actual context length."""
 
 
 class LengthLimit(NamedTuple):
@@ -22,16 +22,16 @@ class LengthLimit(NamedTuple):
     combined."""
 
     owner: str
-    """Owner of the limit, for messages: "this model's", or the name of a tenant in the possessive."""
+    """The limit's owner, as shown in messages: "this model's", or a tenant's name in the possessive."""
     tokens: int
-    """The limit, or 0 if it is unknown. If the limit is unknown because the model cannot be loaded, the core
-    refuses the request and gives the cause. Otherwise, the engine applies the limit when the request runs."""
+    """The limit, or 0 if unknown. If it is unknown because the model cannot be loaded, the core refuses the
+    request with the cause. Otherwise, the engine applies the limit when the request runs."""
     answer_tokens: int = 1
     """Minimum number of tokens that must be left for the answer."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """Maximum number of prompt tokens, or None if the limit is unknown."""
+        """Maximum number of prompt tokens, or None if unknown."""
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
@@ -50,16 +50,15 @@ class AnswerLimit(NamedTuple):
     """The maximum number of tokens in an answer."""
 
     requested: int | None
-    """The limit that the request sets, or None if it sets no limit."""
+    """The limit set by the request, or None if it sets none."""
     default: int | None
-    """The default limit for requests that set none. If it is None, only the context length limits the
-    answer."""
+    """The default limit for requests that set none. If None, only the context length limits the answer."""
     field: str
-    """Name of the request field, as shown in messages."""
+    """Name of the request field, for messages."""
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:
-    """Return the model's context length or the tenant's limit, whichever is shorter."""
+    """Return the model's context length or the tenant's limit, whichever is lower."""
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
         return LengthLimit(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
@@ -67,8 +66,7 @@ def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1)
 
 
 def answer_limit(identity: Identity, requested: int | None, default: int | None, field: str) -> AnswerLimit:
-    """Return the limit that applies to the answer. If the request sets -1, only the context length limits the
-    answer."""
+    """Return the answer's limit. If the request sets -1, only the context length limits the answer."""
     if requested == -1:
         return AnswerLimit(None, None, field)
     return AnswerLimit(requested, identity.default_max_tokens or default, field)
@@ -103,7 +101,7 @@ def truncated(
 
 def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLimit, param: str) -> int:
     """Return the maximum number of tokens to generate after a prompt. `param` is the name of the prompt's
-    field in the request. Raises a 400 if the prompt is empty or leaves too few tokens for the answer."""
+    request field. Raises a 400 if the prompt is empty or leaves too few tokens for the answer."""
     if not token_ids:
         raise invalid(param, "is empty; send at least one token")
     requested, default = answer.requested, answer.default

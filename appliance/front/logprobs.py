@@ -14,7 +14,7 @@ from appliance.text.tokenizer import Tokenizer
 from engine.messages import TokenLogprob
 
 _MIN_LOGPROB = -9999.0
-"""The log probability that OpenAI shows for an impossible token. JSON cannot represent infinity."""
+"""The log probability that OpenAI reports for impossible tokens, since JSON cannot represent infinity."""
 _LOGPROBS_AT_ONCE = 2048
 
 _encode = msgspec.json.Encoder().encode
@@ -71,10 +71,10 @@ class _Columns:
         self._values.append(_finite(logprob.logprob))
         top: dict[str, float] = {}
         for other, value in logprob.top[: self._alternatives]:
-            # Different tokens can have the same text. The most likely one comes first, and only this one is
+            # Different tokens can have the same text. The most likely one comes first, and only that one is
             # shown.
             top.setdefault(self._tokenizer.token_text(other), _finite(value))
-        # OpenAI's list also contains the chosen token, so there may be one alternative more than requested.
+        # OpenAI's list also contains the chosen token, so there may be one more alternative than requested.
         top.setdefault(text, _finite(logprob.logprob))
         self._top.append(top)
 
@@ -89,7 +89,7 @@ class _Columns:
 
 
 class PromptLogprobs:
-    """Log probabilities of a prompt, for answers that begin with the prompt (`echo`). They are written in
+    """A prompt's log probabilities, for answers that begin with the prompt (`echo`). They are written in
     parts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -99,7 +99,7 @@ class PromptLogprobs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the log probabilities of the whole prompt have been written."""
+        """Whether the whole prompt's log probabilities have been written."""
         return self._position == len(self._prompt.token_ids)
 
     def move(self, columns: _Columns, count: int) -> None:
@@ -113,18 +113,16 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return the number of tokens whose log probabilities are written in one step, so that a step takes only
-    a few milliseconds."""
+    """Return how many tokens' log probabilities to write in one step, so that a step takes only a few
+    milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 
 def prompt_logprobs_steps(
     tokenizer: Tokenizer, prompt: Prompt, alternatives: int
 ) -> Generator[None, None, bytes]:
-    """Build the field `prompt_logprobs` in steps, so that other work can run between the steps.
-
-    The format is the same as in vLLM: for every prompt token except the first, an object maps token ids to
-    log probability, rank and text.
+    """Build `prompt_logprobs` in steps, so that other work can run in between. The format is vLLM's: for
+    every prompt token except the first, an object maps token ids to log probability, rank and text.
     """
     known = prompt.logprobs or []
     count = max(1, _LOGPROBS_AT_ONCE // (1 + alternatives))
@@ -148,7 +146,7 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
     return {
         str(token_id): {
             "logprob": _finite(value),
-            # The engine reports ranks only for the most likely tokens of each position.
+            # The engine reports ranks only for the most likely tokens at each position.
             "rank": ranks.get(token_id),
             "decoded_token": tokenizer.token_text(token_id),
         }
@@ -176,8 +174,8 @@ def logprobs_event(
 def logprobs_steps(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None
 ) -> Generator[None, None, bytes]:
-    """Build `choices[].logprobs` of a complete answer as JSON in steps, so that other work can run between
-    the steps."""
+    """Build a complete answer's `choices[].logprobs` as JSON in steps, so that other work can run in
+    between."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer, count = task.model.tokenizer, tokens_at_once(task)

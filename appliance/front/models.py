@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _CLOSE_AFTER_S = 60.0
 _CHECK_CLIENT_S = 1.0
-"""Interval at which a request that waits for a model checks whether its client has disconnected."""
+"""Interval at which a request waiting for a model checks whether its client has disconnected."""
 _MAX_REASON_CHARACTERS = 1000
 
 
@@ -35,15 +35,15 @@ class LoadedModel:
 
     @property
     def unit(self) -> str:
-        """What answers requests for the model: a model in the settings, or one version of a model
+        """The unit that answers requests: a model in the settings, or one version of a model
         (`ServedModel.name`)."""
         return self.served.name
 
 
 async def load_model(served: ServedModel) -> LoadedModel:
-    """Read the tokenizer and the chat template. This takes about two seconds for a vocabulary of 128 k
-    tokens. Raises TokenizerFilesError. If a file has unexpected contents, any other error can be raised,
-    including a Rust panic (BaseException)."""
+    """Read the tokenizer and chat template. This takes about two seconds for a vocabulary of 128 k tokens.
+    Raises TokenizerFilesError or, if a file has unexpected contents, any other error, including a Rust panic
+    (BaseException)."""
     tokenizer, template = await asyncio.to_thread(_read_model, served)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
@@ -55,12 +55,12 @@ def _read_model(served: ServedModel) -> tuple[Tokenizer, TemplateProcess]:
 
 
 def _files(served: ServedModel) -> tuple[str, str | None, str]:
-    """Return values that identify the current contents of a model's tokenizer and chat template files."""
+    """Return values that identify the current contents of the model's tokenizer and chat template files."""
     return served.folder, served.chat_template, served.version
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error as the reason why a model cannot be loaded. Characters that UTF-8 cannot encode are
+    """Return why a model cannot be loaded, given the error. Characters that UTF-8 cannot encode are
     escaped."""
     text = str(error)
     if not isinstance(error, TokenizerFilesError):
@@ -75,31 +75,31 @@ def allows(identity: Identity, name: str) -> bool:
 
 class Catalog:
     """The loaded models, and the names that applications use for them. If a model cannot be loaded, its names
-    stay: requests for it are refused with the cause. The other models are served as usual."""
+    remain, and requests for it are refused with the cause. Other models are served as usual."""
 
     def __init__(self, on_waiting: Callable[[], None] = lambda: None) -> None:
-        """`on_waiting` is called when a request begins to wait for a name whose model is not loaded."""
+        """`on_waiting` is called when a request begins to wait for a model that is not loaded."""
         self._on_waiting = on_waiting
         self._models: dict[str, LoadedModel] = {}
         self._broken: dict[str, str] = {}
         self._routes: dict[str, Route] | None = None
         self._served: list[ServedModel] = []
         self._changed = asyncio.Event()
-        """This event is set when the names change, and is then replaced by a new event."""
+        """Set when the names change, and then replaced by a new event."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        """For each name whose model is not loaded, the number of requests that are waiting for the model."""
+        """Number of waiting requests for each name whose model is not loaded."""
         self.max_held, self.hold_timeout_s = 0, 0.0
-        """Limits on the requests that wait for models to be loaded."""
+        """Limits on requests waiting for models to be loaded."""
 
     @property
     def problems(self) -> dict[str, str]:
-        """The models that cannot be used, with the reason for each model."""
+        """The models that cannot be used, with the reasons."""
         return self._broken
 
     @property
     def problem(self) -> str:
-        """The problems of all required models as one text, or an empty string if there are none."""
+        """All required models' problems as one text, or an empty string if there are none."""
         required = {model.name for model in self._served if model.required}
         return "; ".join(
             f"model {name}: {reason}" for name, reason in self._broken.items() if name in required
@@ -107,8 +107,8 @@ class Catalog:
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """Problems with chat templates, by model: how often the model's templates have exceeded a limit, and
-        which limit was exceeded last."""
+        """Chat template problems, by model: how often the model's templates have exceeded a limit, and which
+        one was exceeded last."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -122,12 +122,12 @@ class Catalog:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Names whose requests are waiting until a model is loaded or woken on demand."""
+        """Names whose requests are waiting for a model to be loaded or woken on demand."""
         return tuple(name for name in self._held if self._waits(name) and self._is_on_demand(name))
 
     @property
     def listed(self) -> list[Route]:
-        """The names that can be listed, because their models can answer requests."""
+        """The names to list: those whose models can answer requests."""
         if self._routes is None:
             routes = [own_route(model, model.name) for model in self._served]
         else:
@@ -135,12 +135,11 @@ class Catalog:
         return [route for route in routes if route.unit not in self._broken]
 
     def serves(self, name: str) -> bool:
-        """Return whether a model with this name can answer requests now, or after it is loaded on demand."""
+        """Return whether a model with this name can answer requests, now or once loaded on demand."""
         return self.unit_of(name) in self._models or self._is_on_demand(name)
 
     def unit_of(self, name: str) -> str:
-        """Return the model or version that answers requests for the name, or an empty string if there is
-        none."""
+        """Return the model or version that answers requests for the name, or an empty string."""
         if self._routes is None:
             return name
         route = self._routes.get(name)
@@ -155,7 +154,7 @@ class Catalog:
         changed.set()
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Load these models, and drop all others. The previous models stay in use until the new models are
+        """Load these models, and drop all others. The previous models stay in use until the new ones are
         loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
@@ -176,15 +175,15 @@ class Catalog:
         kept = {model.template for model in models.values()}
         for old in self._models.values():
             if old.template not in kept:
-                # Requests that began with the previous model may still need its templates.
+                # Requests that started with the previous model may still need its templates.
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
         self._models, self._broken, self._served = models, broken, served
 
     # ── use by requests ──
 
     def prepare(self, model: LoadedModel) -> Callable[[], None]:
-        """Count a request that is being prepared for the model. Until the returned function is called, the
-        core keeps the model loaded. The function may be called more than once."""
+        """Count a request that is being prepared for the model. The core keeps the model loaded until the
+        returned function is called. The function may be called more than once."""
         unit, counts = model.unit, self._preparing
         counts[unit] += 1
         left = [unit]
@@ -201,9 +200,9 @@ class Catalog:
     async def find(
         self, name: str, identity: Identity, disconnected: Callable[[], bool], caller: str = ""
     ) -> LoadedModel:
-        """Return the model for this name, as `get` does, but first wait until the model is loaded. Stop
-        waiting if `disconnected` returns true because the client has disconnected. Raises a 503 if the wait
-        takes too long or if too many requests are waiting."""
+        """Return the model for this name, as `get` does, but first wait until it is loaded or `disconnected`
+        returns true because the client has disconnected. Raises a 503 if the wait takes too long or too many
+        requests are waiting."""
         if allows(identity, name) and self._waits(name):
             if (held := self._held.total()) >= self.max_held:
                 raise _still_loading(name, f"{held} requests are already waiting for models")
@@ -225,8 +224,8 @@ class Catalog:
                 del self._held[name]
 
     async def _until_routed(self, name: str, disconnected: Callable[[], bool]) -> None:
-        """Wait until a model is available for the name, until its load has failed, or until `disconnected`
-        returns true. Raises a 503 if the wait takes too long."""
+        """Wait until a model is available for the name, its load has failed, or `disconnected` returns true.
+        Raises a 503 if the wait takes too long."""
         deadline = asyncio.get_running_loop().time() + self.hold_timeout_s
         while self._waits(name) and not disconnected():
             if (left_s := deadline - asyncio.get_running_loop().time()) <= 0:
@@ -235,13 +234,12 @@ class Catalog:
                 await asyncio.wait_for(self._changed.wait(), min(left_s, _CHECK_CLIENT_S))
 
     def get(self, name: str, identity: Identity, caller: str = "") -> LoadedModel:
-        """Return the model for this name. If requests for the name are split, `caller` determines the arm.
-
-        Raises a 403 if the identity may not use the model, a 404 if the model is not served, or a 503 if its
-        tokenizer could not be read or if the model is not loaded yet.
+        """Return the model for this name. If the name's requests are split, `caller` determines the arm.
+        Raises a 403 if the identity may not use the model, a 404 if it is not served, or a 503 if its
+        tokenizer could not be read or it is not loaded yet.
         """
         if not allows(identity, name):
-            # A caller who is not permitted to use a model must not learn whether it exists.
+            # A caller without permission to use a model must not learn whether it exists.
             raise model_not_allowed(name)
         if self._waits(name):
             raise _still_loading(name, "its files are being read")
@@ -281,14 +279,14 @@ class Catalog:
         return None if self._routes is None else self._routes.get(name)
 
     def fallback_of(self, name: str, identity: Identity) -> str:
-        """Return the name of the fallback that may answer the caller's requests if the model with this name
-        cannot, or an empty string if there is none."""
+        """Return the name of the fallback that may answer the caller's requests in place of this model, or an
+        empty string."""
         route = self.route_of(name)
         may = route is not None and identity.may_fall_back and allows(identity, name)
         return route.fallback if may and route is not None and allows(identity, route.fallback) else ""
 
     def describe(self, name: str, identity: Identity, caller: str) -> Route:
-        """Return the description of a name for `GET /v1/models/NAME`. This never causes a model to be loaded.
+        """Return a name's description for `GET /v1/models/NAME`. This never causes a model to be loaded.
         Raises the same errors as `get`."""
         route = self.route_of(name)
         if allows(identity, name) and route is not None and route.on_demand and not route.problem:

@@ -1,5 +1,5 @@
-"""Builds a generation task from tokenized prompts. This includes the sampling parameters, the service class,
-and the limits that apply to both chats and completions."""
+"""Builds a generation task from tokenized prompts, including the sampling parameters, the service class, and
+the limits common to chats and completions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from appliance.text.stop import StopSet, StopStringsError
 from engine.messages import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
-"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many log
-probabilities blocks the event loop for 40 ms."""
+"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many blocks
+the event loop for 40 ms."""
 MAX_ANSWER_LOGPROBS = 262_144
-"""Maximum number of log probabilities of generated tokens in one answer that is not streamed. An answer that
-is not streamed is held in memory until it is complete, and each log probability takes about 200 bytes."""
+"""Maximum number of generated tokens' log probabilities in a non-streamed answer, which is held in memory
+until it is complete. Each log probability takes about 200 bytes."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
-"""Maximum number of prompt token ids in one answer with `return_token_ids`."""
+"""Maximum number of prompt token ids in an answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144
-"""Maximum of the number of prompts multiplied by the total length of `allowed_token_ids` and `bad_words`.
-Each prompt is sent to the replica with its own copy of these lists."""
+"""Maximum number of prompts times the total length of `allowed_token_ids` and `bad_words`. Each prompt is
+sent to the replica with its own copy of these lists."""
 
 
 async def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
-    """Return the model that the request names, and keep the model loaded until the request has been sent to
-    the core. Raises `ApiError` if there is no such model, or if the caller may not use it."""
+    """Return the model named by the request, and keep it loaded until the request has been sent to the core.
+    Raises `ApiError` if there is no such model or the caller may not use it."""
     context.model = body.model[:200]
     context.stream = bool(body.stream)
     context.user = body.user or ""
@@ -44,14 +44,14 @@ async def named_model(state: AppState, context: RequestContext, body: Generation
 
 
 def count_prompt_tokens(context: RequestContext, tokens: int) -> None:
-    """Record how many tokens the encoded prompts have in total."""
+    """Record the encoded prompts' total number of tokens."""
     context.prompt_tokens = context.encoded_tokens = tokens
     context.work_tokens = max(context.work_tokens, tokens)
 
 
 def encoding_limit(body: GenerationRequest, limit: LengthLimit) -> LengthLimit | None:
-    """Return the maximum number of tokens that a prompt may have before it is truncated, or None if
-    `truncate_prompt_tokens` will shorten the prompt."""
+    """Return the maximum number of tokens in a prompt before truncation, or None if `truncate_prompt_tokens`
+    will shorten it."""
     return limit if body.truncate_prompt_tokens is None else None
 
 
@@ -118,19 +118,17 @@ async def make_task(
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         asked_class=asked_class,
         keep_alive_s=body.keep_alive,
-        # If the client sets `min_tokens`, do not lower the default limit. Otherwise, the client could get an
-        # error about a limit that it has not set.
+        # If the client sets `min_tokens`, do not lower the default limit, since the client could otherwise
+        # get an error about a limit it did not set.
         may_lower=may_lower and not body.min_tokens,
         asked=asked if context.identity.log_policy != "metadata" else [],
     )
 
 
 def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: bool, chat: bool) -> None:
-    """Limit the number of log probabilities in an answer that is not streamed.
-
-    `per_token` is the number of log probabilities for each token position, over all samples of a prompt. If
-    the answer could contain too many log probabilities, the token limit is lowered. If the client has set the
-    token limit, a 400 is raised instead.
+    """Limit the number of log probabilities in a non-streamed answer. `per_token` is their number per token
+    position, over all samples of a prompt. If the answer could contain too many, lower the token limit, or
+    raise a 400 if the client has set it.
     """
     total = per_token * sum(prompt.max_tokens for prompt in prompts)
     max_tokens = MAX_ANSWER_LOGPROBS // (per_token * len(prompts))
@@ -148,8 +146,8 @@ def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: boo
 
 
 def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None:
-    """Raise a 400 if the answer would contain too much prompt data. In `prompt_tokens`, each prompt counts
-    once per choice."""
+    """Raise a 400 if the answer would contain too much prompt data. `prompt_tokens` counts each prompt once
+    per choice."""
     if body.return_token_ids and prompt_tokens > MAX_RETURNED_PROMPT_TOKENS:
         raise invalid(
             "return_token_ids",
@@ -171,7 +169,7 @@ def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None
 
 
 def _check_sent_numbers(sampling: SamplingParams, prompts: int) -> None:
-    """Raise a 400 if the token lists that are copied to the replica are too long in total."""
+    """Raise a 400 if the token lists copied to the replica are too long in total."""
     numbers = len(sampling.allowed_tokens) // 8 + sum(map(len, sampling.bad_words))
     if prompts * numbers > MAX_SENT_NUMBERS:
         raise invalid(

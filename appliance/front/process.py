@@ -37,14 +37,13 @@ log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
 _MEND_EVERY_S = 5.0
-"""Interval at which the front tries again to load models whose files could not be read. The files may become
-available later."""
+"""Interval at which the front retries loading models whose files could not be read."""
 _ERROR_EVENT_GRACE_S = 1.0
-"""Time in seconds after the grace period during which error events are sent to unfinished requests."""
+"""Time in seconds after the grace period for sending error events to unfinished requests."""
 
 
 class FrontProcess:
-    """Runs one front process on the current event loop, from its first message until `ended` is set."""
+    """Runs a front process on the current event loop, from its first message until `ended` is set."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
@@ -101,8 +100,7 @@ class FrontProcess:
             try:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
-                # The front cannot work without this channel. It therefore exits, and the core starts another
-                # front.
+                # The front cannot work without this channel, so it exits, and the core restarts it.
                 log.error(
                     "too many open files to open the channel to replica %s: raise the limit of open files "
                     "(ulimit -n)",
@@ -111,8 +109,8 @@ class FrontProcess:
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # Apply this part of the configuration immediately. During a drain, the very next request must be
-            # refused, but loading the models may take a long time.
+            # Apply this part of the configuration immediately: during a drain, the very next request must be
+            # refused, but loading models may take a long time.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
@@ -139,7 +137,7 @@ class FrontProcess:
             self._server.make_space()
             self._channel.send(NotTaken(message.number))
             return
-        # If this process exits before it has sent `Taken`, the core gives the connection to another front.
+        # If this process exits before sending `Taken`, the core gives the connection to another front.
         taken = partial(self._channel.send, Taken(message.number))
         self._state.background.run(self._server.adopt(sock, message.peer, request, taken))
 
@@ -147,8 +145,8 @@ class FrontProcess:
         return socket.socket(fileno=self._channel.take_fd())
 
     async def _configure(self) -> None:
-        """Apply the received configurations one after another. If one fails, log the error and continue with
-        the next."""
+        """Apply received configurations one by one. If one fails, log the error and continue with the
+        next."""
         while True:
             configure = self._latest = await self._configurations.get()
             try:
@@ -171,7 +169,7 @@ class FrontProcess:
         self._tell()
         if not self._is_configured:
             self._is_configured = True
-            # The objects that exist now are permanent, so the garbage collector need not examine them.
+            # All objects existing now are permanent, so the garbage collector need not examine them.
             gc.collect()
             gc.freeze()
             self._channel.send(FrontReady())
@@ -180,8 +178,8 @@ class FrontProcess:
             )
 
     async def _mend(self) -> None:
-        """Periodically try again to load models that could not be loaded, by applying the latest
-        configuration again."""
+        """Periodically retry loading models that could not be loaded, by reapplying the latest
+        configuration."""
         while True:
             await asyncio.sleep(_MEND_EVERY_S)
             if self._state.catalog.problems and self._latest is not None and self._configurations.empty():
@@ -199,7 +197,7 @@ class FrontProcess:
             generation.abort("the service stopped before this request was finished")
         await stopping
         await state.keeper.flush()
-        # Wait until the core has received the settlements of the last requests.
+        # Wait until the core has received the last requests' settlements.
         deadline = loop.time() + _ERROR_EVENT_GRACE_S
         while self._channel.backlog_bytes and loop.time() < deadline:
             await asyncio.sleep(0.01)
@@ -254,7 +252,7 @@ class FrontProcess:
 
 
 def _core_exited() -> None:
-    """Exit immediately because the core has exited. The exit closes the clients' connections."""
+    """Exit immediately, because the core has exited. This closes client connections."""
     os._exit(0)
 
 

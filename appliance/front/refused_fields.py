@@ -1,9 +1,7 @@
-"""Request fields that would change an answer but that this server does not implement.
-
-The names are taken from the documentation of OpenAI, vLLM, SGLang, llama.cpp's server,
-text-generation-inference and text-generation-webui. A request that contains such a field is refused with an
-error that names the field, unless the field's value does not change the answer. Fields that are in none of
-these tables are ignored.
+"""Request fields that would change an answer but are not implemented by this server. The names come from the
+documentation of OpenAI, vLLM, SGLang, llama.cpp's server, text-generation-inference and
+text-generation-webui. A request with such a field is refused with an error that names the field, unless its
+value does not change the answer. Fields not listed here are ignored.
 """
 
 from __future__ import annotations
@@ -14,16 +12,15 @@ from appliance.front.validation import UNSUPPORTED, FieldError, shown
 
 
 class RefusedField(NamedTuple):
-    """A request field that is refused. The error message suggests the remedy."""
+    """A refused request field. The error message suggests a remedy."""
 
     name: str
     remedy: str
     neutral: tuple[Any, ...] = ()
-    """Values that are accepted because they do not change the answer, in addition to null, false and empty
-    values."""
+    """Accepted values, which do not change the answer, in addition to null, false and empty values."""
     is_content: bool = False
-    """Whether the value of the field is text from the conversation. Error messages are logged, so they must
-    not quote this text."""
+    """Whether the field's value is conversation text, which must not be quoted in error messages because they
+    are logged."""
 
     @property
     def json_schema(self) -> dict[str, Any]:
@@ -45,8 +42,8 @@ class RefusedField(NamedTuple):
 
 
 def _each(remedy: str, *names: str, **neutral: tuple[Any, ...]) -> tuple[RefusedField, ...]:
-    """Return refused fields that have the same remedy. `names` contains fields without further accepted
-    values, and `neutral` maps fields to the values that do not change the answer."""
+    """Return refused fields that share a remedy. `names` lists fields without additional accepted values, and
+    `neutral` maps fields to values that do not change the answer."""
     return (
         *(RefusedField(name, remedy) for name in names),
         *(RefusedField(name, remedy, values) for name, values in neutral.items()),

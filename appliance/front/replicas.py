@@ -11,13 +11,13 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaChannels:
-    """The front's channels to replicas, by the replica's name. A replica keeps its name when it restarts."""
+    """The front's channels to replicas, by replica name. A replica keeps its name when it restarts."""
 
     def __init__(self) -> None:
         self._clients: dict[str, ReplicaClient] = {}
 
     def attach(self, name: str, sock: socket.socket) -> None:
-        """Use a new channel for a replica, which replaces its previous channel."""
+        """Use a new channel for a replica, replacing the previous one."""
 
         def closed(handles: list[int]) -> None:
             log.warning("the connection to replica %s was lost", name)
@@ -27,7 +27,7 @@ class ReplicaChannels:
         client = self._clients[name] = ReplicaClient(sock, closed)
 
     def __len__(self) -> int:
-        """Return the number of replicas of all models together."""
+        """Return the total number of replicas over all models."""
         return len(self._clients)
 
     def get(self, name: str) -> ReplicaClient | None:

@@ -1,4 +1,4 @@
-"""The context of one HTTP request in the front, from the arrival of its head to the end of its response."""
+"""The context of one HTTP request in the front, from its head's arrival to the end of its response."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MAX_ECHOED_BYTES = 1024
 
 @dataclass(slots=True)
 class RequestContext:
-    """The caller, the endpoint and the timestamps of a request. The gate creates the context. Later, the
-    endpoint adds the model, the token counts, and whether the answer is streamed."""
+    """A request's caller, endpoint and timestamps. Created by the gate; the endpoint later adds the model,
+    the token counts, and whether the answer is streamed."""
 
     request_id: str
     identity: Identity
@@ -40,33 +40,32 @@ class RequestContext:
     """The service class, 0 to 3, or None until the body has been parsed."""
     model: str = ""
     fallback_of: str = ""
-    """The requested model, if the request has been moved to the fallback of this model."""
+    """The requested model, if the request has been moved to its fallback."""
     stream: bool = False
     user: str = ""
-    """The `user` field of the body, which is written to the request log."""
+    """The body's `user` field, which is written to the request log."""
     prompt_tokens: int = 0
     encoded_tokens: int = 0
-    """Number of prompt tokens before `truncate_prompt_tokens` was applied."""
+    """Number of prompt tokens before truncation (`truncate_prompt_tokens`)."""
     work_tokens: int = 0
-    """Work that this front has done so far for parsing and encoding, converted to a number of tokens. If the
-    front refuses the request, the tenant is charged for these tokens."""
+    """Parsing and encoding work done by this front so far, in tokens. If the front refuses the request, the
+    tenant is charged for them."""
     admitted: bool = False
-    """Whether `Admit` has been sent. If so, the request must be closed with `Settle` or `Refused`, not with
+    """Whether `Admit` has been sent, so that the request must be closed with `Settle` or `Refused` instead of
     `Rejected`."""
     prepared: Callable[[], None] = lambda: None
-    """The function that `Catalog.prepare` returned. It must be called after `Admit` has been sent, or when
-    the request ends without being sent to the core."""
+    """The function returned by `Catalog.prepare`. It must be called after `Admit` has been sent, or when the
+    request ends without being sent to the core."""
     retry_of: str = ""
-    """Id of the earlier request with the same `Idempotency-Key`, if the answer to that request is no longer
-    stored."""
+    """Id of the earlier request with the same `Idempotency-Key`, if its answer is no longer stored."""
     arrived_at: float = field(default_factory=time.time)
     """Unix time at which the request arrived."""
     started: float = field(default_factory=time.monotonic)
 
     @property
     def caller(self) -> str:
-        """The identity of the caller for traffic splits. It consists of the key or, without a key, the local
-        user, and of the `user` field."""
+        """The caller's identity for traffic splits: the key (or the local user if there is none) and the
+        `user` field."""
         return f"{self.identity.key_id or self.peer}\0{self.user}"
 
     def logged_fields(self) -> dict[str, Any]:
@@ -74,7 +73,7 @@ class RequestContext:
         return {name: getattr(self, name) for name in LoggedFields.__struct_fields__}
 
     def elapsed_ms(self, until: float | None = None) -> float:
-        """Return how many milliseconds ago the head of the request was read."""
+        """Return how many milliseconds ago the request head was read."""
         return ((time.monotonic() if until is None else until) - self.started) * 1000.0
 
 
@@ -85,11 +84,9 @@ def context_of(request: Request) -> RequestContext:
 
 
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return a new request id, which is unique in the request log.
-
-    The id begins with the client's `X-Request-Id` if this header contains only common characters, so that an
-    operator can find the request by the client's id. A suffix makes the id unique, because clients send the
-    same id again when they retry.
+    """Return a new request id, unique in the request log. If the client's `X-Request-Id` contains only common
+    characters, the id begins with it, so that operators can find the request by the client's id. A suffix
+    makes it unique, because clients resend the same id when they retry.
     """
     own = header(headers, b"x-request-id")
     if own is not None and _SANE_ID.fullmatch(own):
@@ -98,9 +95,9 @@ def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def response_ids(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list[tuple[bytes, bytes]]:
-    """Return the response headers that identify the request. `x-request-id` is the client's id exactly as it
-    was sent, or the id in the request log if the client sent none. `x-appliance-request-id` is always the id
-    in the request log."""
+    """Return the response headers that identify the request. `x-request-id` is the client's id exactly as
+    sent, or the id in the request log if it sent none. `x-appliance-request-id` is always the id in the
+    request log."""
     own = header(headers, b"x-request-id")
     logged = request_id.encode()
     echoed = own if own and len(own) <= _MAX_ECHOED_BYTES else logged

@@ -1,4 +1,4 @@
-"""Builds the messages that ask the core to admit a request, and those that submit it to a replica."""
+"""Builds the messages that ask the core to admit a request and that submit it to a replica."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def admit_message(
 ) -> Admit:
     """Return the message that asks the core to admit the request.
 
-    After the first attempt, only the unfinished samples are counted, and the tokens that each sample already
-    has count as part of its prompt. `send_prefixes` is true if the core can choose between several replicas.
+    After the first attempt, only unfinished samples are counted, and each sample's existing tokens count as
+    part of its prompt. `send_prefixes` is true if the core can choose between several replicas.
     """
     again = attempt > 0
     running = [sample for sample in samples if not sample.finish_reason]
@@ -56,9 +56,9 @@ def submit_messages(
     link: ReplicaClient,
     admitted: Admitted,
 ) -> Iterator[tuple[Submit, list[Sample]]]:
-    """Yield each submission to the replica, together with the samples that the submission generates. In the
-    first attempt, there is one submission for each prompt. In later attempts, there is one for each
-    unfinished sample, which contains the tokens that the sample already has."""
+    """Yield each submission to the replica, together with the samples it generates. The first attempt has one
+    submission per prompt. Later attempts have one per unfinished sample, which includes the sample's existing
+    tokens."""
     n = task.samples
     if admitted.attempt:
         groups = [(sample.prompt, [sample]) for sample in samples if not sample.finish_reason]

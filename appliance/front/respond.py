@@ -1,4 +1,4 @@
-"""Runs a generation task and writes its answer, either complete or streamed."""
+"""Runs a generation task and writes its answer, complete or streamed."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ _STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """The response to a generation request. Whatever happens, it reports the end of the request to the
-    core."""
+    """The response to a generation request. It always reports the request's end to the core."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
         super().__init__()
         self.generation = Generation(state, context, task)
         self.status = 500
-        """Final status of the request. In a stream, the final status may differ from the status 200 in the
-        response head."""
+        """The request's final status. For a stream, it may differ from the 200 in the response head."""
         self._state = state
         self._context = context
         self._task = task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._task.asked and self._task.fall_back is None and self._task.copy is None:
-            # The request has been prepared, so the memory for its body can be released.
+            # The request has been prepared, so its body's memory can be released.
             self._context.body.release()
         generation = self.generation
         error = "the server failed to process the request; see the log of this front process for the cause"
@@ -54,9 +52,9 @@ class GenerationResponse(Response):
             if not generation.ended.is_set():
                 generation.abort(error)
             generation.settle(self.status, error)
-            # The callbacks refer to the stream, and the stream refers to the generation. Break this reference
-            # cycle, so that both objects are freed immediately. Otherwise, the garbage collector would free
-            # them only after about a thousand streams.
+            # The callbacks refer to the stream, which refers to the generation. Break this reference cycle so
+            # that both are freed immediately; the garbage collector would free them only after about a
+            # thousand streams.
             generation.on_progress = generation.on_end = generation.on_fallback = None
             self._state.active.pop(self._context.request_id, None)
             if generation.is_kept and generation.ran:
@@ -88,8 +86,7 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # Delay the response head. If an error occurs before the head is written, the response can still have
-        # the HTTP status of the error.
+        # Delay the response head, so that the response can still carry the HTTP status of an early error.
         interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:
             await happens_within(generation.begun, HEAD_DELAY_S)

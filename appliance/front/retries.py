@@ -5,7 +5,7 @@
         └──► dropped: another front owns the key
 
 The core records which front owns which key (`appliance.front_pool.claims`), and the front stores the answers.
-When a front process exits, its answers are lost, and a retry runs the request again.
+When a front process exits, its answers are lost, and a retry reruns the request.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ if TYPE_CHECKING:
     from appliance.front.respond import GenerationResponse
 
 _NOT_REPEATED = (b"x-ratelimit-", b"content-length")
-"""Prefixes of headers that are not stored. They either do not apply to a retry, or the response to a retry
-gets new ones."""
+"""Prefixes of headers that are not stored, because they do not apply to a retry or are generated anew for
+it."""
 _RUN_BYTES = 1024
-"""Memory in bytes that a run uses in addition to its answer."""
+"""Memory, in bytes, used by a run in addition to its answer."""
 
 
 class KeyedRun:
-    """One run of a request with an `Idempotency-Key`. The response is stored for retries. After the run has
-    finished, this object no longer refers to a connection or a prompt, because `held_bytes` does not count
-    their memory."""
+    """One run of a request with an `Idempotency-Key`, storing the response for retries. Once the run has
+    finished, it refers to no connection or prompt, whose memory `held_bytes` does not count."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
-        """Create a run that the core has not assigned to this front yet. `fingerprint` is a hash of the
+        """Create a run that the core has not yet assigned to this front. `fingerprint` is a hash of the
         request's body."""
         self.scope = claim.scope
         self.request_id = claim.request_id
@@ -49,29 +48,29 @@ class KeyedRun:
         self.claimed: asyncio.Future[Claimed] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self.answer: Response | None = None
-        """The response that retries get, or None if no complete response is stored."""
+        """The response for retries, or None if no complete response is stored."""
         self.status = 500
         self.finish_reason = "error"
         self.request_class: int | None = None
         self.is_kept = True
-        """Whether retries can find this run. If so, the response must be stored."""
+        """Whether retries can find this run, in which case its response must be stored."""
         self.held_bytes = _RUN_BYTES
-        """Memory of this run in bytes, which counts toward the limit `RetryRules.max_bytes`."""
+        """This run's memory in bytes, which counts toward `RetryRules.max_bytes`."""
         self.timer = Timer()
-        """Timer for the grace period after the last client has disconnected and, later, for the time for
-        which the answer is stored."""
+        """Timer for the grace period after the last client has disconnected and, later, for the answer's
+        storage time."""
         self.generation: Generation | None = None
-        """The generation while it is running. The generation continues after its client has disconnected."""
+        """The running generation, which continues after its client has disconnected."""
         self._retries = retries
         self._head: Message = {}
         self._body = bytearray()
         self._clients: set[Connection] = set()
-        """Connections of the first client and of the retries that are waiting for the answer."""
+        """Connections of the first client and of retries waiting for the answer."""
         self._billed_tokens = 0
-        """Number of output tokens that had been written by the time the last client disconnected."""
+        """Number of output tokens written by the time the last client disconnected."""
 
     def follow(self, connection: Connection) -> None:
-        """Add a client to a run that has not ended. When the client disconnects, it is removed."""
+        """Add a client to a run that has not ended. It is removed when it disconnects."""
         self.timer.stop()
         self._clients.add(connection)
         connection.on_disconnect = partial(self.leave, connection)
@@ -79,7 +78,7 @@ class KeyedRun:
             self.leave(connection)
 
     async def send(self, to_client: Send, message: Message) -> None:
-        """Store a part of the response (an ASGI message), and send the part to the first client."""
+        """Store a part of the response (an ASGI message), and send it to the first client."""
         if message["type"] == "http.response.start":
             self._head = {**message}
         else:
@@ -93,7 +92,7 @@ class KeyedRun:
             self._retries.grew(self, len(data))
 
     def complete(self, response: GenerationResponse) -> None:
-        """If all parts of the response have been stored, build the response that retries get."""
+        """If all parts of the response have been stored, build the response for retries."""
         self.status = response.status
         self.finish_reason = response.generation.finish_reason(response.status)
         self.request_class = response.generation.context.request_class
@@ -106,8 +105,8 @@ class KeyedRun:
             ]
 
     def end(self) -> None:
-        """Record that the run has ended, and wake the waiting retries. If the run was successful, keep its
-        answer for a while."""
+        """Record that the run has ended, and wake waiting retries. If it was successful, keep its answer for
+        a while."""
         self.ended.set()
         self.generation = None
         self._body.clear()
@@ -127,12 +126,11 @@ class KeyedRun:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the run is in progress and has no client."""
+        """Whether the run is in progress without a client."""
         return self.claimed.done() and not self.ended.is_set() and not self._clients
 
     def leave(self, connection: Connection) -> None:
-        """Remove a client. If no client is left, end the run unless a retry arrives within the grace
-        period."""
+        """Remove a client. If none is left, end the run unless a retry arrives within the grace period."""
         self._clients.discard(connection)
         generation = self.generation
         if not self._clients and not self.ended.is_set():
@@ -144,19 +142,17 @@ class KeyedRun:
             else:
                 self.timer.start(self._retries.rules.grace_s, partial(self._retries.drop, self))
         if generation is not None and generation.on_end is not None:
-            # Write the events that were held back for a slow client, so that they are stored.
+            # Write the events held back for a slow client, so that they are stored.
             generation.on_end()
 
 
 class Retries:
-    """All runs of this front, by scope. A scope is the combination of a caller, an endpoint and an
-    idempotency key."""
+    """All of this front's runs, by scope: a combination of caller, endpoint and idempotency key."""
 
     def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
         self.rules = RetryRules()
         self.stopping = False
-        """Whether the front is stopping. While it is stopping, a run ends when its last client
-        disconnects."""
+        """Whether the front is stopping, in which case a run ends when its last client disconnects."""
         self.kept_bytes = 0
         self.runs: dict[bytes, KeyedRun] = {}
         self._to_core = to_core
@@ -170,7 +166,7 @@ class Retries:
         return run
 
     def take(self, message: Claimed) -> None:
-        """Handle the core's answer to the question whether this front may run a request."""
+        """Handle the core's answer as to whether this front may run a request."""
         run = self.runs[message.scope]
         if message.is_elsewhere:
             self._forget(run)
@@ -178,23 +174,23 @@ class Retries:
         run.claimed.set_result(message)
 
     def grew(self, run: KeyedRun, size: int) -> None:
-        """Count `size` bytes that were added to the answer of a run. If the memory limit is exceeded, drop
-        the oldest answers of finished runs or, if there are none, this answer."""
+        """Count `size` bytes added to a run's answer. If the memory limit is exceeded, drop the oldest
+        answers of finished runs or, if there are none, this one."""
         run.held_bytes += size
         self.kept_bytes += size
         while self.kept_bytes > self.rules.max_bytes and run.is_kept:
             self.drop(next((known for known in self.runs.values() if known.ended.is_set()), run))
 
     def drop(self, run: KeyedRun) -> None:
-        """Remove the run from this front, and release its claim in the core. If the run is in progress, it
-        continues only while its first client is connected."""
+        """Remove the run from this front, and release its claim in the core. A run in progress continues only
+        while its first client is connected."""
         self._forget(run)
         self._to_core(Release(run.scope))
         run.give_up()
 
     def stop(self) -> None:
-        """Drop all runs that have no clients, because the front is stopping. From now on, a run is dropped
-        when it has no clients left."""
+        """Drop all runs without clients, because the front is stopping. From now on, a run is dropped when
+        its last client leaves."""
         self.stopping = True
         for run in [run for run in self.runs.values() if run.is_abandoned]:
             self.drop(run)

@@ -41,7 +41,7 @@ from appliance.scopes import ScopedRoute
 Body = TypeVar("Body", bound=GenerationRequest)
 
 SECURITY: tuple[dict[str, list[str]], ...] = ({"key": []},)
-"""OpenAPI security requirement of the API's routes."""
+"""OpenAPI security requirement for the API's routes."""
 
 _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
@@ -87,8 +87,7 @@ def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[
             api.completions,
             _generation("Continue one or more prompts", CompletionRequest, documents.CompletionDocument),
         ),
-        # Azure's routes. The route with the longer path comes first, because a model's name can contain
-        # slashes.
+        # Azure's routes. The longer path comes first, because model names can contain slashes.
         _route("POST", "/openai/deployments/{model:path}/chat/completions", api.deployment_chat_completions),
         _route("POST", "/openai/deployments/{model:path}/completions", api.deployment_completions),
         _route(
@@ -187,8 +186,8 @@ class _Api:
         kind: type[Body],
         make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
     ) -> Response:
-        """Answer a generation request whose body is of type `kind`. A model that is named in the path takes
-        precedence over the model in the body."""
+        """Answer a generation request with a body of type `kind`. A model named in the path takes precedence
+        over the one in the body."""
         state, context = self._state, context_of(request)
         data = await receive_body(request, state.limits.max_body_bytes)
         body = parse_body(data, kind, state.limits.max_body_bytes, context)
@@ -215,8 +214,8 @@ class _Api:
             found = await named_model(state, context, body)
         key = key_of(request)
         if key is None:
-            # Free the bytes of the body. Otherwise, up to 2 MB would stay in memory while the prompt waits to
-            # be encoded.
+            # Free the body's bytes. Otherwise, up to 2 MB would stay in memory while the prompt waits to be
+            # encoded.
             data.clear()
             return GenerationResponse(state, context, await prepare())
         return await answer(state, request, key, data, prepare)

@@ -1,4 +1,4 @@
-"""One sample of a request. The sample collects tokens and text until they are written to the client."""
+"""One sample of a request, which collects tokens and text until they are written to the client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.messages import FinishReason, Output, TokenLogprob
 
 
 class LogprobEntry(NamedTuple):
-    """A token's log probability, with the position of the token's text in the answer."""
+    """A token's log probability, and the position of its text in the answer."""
 
     logprob: TokenLogprob
     offset: int
@@ -19,7 +19,7 @@ class LogprobEntry(NamedTuple):
 
 class Sample:
     """One sample of a request. `finish_reason` is "" while the sample is running. `pieces` and `entries`
-    contain the output that has not been written to the client yet."""
+    contain output not yet written to the client."""
 
     __slots__ = (
         "_discard",
@@ -58,18 +58,18 @@ class Sample:
         self.index = index
         """Index of this sample in the answer."""
         self.token_ids: list[int] = []
-        """All tokens generated so far. They are needed for a resubmission to another replica."""
+        """All tokens generated so far, for resubmission to another replica."""
         self.pieces: list[str] = []
         self.kept_text: list[str] | None = [] if is_kept else None
         """The text generated so far, if the log policy keeps answers."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
-        """Number of tokens in the answer, including end tokens. Tokens after the token that completed a stop
-        string are not counted."""
+        """Number of tokens in the answer, including end tokens, but not those after a completed stop
+        string."""
         self.cumulative_logprob = 0.0
-        """Sum of the log probabilities that were reported for the delivered tokens."""
+        """Sum of the delivered tokens' reported log probabilities."""
         self.counted = 0
-        """Number of delivered tokens that have been written to a stream."""
+        """Number of delivered tokens written to a stream."""
         self.finish_reason: FinishReason = ""
         self.begun = False
         """Whether this sample's first chunk in the stream has been built."""
@@ -81,15 +81,15 @@ class Sample:
         self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
-        """Process an output of the replica, whose finish reason must not be "error" or "cancelled". If a stop
-        string is found, `finish_reason` is set even if the output has no finish reason."""
+        """Process an output from the replica, whose finish reason must not be "error" or "cancelled". If a
+        stop string is found, `finish_reason` is set even if the output has none."""
         token_ids = output.token_ids
         finish_reason = output.finish_reason
         self.token_ids += token_ids
         if self._discard:
             self.finish_reason = "length"
             return
-        # A stop token is counted and billed. Its text is included only if the request asks for it.
+        # A stop token is counted and billed, but its text is included only on request.
         visible = token_ids[:-1] if finish_reason == "stop" and not self._includes_stop else token_ids
         delivered = self.delivered
         if self.entries is None:
@@ -135,7 +135,7 @@ class Sample:
 
 
 def samples_of(task: GenerationTask, is_kept: bool) -> list[Sample]:
-    """Return new samples for a task that has not started yet. `is_kept` is true if the log policy keeps
+    """Return new samples for a task that has not started. `is_kept` is true if the log policy keeps
     answers."""
     stream = task.model.tokenizer.stream
     return [

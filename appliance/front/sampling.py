@@ -17,8 +17,8 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""Maximum number of ids in a bit map that is built on the event loop, which takes 2 ms. Bit maps of longer
-lists are built in a thread."""
+"""Maximum number of ids in a bit map built on the event loop, which takes 2 ms. Longer lists are converted in
+a thread."""
 
 
 async def sampling_params(
@@ -33,7 +33,7 @@ async def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters for answers of at most `max_tokens` tokens.
 
-    `logprobs` and `prompt_logprobs` are the numbers of alternatives that the engine is asked for; the answer
+    `logprobs` and `prompt_logprobs` are the numbers of alternatives to request from the engine; the answer
     may show fewer. Raises `ApiError`.
     """
     defaults = model.served.sampling
@@ -79,8 +79,8 @@ async def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
-        # Choose a random seed here if the request has none, so that another replica can continue the same
-        # text after a resubmission.
+        # Choose a random seed here if the request has none, so that another replica can continue the text
+        # after a resubmission.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_ids),
@@ -91,16 +91,15 @@ async def sampling_params(
 
 
 def _first(requested: float | None, default: float | None, otherwise: float) -> float:
-    """Return the value in the request if it is set, else the model's default if there is one, else the value
-    `otherwise`."""
+    """Return the request's value if set, else the model's default if there is one, else `otherwise`."""
     if requested is not None:
         return requested
     return otherwise if default is None else default
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """Return the ids. Raises a 400 if one of them is not in the model's vocabulary. If the vocabulary's size
-    is unknown, all ids are accepted."""
+    """Return the ids. Raises a 400 if any is not in the model's vocabulary. If the vocabulary size is
+    unknown, all ids are accepted."""
     most = model.served.vocab_size - 1
     if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
@@ -110,8 +109,7 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
 
 
 def bit_map(token_ids: list[int]) -> bytes:
-    """Return a bit map of the ids, in the format of `SamplingParams.allowed_tokens`. Ids must not be
-    negative."""
+    """Return a bit map of the (non-negative) ids, in the format of `SamplingParams.allowed_tokens`."""
     if not token_ids:
         return b""
     # A loop in Python would take 30 ms for the largest vocabularies, but int() with base 2 takes linear time.
@@ -124,8 +122,8 @@ def bit_map(token_ids: list[int]) -> bytes:
 async def bad_word_tokens(
     state: AppState, context: RequestContext, model: LoadedModel, words: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return two token sequences per word: one for the word at the beginning of a text, and one for the word
-    after a space. Raises `ApiError`."""
+    """Return two token sequences per word: one at the beginning of a text, and one after a space. Raises
+    `ApiError`."""
     if not words:
         return ()
     texts = {variant: index for index, word in enumerate(words) for variant in (word, " " + word.lstrip(" "))}

@@ -2,8 +2,8 @@
 derived from them.
 
 Undeclared fields are accepted and ignored, because OpenAI's clients send `metadata`, `store` and similar
-fields. A field that would change the answer but is not implemented is refused, with an error message that
-names the field (`appliance.front.refused_fields`).
+fields. Unimplemented fields that would change the answer are refused with an error that names the field
+(`appliance.front.refused_fields`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MAX_SAMPLES = 128
 MAX_ALTERNATIVES = 20
 MAX_STOP_TOKENS = 64
 MAX_USER_CHARS = 512
-"""Maximum length of `user`. The value stays in memory while the request runs, and it is written to the
-request log."""
+"""Maximum length of `user`. The value stays in memory while the request runs, and is written to the request
+log."""
 DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as in OpenAI's API."""
 
@@ -76,7 +76,7 @@ class StreamOptions(RequestStruct, kw_only=True):
 
 
 class GenerationRequest(RequestStruct, kw_only=True):
-    """The fields that requests for chat completions and for completions have in common."""
+    """Fields common to chat completion and completion requests."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = _refusing(*REFUSED)
 
@@ -121,7 +121,7 @@ class GenerationRequest(RequestStruct, kw_only=True):
     presence_penalty: Annotated[
         Penalty | None,
         _about(
-            "Subtracted from the logit of each token that the answer contains. Default: the model's, "
+            "Subtracted from the logit of each token that occurs in the answer. Default: the model's, "
             "otherwise 0."
         ),
     ] = None
@@ -140,7 +140,7 @@ class GenerationRequest(RequestStruct, kw_only=True):
         ),
     ] = None
     logit_bias: Annotated[
-        LogitBiasField | None, _about("Numbers that are added to the logits of the given token ids.")
+        LogitBiasField | None, _about("Numbers to add to the logits of the given token ids.")
     ] = None
     allowed_token_ids: Annotated[
         AllowedTokenIdsField | None,
@@ -152,8 +152,8 @@ class GenerationRequest(RequestStruct, kw_only=True):
     bad_words: Annotated[
         BadWordsField | None,
         _about(
-            "Texts that must not be generated. Each text is tokenized with and without a leading "
-            "space. Its last token cannot be generated directly after its other tokens. The same text can "
+            "Texts that must not be generated. Each text is tokenized with and without a leading space, "
+            "and its last token cannot be generated directly after the preceding ones. The same text can "
             "still be generated from different tokens."
         ),
     ] = None
@@ -162,7 +162,7 @@ class GenerationRequest(RequestStruct, kw_only=True):
         _about("Seed for sampling. Requests with the same seed get the same answers. Default: random."),
     ] = None
     user: Annotated[
-        User | None, _about("Identifier of the client's end user. It is written to the request log.")
+        User | None, _about("Identifier of the client's end user, which is written to the request log.")
     ] = None
     ignore_eos: Annotated[
         bool | None, _about("Continue generating after the model's end tokens. Default false.")
@@ -177,9 +177,9 @@ class GenerationRequest(RequestStruct, kw_only=True):
     truncate_prompt_tokens: Annotated[
         PositiveOrMinusOne | None,
         _about(
-            "Keep at most this many tokens from the end of each prompt. With -1, keep as many as "
-            "possible while leaving space for `max_tokens`. A beginning-of-text token that the tokenizer has "
-            "added is always kept."
+            "Keep at most this many tokens from the end of each prompt. With -1, keep as many as possible "
+            "while leaving room for `max_tokens`. A beginning-of-text token added by the tokenizer is "
+            "always kept."
         ),
     ] = None
     prompt_logprobs: Annotated[
@@ -194,7 +194,7 @@ class GenerationRequest(RequestStruct, kw_only=True):
     ] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "priority", "scale"] | None,
-        _about("Selects the service class, like the header `x-appliance-class`."),
+        _about("Selects the service class, as the header `x-appliance-class` does."),
     ] = None
     keep_alive: Annotated[
         KeepAliveField | None,
@@ -223,9 +223,7 @@ class ChatMessage(RequestStruct, kw_only=True):
             "missing or null content is treated as empty text."
         ),
     ] = None
-    name: Annotated[str | None, _about("Name of the message's author, for chat templates that use it.")] = (
-        None
-    )
+    name: Annotated[str | None, _about("The author's name, for chat templates that use it.")] = None
 
     def __post_init__(self) -> None:
         if self.content is None and self.role != "assistant":
@@ -281,11 +279,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     response_format: Annotated[TextFormatField | None, _about("Only text is supported.")] = None
     tool_choice: Annotated[
         NoToolChoiceField | None,
-        _about("Accepted only with values that select no tool, because tools are not available."),
+        _about("Tools are not available, so only values that select no tool are accepted."),
     ] = None
     function_call: Annotated[
         NoToolChoiceField | None,
-        _about("Accepted only with values that select no tool, because tools are not available."),
+        _about("Tools are not available, so only values that select no tool are accepted."),
     ] = None
     modalities: Annotated[list[Literal["text"]] | None, _about("Only text is supported.")] = None
 
@@ -326,15 +324,15 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class DeploymentChatRequest(ChatRequest, kw_only=True):
-    """Body of Azure's route for chat completions. The model's name is part of the path."""
+    """Body of Azure's chat completion route. The model name is part of the path."""
 
-    model: Annotated[str, _about("Ignored, because the model's name is part of the path.")] = ""
+    model: Annotated[str, _about("Ignored, because the model name is part of the path.")] = ""
 
 
 class DeploymentCompletionRequest(CompletionRequest, kw_only=True):
-    """Body of Azure's route for completions. The model's name is part of the path."""
+    """Body of Azure's completion route. The model name is part of the path."""
 
-    model: Annotated[str, _about("Ignored, because the model's name is part of the path.")] = ""
+    model: Annotated[str, _about("Ignored, because the model name is part of the path.")] = ""
 
 
 class TokenizeRequest(RequestStruct, kw_only=True):

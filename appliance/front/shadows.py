@@ -1,8 +1,7 @@
-"""Shadow traffic: copies finished requests to another model or version, discards the answers to the copies,
-and reports how they compare with the original answers.
-
-A copy begins after the original request has ended, so that the two never compete for resources. A copy has
-the lowest service class, and it is dropped if it cannot start immediately.
+"""Shadow traffic: copies finished requests to a second model or version, discards the answers to the copies,
+and reports how they compare with the originals. A copy begins after the original request has finished, so the
+two never compete for resources. Copies have the lowest service class, and are dropped if they cannot start
+immediately.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_COPIES = 8
-"""Maximum number of copies that run at the same time in a front. Each copy keeps the body of its request in
-memory."""
+"""Maximum number of concurrent copies per front. Each copy keeps its request body in memory."""
 
 
 class NoConnection:
-    """Replaces the client's connection for a copied request, which has no client. It never disconnects."""
+    """Stands in for the client connection of a copied request, which has no client. Never disconnects."""
 
     disconnected = False
     on_disconnect: Callable[[], None] | None = None
@@ -46,7 +44,7 @@ class NoConnection:
 
 
 class ShadowTraffic:
-    """The copied requests that a front runs."""
+    """A front's copied requests."""
 
     def __init__(self, state: AppState) -> None:
         self.running = 0
@@ -54,13 +52,13 @@ class ShadowTraffic:
 
     @staticmethod
     def selects(route: Route | None) -> str:
-        """Return the model or version to which a request is to be copied, or an empty string if the request
-        is not selected for copying."""
+        """Return the model or version to which to copy a request, or an empty string if it is not selected
+        for copying."""
         shadow = None if route is None else route.shadow
         return shadow.unit if shadow is not None and random.random() < shadow.share else ""
 
     def begin(self, original: Generation) -> None:
-        """Start a copy of a request that has ended, unless too many copies are running."""
+        """Start a copy of a finished request, unless too many copies are running."""
         copy, original.task.copy = original.task.copy, None
         if copy is None:
             return
@@ -133,9 +131,9 @@ class ShadowTraffic:
 
 
 def _equal_tokens(original: Generation, copy: Generation) -> int | None:
-    """Return the number of tokens before the first difference between the two answers, summed over all
-    samples. Return None if the request does not use greedy sampling, or if the prompts have different tokens
-    because the tokenizer or the chat template differs."""
+    """Return the number of tokens before the two answers first differ, summed over all samples. Return None
+    if sampling is not greedy, or if the prompts' tokens differ because of a different tokenizer or chat
+    template."""
     prompts = [[prompt.token_ids for prompt in one.task.prompts] for one in (original, copy)]
     greedy = original.task.sampling.temperature == 0 and copy.task.sampling.temperature == 0
     if not greedy or prompts[0] != prompts[1]:

@@ -1,10 +1,8 @@
 """Builds server-sent events from prepared strings. A JSON encoder would be too slow, because building events
-takes most of the CPU time that a front spends on a token.
-
-A token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
-are flushed whenever the event loop has processed the messages in a replica's channel. While the client's
-socket is full, no events are built. When the socket accepts data again, the waiting tokens of each sample are
-written as one event.
+takes most of a front's CPU time per token. A token costs one list append when it arrives, and a share of one
+chunk when its stream is flushed. Streams are flushed whenever the event loop has processed the messages in a
+replica's channel. No events are built while the client's socket is full. When it accepts data again, each
+sample's waiting tokens are written as one event.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from appliance.front.sample import Sample
 log = logging.getLogger(__name__)
 
 MAX_HELD_OUTPUTS = 65_536
-"""Maximum number of outputs that are held for a client that does not read. Each output has one or a few
-tokens. When the limit is exceeded, the client's request is ended."""
+"""Maximum number of outputs held for a client that is not reading. Each output has one or a few tokens. If
+the limit is exceeded, the request is ended."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
-"""Maximum number of held outputs if they contain log probabilities. Such an output may take a kilobyte."""
+"""Maximum number of held outputs with log probabilities, which may take a kilobyte each."""
 
 _MAX_COST = 2048
-"""Maximum cost of one flush. Each event, each log probability, and every 512 characters of echoed text have
-the cost 1. A flush with the maximum cost takes about 10 ms."""
+"""Maximum cost of one flush, which takes about 10 ms. Each event, each log probability, and every 512
+characters of echoed text cost 1."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
@@ -50,15 +48,14 @@ class EventStream:
         self._scheduled = False
         self._held = 0
         self._echoed: dict[int, PromptLogprobs] = {}
-        """Log probabilities of the echoed prompts, for each sample."""
+        """Echoed prompts' log probabilities, for each sample."""
         self._prepare()
         generation.on_progress = self.progress
         generation.on_end = self.ended
         generation.on_fallback = self._prepare
 
     def _prepare(self) -> None:
-        """Prepare the parts that are the same in all events. Must be called before the first output
-        arrives."""
+        """Prepare the parts shared by all events. Must be called before the first output arrives."""
         generation = self.generation
         self._task = task = generation.task
         self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
@@ -79,7 +76,7 @@ class EventStream:
     # ── called by `Generation` ──
 
     def progress(self, sample: Sample) -> None:
-        """Schedule a flush of the stream, because the sample has processed an output."""
+        """Schedule a flush, because the sample has processed an output."""
         if not sample.waiting:
             sample.waiting = True
             self._waiting.append(sample)
@@ -102,7 +99,7 @@ class EventStream:
     # ── writing to the client ──
 
     def open(self) -> None:
-        """Start writing events. The response head must have been written before."""
+        """Start writing events. The response head must have been written already."""
         self._is_open = True
         self._connection.on_writable = self.flush
         self.flush()
@@ -112,7 +109,7 @@ class EventStream:
         try:
             self._flush()
         except Exception:
-            # An error in one stream must not affect other streams, which are also waiting to be flushed.
+            # An error in one stream must not affect others waiting to be flushed.
             log.exception(
                 "request %s: creating the stream's events failed", self.generation.context.request_id
             )
@@ -152,8 +149,8 @@ class EventStream:
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:
-            # Report the end of the request now. Clients disconnect after reading the last event, and do not
-            # wait for the end of the response.
+            # Report the request's end now, because clients disconnect after reading the last event without
+            # waiting for the end of the response.
             if generation.failure is not None:
                 generation.settle(generation.failure.status, generation.failure.message)
             else:
@@ -166,8 +163,8 @@ class EventStream:
             self._state.flush_soon(self.flush)
 
     def _build(self, sample: Sample, events: list[bytes]) -> int:
-        """Append the sample's next events to `events`, and return the cost of these events. Events that
-        exceed the limit are left for the next flush."""
+        """Append the sample's next events to `events`, and return their cost. Events beyond the limit are
+        left for the next flush."""
         cost = 1
         if not sample.begun:
             if (
@@ -175,7 +172,7 @@ class EventStream:
                 and sample.prompt.logprobs is None
                 and self.generation.failure is None
             ):
-                # The prompt's log probabilities arrive with the first output of the prompt's first sample.
+                # A prompt's log probabilities arrive with its first sample's first output.
                 self._wait(sample)
                 return cost
             if not self._begin(sample, events):
@@ -221,8 +218,8 @@ class EventStream:
         self._waiting.append(sample)
 
     def _begin(self, sample: Sample, events: list[bytes]) -> bool:
-        """Append the events that precede the text of a sample. Return False if some of these events are left
-        for the next flush."""
+        """Append the events that precede a sample's text. Return False if some are left for the next
+        flush."""
         is_first = sample.index not in self._echoed
         prompt_ids = b""
         if self._task.return_token_ids and is_first and not (self._task.chat and sample.index):
@@ -248,7 +245,7 @@ class EventStream:
         return True
 
     def _event(self, sample: Sample, text: str, logprobs: bytes, more: bytes = b"") -> bytes:
-        """Return a chunk with this text. `more` contains additional fields of the choice in the chunk."""
+        """Return a chunk with this text. `more` contains additional fields of the choice."""
         return (
             self._before_text[sample.index]
             + _encode(text)
@@ -262,12 +259,11 @@ class EventStream:
         )
 
     def _token_ids(self, token_ids: list[int]) -> bytes:
-        """Return the `token_ids` field of a choice if the request asks for it."""
+        """Return a choice's `token_ids` field if requested."""
         return b',"token_ids":' + _encode(token_ids) if self._task.return_token_ids else b""
 
     def _tail(self, more: bytes = b"") -> bytes:
-        """Return the part of a chunk that follows the choice. `more` contains additional fields of the
-        chunk."""
+        """Return the part of a chunk after the choice. `more` contains additional fields of the chunk."""
         if not self._task.include_usage:
             return b"]" + more + b"}\n\n"
         counts = _encode(usage(self.generation)) if self._task.continuous_usage else b"null"

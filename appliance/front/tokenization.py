@@ -22,15 +22,15 @@ from appliance.text.template_messages import ChatTemplateError, TemplateBoundErr
 MAX_VARIABLES_BYTES = 65_536
 """Maximum size of `chat_template_kwargs` as JSON, in bytes."""
 HIDE_INLINE_CHARACTERS = 4096
-"""Conversations with more characters than this are searched for control tokens in a thread. The search takes
-up to 2.5 µs per character."""
+"""Conversations longer than this, in characters, are searched for control tokens in a thread. The search
+takes up to 2.5 µs per character."""
 
 _MESSAGE_CHARACTERS = 16
-"""Number of characters by which each message increases the size of a conversation. Searching a message's role
-and field names for control tokens takes as long as searching this many characters."""
+"""Number of characters that each message adds to a conversation's size, because searching its role and field
+names for control tokens takes as long as searching this many characters."""
 _MARK_DIGITS = 20
-"""Number of digits in the marker that is appended to a message to be continued. The marker consists of digits
-because no filter in a chat template changes digits."""
+"""Number of digits in the marker appended to a message to be continued. It consists of digits because no chat
+template filter changes them."""
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -69,8 +69,8 @@ async def chat_tokens(
     continue_final_message: bool = False,
     limit: LengthLimit | None = None,
 ) -> list[int]:
-    """Return the prompt for a conversation. Control tokens in the prompt come only from the chat template,
-    not from messages.
+    """Return the prompt for a conversation. Its control tokens come only from the chat template, not from
+    messages.
 
     If `add_generation_prompt` is None, its default applies. If `continue_final_message` is set, the prompt
     ends with the text of the last message. If `limit` is None, the prompt may have at most `MAX_TOKENS_SHOWN`
@@ -99,7 +99,7 @@ async def chat_tokens(
             text = await model.template.render(context.identity.tenant, shown, generates, variables)
         if mark:
             text = _before_mark(text, mark)
-        # A chat template can produce much more text than the messages contain.
+        # A chat template can produce far more text than the messages contain.
         with text_memory(state, context, memory + text_bytes([text])):
             steps = model.tokenizer.encode_rendered_steps(
                 text, shield, add_special_tokens, _max_tokens(limit)
@@ -124,13 +124,13 @@ async def decode(
     complete: bool = True,
 ) -> str:
     """Convert token ids to text. All ids must be in the model's vocabulary. If `complete` is false, an
-    incomplete character at the end is left out."""
+    incomplete character at the end is omitted."""
     steps = model.tokenizer.decode_steps(token_ids, skip_special, complete)
     return await do_work(state, context, steps, len(token_ids), inline=PIECE_CHARACTERS)
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Return the messages as dicts with the role, the content and, if a message has one, the name."""
+    """Return the messages as dicts with the role, the content and, if present, the name."""
     return [
         {"role": message.role, "content": message.text}
         | ({"name": message.name} if message.name is not None else {})
@@ -139,15 +139,15 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
 
 
 def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
-    """Return the number of characters of a conversation and its size in memory in bytes. Messages without
-    text are counted, too, because processing them takes time and memory."""
+    """Return a conversation's number of characters and its memory size in bytes. Messages without text count
+    too, because processing them takes time and memory."""
     texts = [text for message in messages for text in (message.text, message.name) if text]
     others = len(messages) * _MESSAGE_CHARACTERS
     return others + sum(map(len, texts)), others + text_bytes(texts)
 
 
 def prompt_param(index: int, prompts: Sequence[object]) -> str:
-    """Return the name of one of a completion's prompts for error messages."""
+    """Return the name of a completion's prompt for error messages."""
     return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
 
 
@@ -160,8 +160,7 @@ def _too_many(limit: LengthLimit | None, param: str, tokens: int | None) -> ApiE
 
 
 def _checked_size(variables: dict[str, Any]) -> int:
-    """Return the size of the template variables as JSON, in bytes. Raises a 400 if the size exceeds the
-    limit."""
+    """Return the template variables' size as JSON, in bytes. Raises a 400 if it exceeds the limit."""
     size = len(json.dumps(variables))
     if size > MAX_VARIABLES_BYTES:
         raise invalid(
@@ -171,8 +170,7 @@ def _checked_size(variables: dict[str, Any]) -> int:
 
 
 def _before_mark(text: str, mark: str) -> str:
-    """Return the rendered conversation up to the end of its last message, where the marker is. Raises
-    `ApiError`."""
+    """Return the rendered conversation up to the marker at the end of its last message. Raises `ApiError`."""
     end = text.rfind(mark)
     if end < 0:
         raise invalid(

@@ -1,4 +1,4 @@
-"""Runs long computations on the event loop in steps, so that other tasks can run between the steps."""
+"""Runs long computations on the event loop in steps, so that other tasks can run in between."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ Result = TypeVar("Result")
 
 
 async def in_turns(steps: Generator[None, None, Result]) -> Result:
-    """Run a generator step by step, so that other tasks can run between the steps. Return the generator's
-    result."""
+    """Run a generator step by step, so that other tasks can run in between, and return its result."""
     while True:
         try:
             next(steps)

@@ -2,12 +2,10 @@
 
 msgspec's own error messages are written for developers, so this module reads the structs' declarations
 (`msgspec.inspect`) and checks each value itself. Error messages contain the field, the value and the allowed
-values. Validation stops at the first invalid value, so that a hostile list with a quarter of a million items
-takes little time.
-
-The module supports the types that request structs use: booleans, numbers, strings, literals, lists, objects
-and other structs. Each of them may be optional. Classes that parse their own values (`ParsedType`) are
-supported too.
+values. Validation stops at the first invalid value, so that a hostile list of a quarter of a million items
+takes little time. Supported types are those used in request structs: booleans, numbers, strings, literals,
+lists, objects and other structs, any of which may be optional, and classes that parse their own values
+(`ParsedType`).
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ Parser = Callable[[Any], Any]
 
 
 class FieldError(ValueError):
-    """Raised for a value that a field does not allow. `path` contains the field names and list indexes that
-    lead from the body to the value."""
+    """Raised for a value that a field does not allow. `path` holds the field names and list indexes leading
+    from the body to the value."""
 
     def __init__(self, message: str, code: str = INVALID, path: tuple[str | int, ...] = ()) -> None:
         super().__init__(message)
@@ -38,7 +36,7 @@ class FieldError(ValueError):
         self.path = path
 
     def inside(self, part: str | int) -> FieldError:
-        """Return this error for an enclosing value: `part`, a field name or list index, is prepended to the
+        """Return this error for an enclosing value, with `part` (a field name or list index) prepended to the
         path."""
         return FieldError(self.message, self.code, (part, *self.path))
 
@@ -52,7 +50,7 @@ class FieldError(ValueError):
 
 
 class ParsedType(Protocol):
-    """A type of field whose values can have more than one JSON form."""
+    """A field type whose values can have more than one JSON form."""
 
     json_schema: ClassVar[dict[str, Any]]
 
@@ -73,11 +71,11 @@ class RefusedName(Protocol):
 
 
 class RequestStruct(msgspec.Struct, kw_only=True):
-    """Base class for structs that describe request bodies and the objects inside them. Unknown fields are
+    """Base class for structs that describe request bodies and the objects within them. Unknown fields are
     ignored."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = {}
-    """Further field names that are accepted only with certain values."""
+    """Additional field names that are accepted only with certain values."""
 
 
 Body = TypeVar("Body", bound=RequestStruct)
@@ -104,7 +102,7 @@ def parse_struct(kind: type[Body], value: Any) -> Body:
 
 
 def shown(value: Any) -> str:
-    """Return the value as text for an error message. A long value is shortened."""
+    """Return the value as text for an error message, shortening long values."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -117,13 +115,13 @@ def shown(value: Any) -> str:
 
 
 def _shown_kind(value: Any) -> str:
-    """Return the value as text for an error message, but name only the type of a string. Error messages are
-    logged, and the log must not contain text of a conversation that was sent in the wrong field."""
+    """Return the value as text for an error message, but only name the type of a string: error messages are
+    logged, and the log must not contain conversation text sent in the wrong field."""
     return "a string" if isinstance(value, str) else shown(value)
 
 
 def as_integer(value: Any) -> int | None:
-    """Return the integer that a JSON number represents, or None. In JSON Schema, 5.0 is also an integer."""
+    """Return the integer represented by a JSON number, or None. In JSON Schema, 5.0 is also an integer."""
     if type(value) is float and value.is_integer():
         return int(value)
     return value if type(value) is int else None
@@ -131,7 +129,7 @@ def as_integer(value: Any) -> int | None:
 
 @functools.cache
 def _parsers(kind: type[RequestStruct]) -> tuple[dict[str, Parser], list[str]]:
-    """Return a parser for each field of the struct, and the names of the required fields."""
+    """Return a parser for each field of the struct, and the required fields' names."""
     info = types.type_info(kind)
     assert isinstance(info, types.StructType)
     parsers = {field.name: _parser(field.type) for field in info.fields}

@@ -348,8 +348,8 @@ class FrontPool:
                 return
             except OSError:
                 pass  # Too many files are open. Any front may hand the connection over again later.
-        # If no front owns the key, the answer was lost while the connection was being passed on, and the front
-        # that receives the connection reruns the request.
+        # If no front owns the key, the answer was lost while the connection was being passed on, and the
+        # front that receives the connection reruns the request.
         self.balancer.assign(connection)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
