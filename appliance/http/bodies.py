@@ -1,4 +1,4 @@
-"""Extracts the body of one request from the bytes of a connection, and leaves the bytes after the body."""
+"""Extracts one request's body from a connection's bytes, leaving the bytes after it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from appliance.http.errors import RequestError
 from appliance.http.heads import RequestHead
 
 FRAMING_BYTES = 64 << 10
-"""Maximum total number of bytes in one body that are not content: chunk sizes, chunk extensions and trailers.
-Without this limit, a body in 1-byte chunks would cost 0.4 µs of CPU time per byte of content."""
+"""Maximum number of non-content bytes per body: chunk sizes, chunk extensions and trailers. Without this
+limit, a body in 1-byte chunks would cost 0.4 µs of CPU time per content byte."""
 
 _CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 _EMPTY_LINE = b"\r\n\r\n"
@@ -23,8 +23,8 @@ class Body(Protocol):
     complete: bool
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return the body content in `data`, and the number of bytes of `data` that belong to this body.
-        Raises RequestError."""
+        """Return the body content in `data`, and how many bytes of `data` belong to this body. Raises
+        RequestError."""
         ...
 
 
@@ -44,11 +44,9 @@ class SizedBody:
 
 
 class ChunkedBody:
-    """A body sent in chunks. A separate llhttp parser decodes it, after being given a fixed request head.
-
-    The last chunk and the trailers end with an empty line, so the parser is fed only up to the next empty
-    line. It therefore stops exactly at the end of the body and leaves the next request unparsed. Trailers are
-    dropped.
+    """A chunked body, decoded by a separate llhttp parser that is first given a fixed request head. The last
+    chunk and the trailers end with an empty line, so the parser is fed only up to the next empty line. It
+    therefore stops exactly at the end of the body, leaving the next request unparsed. Trailers are dropped.
     """
 
     def __init__(self) -> None:
@@ -57,7 +55,7 @@ class ChunkedBody:
         self._messages = 0
         self._framing_left = FRAMING_BYTES
         self._tail = b""
-        """The last three bytes that were fed to the parser. They may be the beginning of an empty line."""
+        """The last three bytes fed to the parser, which may be the beginning of an empty line."""
         self._parser = httptools.HttpRequestParser(self)
         self._parser.feed_data(_CHUNKED_HEAD)
 
@@ -89,12 +87,12 @@ class ChunkedBody:
     # ── the parser's callbacks ──
 
     def on_message_begin(self) -> None:
-        """Count the messages that the parser has found. If there is a second message, a request was smuggled
-        into the body."""
+        """Count the messages found by the parser. A second message means that a request was smuggled into the
+        body."""
         self._messages += 1
 
     def on_body(self, content: bytes) -> None:
-        """Append decoded content of the body."""
+        """Append decoded body content."""
         self._content.append(content)
 
     def on_message_complete(self) -> None:
@@ -103,5 +101,5 @@ class ChunkedBody:
 
 
 def body_of(head: RequestHead) -> Body:
-    """Return an object that reads the body after this request head."""
+    """Return a reader for the body that follows this request head."""
     return ChunkedBody() if head.chunked else SizedBody(head.content_length)

@@ -1,5 +1,5 @@
 """Detects clients that have disconnected after closing their sending side, and clients that do not read their
-response. Lets clients read a refusal before their connection is closed."""
+response. Lets clients read a refusal before closing their connection."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from appliance.background import Timer
 from appliance.http.exchange import CONTINUE
 
 FIRST_PROBE_S = 0.5
-"""Delay before the first probe of a half-closed TCP connection. Its client may be waiting for the response or
-may have disconnected. A probe sends `100 Continue`; if the client has closed the connection, its host replies
-with a reset. The delay doubles after each probe."""
+"""Delay before the first probe of a half-closed TCP connection, whose client may be waiting for the response
+or may have disconnected. A probe sends `100 Continue`; if the client has closed the connection, its host
+replies with a reset. The delay doubles after each probe."""
 _POLL_S = 0.5
 LINGER_S = 2.0
-"""Time limit for reading and dropping the rest of a refused request before the connection is closed. If it
+"""Time limit for reading and discarding the rest of a refused request before closing the connection. If it
 were closed immediately, the client would get a reset before reading the response."""
 
 
@@ -49,15 +49,15 @@ class HalfClosedCheck:
         self._timer.stop()
 
     def _peer_has_closed(self) -> bool:
-        """Return whether the client has closed both directions of the connection. The kernel reports this for
-        Unix sockets, and for TCP only after a reset."""
+        """Return whether the client has closed both directions of the connection. For TCP, the kernel reports
+        this only after a reset."""
         poll = select.poll()
         poll.register(self._transport.get_extra_info("socket").fileno(), 0)
         return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
 
 
 class WriteLimit:
-    """Aborts a connection if its client reads none of the response for `limit_s` seconds."""
+    """Aborts a connection whose client reads none of the response for `limit_s` seconds."""
 
     def __init__(self, transport: asyncio.Transport, limit_s: float, note: Callable[[], None]) -> None:
         """`note` is called before a connection is aborted."""
@@ -67,11 +67,11 @@ class WriteLimit:
         self._timer = Timer()
         self._is_running = False
         self._unsent_bytes = 0
-        """Number of unsent bytes at the time when the timer was started."""
+        """Number of unsent bytes when the timer was started."""
 
     def start(self) -> bool:
-        """If any bytes are unsent, start the timer, unless it is already running. Return whether any bytes
-        are unsent."""
+        """Start the timer if any bytes are unsent and it is not already running. Return whether any bytes are
+        unsent."""
         unsent = self._transport.get_write_buffer_size()
         if unsent and not self._is_running:
             self._is_running, self._unsent_bytes = True, unsent
@@ -79,7 +79,7 @@ class WriteLimit:
         return unsent > 0
 
     def restart(self) -> None:
-        """Record that the client has read some bytes. The full time limit applies again from now on."""
+        """Restart the time limit, because the client has read some bytes."""
         self._unsent_bytes = sys.maxsize
 
     def stop(self) -> None:
@@ -97,7 +97,7 @@ class WriteLimit:
 
 
 class Linger:
-    """Ends a connection, but first drops incoming bytes for a short time, so that the client can read the
+    """Ends a connection, but first discards incoming bytes for a short time, so that the client can read the
     response."""
 
     def __init__(self, transport: asyncio.Transport, write_limit: WriteLimit) -> None:
@@ -108,14 +108,14 @@ class Linger:
         self._timer = Timer()
 
     def begin(self, max_bytes: int) -> None:
-        """Send the rest of the response and its end. Drop at most `max_bytes` bytes."""
+        """Send the rest of the response and its end. Discard at most `max_bytes` bytes."""
         self.begun = True
         self._bytes_left = max_bytes
         self._timer.start(LINGER_S, self._over)
         self._transport.write_eof()
 
     def drop(self, nbytes: int) -> None:
-        """Count bytes that were read. Abort the connection if there were too many."""
+        """Count bytes read, and abort the connection if there were too many."""
         self._bytes_left -= nbytes
         if self._bytes_left < 0:
             self._transport.abort()

@@ -24,27 +24,23 @@ if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
 REFUSAL_DELAY_S = 1.0
-"""Delay before a request whose head uses too much memory is refused. Without the delay, the client could
-reconnect and fill the memory again immediately."""
+"""Delay before refusing a request whose head uses too much memory. Without it, the client could reconnect and
+fill the memory again immediately."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
-"""Maximum number of bytes to read and drop before closing a connection without a valid key."""
+"""Maximum number of bytes to read and discard before closing a connection without a valid key."""
 _SENT_CHECK_S = 0.01
 LARGE_READ_BYTES = 16 << 10
-"""A client that sends at least this many bytes in one read is probably sending a large head or body. Its
-connection must then wait for a turn before it reads again."""
+"""A client that sends at least this many bytes in one read is probably sending a large head or body, so its
+connection must wait for a turn before reading again."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """One client connection. Applications get it as `state["connection"]` in the ASGI scope, and its peer as
-    `state["peer"]`.
-
-    At most one request is parsed at a time. While that request is being answered, or while the application is
-    not reading its body, at most one read buffer of additional bytes is held. All other data stays in the
-    kernel's buffer, which slows the sender down.
-
-    While a response is streamed, `write_chunk` passes bytes straight to the transport and never waits. The
-    writer must therefore check `writable` first. If `writable` is false, the writer must keep its data until
-    `on_writable` is called.
+    `state["peer"]`. At most one request is parsed at a time. While that request is being answered, or while
+    the application is not reading its body, at most one additional read buffer is held. All other data stays
+    in the kernel's buffer, which throttles the sender. While a response is streamed, `write_chunk` passes
+    bytes straight to the transport and never waits. The writer must therefore check `writable` first and, if
+    it is false, keep its data until `on_writable` is called.
     """
 
     transport: asyncio.Transport
@@ -62,30 +58,30 @@ class Connection(asyncio.BufferedProtocol):
         """Called once, after the connection has closed. `on_writable` and `on_disconnect` belong to the
         response in progress."""
         self.on_chunk: Callable[[bytes], None] | None = None
-        """Called with the argument of each call of `write_chunk`, even after the connection has closed."""
+        """Called with each argument of `write_chunk`, even after the connection has closed."""
         self.last_chunk_at = 0.0
-        """Time when part of a response was last written, in seconds of the monotonic clock."""
+        """When part of a response was last written, in seconds on the monotonic clock."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
         self._source: Source
-        """The source (tenant, address or user) to which the turns of this connection are counted."""
+        """The source (tenant, address or user) to which this connection's turns are charged."""
         self.pool: Pool | None = None
-        """The pool in which this connection has a place. The server sets this attribute."""
+        """The pool in which this connection has a place. Set by the server."""
         self._parser = RequestParser(request)
         self._exchange: Exchange | None = None
         self._advancing = False
         self._read_paused = False
         self._waits_to_read = False
-        """Whether the connection is waiting for a turn to read again after a large read."""
+        """Whether the connection is waiting for its turn to read again after a large read."""
         self._given_up = False
-        """Whether the connection will refuse its request because unfinished heads use too much memory."""
+        """Whether the connection's request will be refused because unfinished heads use too much memory."""
         self._begun: tuple[int, int] = 0, 0
-        """The second in which the latest request began, and how many requests began in that second."""
+        """The second in which the latest request began, and the number of requests that began in it."""
         self._ended = False
         """Whether the client has closed its sending side."""
         self.writable = True
-        """Whether the transport's buffer is below its high-water mark. Streams read this for each token."""
+        """Whether the transport's buffer is below its high-water mark. Streams check this for each token."""
         self._may_write = asyncio.Event()
         """An event that is set while `writable` is true."""
         self._may_write.set()
@@ -100,12 +96,12 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def owner(self) -> tuple[bool, str]:
-        """Whether the client is authenticated, and the tenant of its latest request."""
+        """Whether the client is authenticated, and its latest request's tenant."""
         return self.authenticated, self._tenant
 
     @property
     def date_line(self) -> bytes:
-        """The line with the Date header of a response that begins now."""
+        """The Date header line for a response that begins now."""
         return self.server.date_line
 
     async def drain(self) -> None:
@@ -113,7 +109,7 @@ class Connection(asyncio.BufferedProtocol):
         await self._may_write.wait()
 
     def write_chunk(self, data: bytes) -> None:
-        """Write a part of a response that was started without a content length. `data` must not be empty."""
+        """Write part of a response that was started without a content length. `data` must not be empty."""
         if self.on_chunk is not None:
             self.on_chunk(data)
             if self.disconnected:
@@ -124,22 +120,22 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.write(data)
 
     def release(self) -> None:
-        """Remove the callbacks of the response, because the response has ended."""
+        """Remove the callbacks of a response that has ended."""
         self.on_writable = self.on_disconnect = None
 
     def abort(self) -> None:
-        """Close the connection immediately, and drop unsent bytes."""
+        """Close the connection immediately, dropping unsent bytes."""
         self.transport.abort()
 
     def cut_off(self) -> None:
-        """Close the connection immediately, because the client does not read its response."""
+        """Close the connection immediately, because the client is not reading its response."""
         self.server.cut_off.note(self._peer)
         self.transport.abort()
 
     def authenticate(self, tenant: str = "") -> bool:
         """Move the connection to the pool of known clients and assign it to `tenant`, because its request has
-        a valid identity. Return False if the pool has no free place, and no place can be freed because all
-        other connections have requests in progress."""
+        a valid identity. Return False if the pool is full and all other connections have requests in
+        progress."""
         if not self.authenticated or self._tenant != tenant:
             if not self.server.promote(self, tenant):
                 return False
@@ -151,8 +147,8 @@ class Connection(asyncio.BufferedProtocol):
     # ── handing a request to another process ──
 
     async def leave(self) -> tuple[int, bytes]:
-        """Stop reading, and wait until earlier responses have been sent. Return the descriptor of the
-        connection, and the bytes of later requests that have already been read."""
+        """Stop reading, and wait until earlier responses have been sent. Return the connection's descriptor,
+        and any bytes already read from later requests."""
         self._waits_to_read = False
         self._pause_reading(True)
         while self.transport.get_write_buffer_size() and not self.disconnected:
@@ -179,11 +175,11 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
             return
         self._timer.start(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
-        # First process the bytes that another process had already read from this connection.
+        # First process the bytes already read from this connection by another process.
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the connection's place in its pool, and notify the response in progress."""
+        """Give up the connection's place in its pool, and notify the response in progress."""
         self.server.forget(self)
         for timer in (self._timer, self._half_closed, self._write_limit, self._linger):
             timer.stop()
@@ -209,17 +205,16 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the part of the server's shared read buffer that the transport may fill. `buffer_updated`
-        empties the buffer in the same step of the event loop.
-
-        One iteration of the loop reads from every connection that has data. To keep an iteration short, the
-        whole buffer is returned only while the application is waiting for the body.
+        empties it in the same event loop step. One loop iteration reads from every connection with data. To
+        keep iterations short, the whole buffer is returned only while the application is waiting for the
+        body.
         """
         buffer = self.server.read_buffer
         exchange = self._exchange
         return buffer if exchange is not None and exchange.wants_body else buffer[:LARGE_READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Process the bytes that were read into the buffer."""
+        """Process the bytes read into the buffer."""
         if self._linger.begun:
             self._linger.drop(nbytes)
         else:
@@ -232,26 +227,25 @@ class Connection(asyncio.BufferedProtocol):
                 self._pause_reading(True)
 
     def _read_on(self) -> None:
-        """Read again after a large read, because it is the connection's turn."""
+        """Resume reading after a large read, because it is the connection's turn."""
         if self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = False
             self._pause_reading(not self._linger.begun and not self._wants_bytes())
 
     def eof_received(self) -> bool:
-        """After the client has closed its sending side, keep the connection open if it may expect a
+        """Keep the connection open after the client has closed its sending side, if it may expect a
         response."""
         self._ended = True
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger.begun:
-            # The transport closes once everything has been sent, within the time limit for writes.
+            # The transport closes once everything has been sent, within the write time limit.
             self.close()
             return False
         self._half_closed.start(self._may_probe)
         return True
 
     def advance(self) -> None:
-        """Parse the received bytes that can be used now: at most the next head, or the body that is
-        awaited."""
+        """Parse the received bytes that can be used now: at most the next head, or the awaited body."""
         if self._advancing:
             return
         self._advancing = True
@@ -267,8 +261,8 @@ class Connection(asyncio.BufferedProtocol):
             self._count_memory()
 
     def _count_memory(self) -> None:
-        """Report to the server how much memory the requests of this connection use. Body bytes that the
-        application has already read are not included."""
+        """Report to the server how much memory this connection's requests use, excluding body bytes already
+        read by the application."""
         size = len(self._parser.received) + self._parser.head.collected_bytes
         if self._exchange is not None:
             size += self._exchange.head.memory_bytes
@@ -277,7 +271,7 @@ class Connection(asyncio.BufferedProtocol):
     def give_up_request(self) -> None:
         """Refuse the request after a delay, because unfinished request heads use too much memory in total. If
         the request is already complete, close the connection instead, because the application may be
-        answering the request."""
+        answering it."""
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
             return
@@ -289,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
         self._timer.start(REFUSAL_DELAY_S, partial(self.refuse, refusal))
 
     def _step(self) -> bool:
-        """Parse one piece of the received bytes. Return False if no complete piece is left."""
+        """Parse one piece of the received bytes. Return False if no complete piece remains."""
         parser = self._parser
         if not parser.received:
             return False
@@ -339,7 +333,7 @@ class Connection(asyncio.BufferedProtocol):
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
-        """If the whole body has arrived, drop its unread part. Return whether the body has arrived."""
+        """If the whole body has arrived, drop its unread part. Return whether it has arrived."""
         parser = self._parser
         if parser.body is None or self._exchange is None:
             return True
@@ -355,7 +349,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _wants_bytes(self) -> bool:
         """Return whether to read more bytes. During a response, up to one buffer of the next request is read,
-        because only a read can detect that the client has disconnected."""
+        because only a read can detect a client disconnect."""
         exchange = self._exchange
         if self._given_up:
             return False
@@ -376,7 +370,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── the end of a response, and of the connection ──
 
     def finish(self, exchange: Exchange) -> None:
-        """After a complete response, continue with the next request, or close the connection."""
+        """After a complete response, continue with the next request or close the connection."""
         self._exchange = None
         parser = self._parser
         if self.pool is not None:
@@ -396,7 +390,7 @@ class Connection(asyncio.BufferedProtocol):
             self.advance()
 
     def close(self) -> None:
-        """Close the connection after the bytes written so far have been sent."""
+        """Close the connection once the bytes written so far have been sent."""
         if not self.transport.is_closing():
             self._timer.stop()
             self._write_limit.start()
@@ -415,7 +409,7 @@ class Connection(asyncio.BufferedProtocol):
         self._begin_linger(2 * self.server.limits.max_body_bytes + PIECE_BYTES)
 
     def _begin_linger(self, max_bytes: int) -> None:
-        """Close after reading and dropping bytes for a short time, so that the client can read the
+        """Close after reading and discarding bytes for a short time, so that the client can read the
         response."""
         self._parser.drop()
         self._count_memory()
@@ -444,7 +438,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── time limits ──
 
     def _limit_s(self, seconds: float) -> float:
-        """Return the time limit for a client that sends nothing. Unknown clients get a shorter limit."""
+        """Return the time limit for an idle client. Unknown clients get a shorter one."""
         if self.authenticated:
             return seconds
         return min(seconds, self.server.limits.unauthenticated_timeout_s)
@@ -453,7 +447,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._parser.head.begun:
             self.refuse(RequestError(408, "the request headers did not arrive in time", "header_timeout"))
         elif self._write_limit.start():
-            # The last response has not been sent completely. The write timer checks that the client reads it.
+            # The last response has not been fully sent. The write timer checks that the client reads it.
             self._timer.start(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
             self.close()
@@ -463,7 +457,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is None or self._linger.begun:
             return
         if not exchange.wants_body and self._parser.received:
-            # The application has not read the bytes that have already arrived.
+            # The application has not yet read the bytes that have arrived.
             self._timer.start(self.server.limits.body_timeout_s, self._body_late)
         elif exchange.started:
             self.transport.abort()
@@ -473,14 +467,14 @@ class Connection(asyncio.BufferedProtocol):
     # ── writing, within a time limit ──
 
     def pause_writing(self) -> None:
-        """Handle that the transport's buffer is full: the client must now read within the time limit."""
+        """Start the client's read time limit, because the transport's buffer is full."""
         self.writable = False
         self._may_write.clear()
         self._write_limit.start()
         self.server.congested(self)
 
     def resume_writing(self) -> None:
-        """Handle that the transport accepts bytes again."""
+        """Resume writing, because the transport accepts bytes again."""
         self.writable = True
         self._may_write.set()
         self.server.relieved(self)

@@ -1,5 +1,5 @@
-"""Logs events that clients cause in batches: one line for many events, so that a flood of events cannot fill
-the journal."""
+"""Logs client-caused events in batches, one line for many events, so that a flood of events cannot fill the
+journal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 MANY = 100
-"""If at least this many events occur within `LOG_EVERY_S` seconds, a problem is reported to operators."""
+"""Number of events within `LOG_EVERY_S` seconds from which a problem is reported to operators."""
 
 
 class CountedLog:
     """Counts events of one kind and logs them in batches."""
 
     def __init__(self, text: str, on_many: Callable[[str], None] = lambda _: None) -> None:
-        """`text` describes the kind of event. `on_many` is called to report a batch of at least `MANY` events
-        as a problem."""
+        """`text` describes the kind of event. `on_many` reports a batch of at least `MANY` events as a
+        problem."""
         self.total = 0
         self._on_many = on_many
         self._text = text
@@ -30,7 +30,7 @@ class CountedLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, peer: Peer | None, description: str = "") -> None:
-        """Count an event. `description` describes this event, in addition to the text for all events."""
+        """Count an event. `description` describes this particular event."""
         self.total += 1
         self._latest = ("an unknown address" if peer is None else str(peer)) + (
             description and f": {description}"

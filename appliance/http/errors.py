@@ -1,4 +1,4 @@
-"""HTTP errors that are detected before the application is called."""
+"""HTTP errors detected before the application is called."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 
 class RequestError(Exception):
-    """Raised for a request that is refused without calling the application. The connection is closed
-    afterwards."""
+    """Raised for a request that is refused without calling the application, after which the connection is
+    closed."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_http") -> None:
         super().__init__(message)
@@ -23,11 +23,9 @@ def error_document(message: str, kind: str, param: str | None, code: str | None)
 
 
 def drop_frames(error: BaseException) -> None:
-    """Drop the stack frames of `error` and of the errors that caused it.
-
-    The frames refer to the request's body and texts. If a future in one of them also refers to the error,
-    there is a reference cycle. This cycle would keep several megabytes alive until the garbage collector
-    runs.
+    """Drop the stack frames of `error` and its causes. The frames refer to the request's body and texts. If a
+    future in one of them also refers to the error, the resulting reference cycle would keep several megabytes
+    alive until the garbage collector runs.
     """
     known: BaseException | None = error
     while known is not None:

@@ -1,4 +1,4 @@
-"""One request and its response. This module calls the ASGI application and writes the response."""
+"""One request and its response: calls the ASGI application and writes the response."""
 
 from __future__ import annotations
 
@@ -29,29 +29,28 @@ def status_line(status: int) -> bytes:
 
 
 def whole_response(error: RequestError) -> bytes:
-    """Return the complete response to a request for which the application is not called."""
+    """Return a complete response to a request that never reaches the application."""
     body = error_document(error.message, "invalid_request_error", None, error.code)
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
     return status_line(error.status) + head + body
 
 
 class Exchange:
-    """A request in progress on a connection. It receives the bytes of the body from the connection, and
-    writes the response."""
+    """A request in progress. It receives body bytes from the connection, and writes the response."""
 
     def __init__(self, connection: Connection, head: RequestHead, state: dict[str, Any]) -> None:
         self.head = head
         self.keep_alive = head.keep_alive
         self.started = False
-        """Whether the head of the response has been written."""
+        """Whether the response head has been written."""
         self.complete = False
         """Whether the whole response has been written."""
         self.chunked = False
-        """Whether the response is sent in chunks. If it has neither chunks nor a length, the end of the
-        connection marks the end of the response."""
+        """Whether the response is chunked. If it has neither chunks nor a length, closing the connection
+        marks its end."""
         self.request_complete = False
         self.wants_body = False
-        """Whether the application is waiting for a part of the body."""
+        """Whether the application is waiting for body data."""
         self._connection = connection
         self._state = state
         self._content: list[bytes] = []
@@ -64,7 +63,7 @@ class Exchange:
     # ── called by `Connection` ──
 
     def receive_body(self, content: bytes, last: bool) -> None:
-        """Append a part of the body."""
+        """Append part of the body."""
         if content:
             self._content.append(content)
         self.request_complete = last
@@ -84,7 +83,7 @@ class Exchange:
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": head.version,
-            # HEAD is handled like GET, but without a response body.
+            # Handle HEAD like GET, but without a response body.
             "method": "GET" if head.method == "HEAD" else head.method,
             "scheme": "http",
             "path": head.path,
@@ -116,7 +115,7 @@ class Exchange:
     # ── called by the ASGI application ──
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next ASGI event: a part of the body, or the disconnection of the client."""
+        """Return the next ASGI event: part of the body, or the client disconnecting."""
         while not (self._disconnected or self.complete):
             if self._content or (self.request_complete and not self._end_delivered):
                 content = b"".join(self._content)
@@ -134,7 +133,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Write the part of the response that this ASGI event contains."""
+        """Write the part of the response contained in this ASGI event."""
         connection = self._connection
         if not connection.writable and not self._disconnected:
             await connection.drain()

@@ -14,8 +14,8 @@ def header(headers: Headers, wanted: bytes) -> bytes | None:
 
 
 def bearer(headers: Headers) -> tuple[bytes, bytes]:
-    """Return the scheme (in lower case) and the credentials of the first Authorization header. Both are empty
-    if there is no Authorization header."""
+    """Return the (lower-case) scheme and the credentials of the first Authorization header. Both are empty if
+    there is none."""
     value = header(headers, b"authorization")
     if value is None:
         return b"", b""

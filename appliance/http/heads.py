@@ -1,10 +1,7 @@
-"""Reads the head of one request: the request line and the headers.
-
-The head is collected up to the empty line at its end, and then parsed as a whole. The parser never gets bytes
-after the head, so requests that a client has sent together are parsed one at a time.
-
-This module also determines where the body ends. It refuses every request for which two servers could disagree
-about the end of the body.
+"""Reads one request head: the request line and the headers. The head is collected up to the empty line at its
+end, and then parsed as a whole. The parser never sees bytes after the head, so pipelined requests are parsed
+one at a time. This module also determines where the body ends, and refuses any request for which two servers
+could disagree about that.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from appliance.http.errors import RequestError
 MAX_HEAD_BYTES = 64 << 10
 
 _HEADER_OBJECTS_BYTES = 128
-"""Memory in bytes of the three Python objects that represent one header, without the text of the header."""
+"""Memory, in bytes, of the three Python objects that represent one header, without its text."""
 
 _END = b"\r\n\r\n"
 
@@ -40,14 +37,14 @@ class RequestHead:
     content_length: int
     chunked: bool
     keep_alive: bool
-    """Whether the connection may stay open for another request."""
+    """Whether the connection may stay open for the next request."""
     expects_continue: bool
     memory_bytes: int
-    """Approximate memory, in bytes, that the head occupies while the request is being answered."""
+    """Approximate memory, in bytes, occupied by the head while the request is being answered."""
 
 
 class HeadReader:
-    """Collects the bytes of one request head."""
+    """Collects the bytes of a request head."""
 
     def __init__(self) -> None:
         self._collected = bytearray()
@@ -59,12 +56,12 @@ class HeadReader:
 
     @property
     def collected_bytes(self) -> int:
-        """Number of bytes of the incomplete head that have been collected so far."""
+        """Number of bytes of the incomplete head collected so far."""
         return len(self._collected)
 
     def feed(self, data: bytearray) -> RequestHead | None:
-        """Move the bytes of the head from `data` to the reader, and return the head once it is complete.
-        Raises RequestError as soon as it is clear that the head is too long or malformed."""
+        """Move the head's bytes from `data` to the reader, and return the head once it is complete. Raises
+        RequestError as soon as the head is known to be too long or malformed."""
         collected = self._collected
         before = len(collected)
         if not collected:
@@ -116,7 +113,7 @@ def _parse(data: bytes) -> RequestHead:
     try:
         parser.feed_data(data)
     except httptools.HttpParserUpgrade:
-        pass  # Ignore an offer of the client to upgrade to another protocol (RFC 9110, 7.8).
+        pass  # Ignore the client's offer to upgrade to another protocol (RFC 9110, 7.8).
     except httptools.HttpParserError:
         raise RequestError(400, "this is not a valid HTTP/1.1 request") from None
     if not found.complete:
@@ -149,7 +146,7 @@ def _parse(data: bytes) -> RequestHead:
 
 
 def _split(target: bytes) -> tuple[bytes, bytes]:
-    """Split the request target into path and query."""
+    """Split the request target into a path and a query."""
     try:
         url = httptools.parse_url(target)
         path: bytes = url.path or b"/"
@@ -160,10 +157,8 @@ def _split(target: bytes) -> tuple[bytes, bytes]:
 
 
 def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, bool]:
-    """Return the length of the body, and whether the body is sent in chunks.
-
-    The parser has already refused continued headers. It has refused every Content-Length that is repeated,
-    that is not a number, or that appears together with a Transfer-Encoding. It has also refused every
+    """Return the length of the body, and whether it is chunked. The parser has already refused folded
+    headers, any Content-Length that is repeated, is not a number or accompanies a Transfer-Encoding, and any
     Transfer-Encoding in which another coding follows `chunked`.
     """
     lengths = [value for name, value in headers if name == b"content-length"]

@@ -1,4 +1,4 @@
-"""Builds an OpenAPI document from a table of routes and from msgspec's JSON schemas of the structs."""
+"""Builds an OpenAPI document from a route table and msgspec's JSON schemas of the structs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Operation(NamedTuple):
 
     summary: str
     answer: Any
-    """Type of the JSON body of a 200 response, or None if the response is plain text."""
+    """Type of a 200 response's JSON body, or None if the response is plain text."""
     description: str = ""
     answer_description: str = "OK"
     streams: bool = False
@@ -25,15 +25,15 @@ class Operation(NamedTuple):
     body: Any = None
     """Type of the request's JSON body."""
     errors: Mapping[int, Any] = {}
-    """Types of the JSON bodies of other responses, by status."""
+    """Types of other responses' JSON bodies, by status."""
     parameters: tuple[dict[str, Any], ...] = ()
-    """OpenAPI parameter objects, in addition to the path parameters."""
+    """Additional OpenAPI parameter objects, besides the path parameters."""
     security: tuple[dict[str, list[str]], ...] | None = None
     """OpenAPI security requirements, or None to omit them."""
 
 
 class DescribedRoute(Protocol):
-    """The properties of a route that the OpenAPI document needs."""
+    """The route properties required for the OpenAPI document."""
 
     operation: Operation | None
     methods: set[str] | None
@@ -48,8 +48,8 @@ def openapi_document(
     description: str = "",
     schema_hook: Callable[[type], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return an OpenAPI document for all routes that have an operation. `schema_hook` returns the JSON schema
-    of a type that msgspec does not know."""
+    """Return an OpenAPI document for all routes with an operation. `schema_hook` returns the JSON schema of a
+    type unknown to msgspec."""
     described = [(route, route.operation) for route in routes if route.operation is not None]
     types = {
         kind: None

@@ -12,28 +12,27 @@ from appliance.channel.core_messages import SocketKind
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
-"""Number of the socket option that returns the groups of a peer, from asm-generic/socket.h (Linux 4.13 or
-later). Python's socket module does not define the option."""
+"""The socket option that returns a peer's groups, from asm-generic/socket.h (Linux 4.13 or later). Python's
+socket module does not define it."""
 _MAX_GROUPS_BYTES = 1024
-"""Maximum size in bytes of a socket option that Python can read. This is enough for 256 groups."""
+"""Maximum size, in bytes, of a socket option that Python can read; enough for 256 groups."""
 
 
 class Peer(NamedTuple):
-    """The properties of a client at the time when it connected. For TCP, `uid` and `pid` are -1; for a Unix
-    socket, `address` is empty."""
+    """A client's properties when it connected. For TCP, `uid` and `pid` are -1; for a Unix socket, `address`
+    is empty."""
 
     kind: SocketKind
     uid: int
     pid: int
     address: str
     gids: tuple[int, ...] = ()
-    """Groups of the peer of a Unix socket: the primary group first, then the other groups in ascending
-    order."""
+    """Groups of a Unix socket's peer: the primary group first, then the others in ascending order."""
 
     @property
     def source(self) -> str:
-        """Origin of the connection: the address of a TCP peer, or the uid of a Unix peer. For IPv6, the
-        origin is the /64 network of the address, because one host can use every address in that network."""
+        """Origin of the connection: a TCP peer's address or a Unix peer's uid. For IPv6, this is the
+        address's /64 network, because one host can use every address in it."""
         if self.kind == "unix":
             return str(self)
         host = self.address.rpartition(":")[0].strip("[]")
@@ -48,8 +47,8 @@ class Peer(NamedTuple):
 
 
 def unix_peer(sock: socket.socket) -> Peer:
-    """Return the process that connected to a Unix socket, as recorded by the kernel. If the process is in
-    more than 256 groups, only the primary group is returned."""
+    """Return the process that connected to a Unix socket, as recorded by the kernel. For a process in more
+    than 256 groups, only the primary group is returned."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
     with contextlib.suppress(OSError):  # There are too many groups, or the kernel is too old.
@@ -59,7 +58,7 @@ def unix_peer(sock: socket.socket) -> Peer:
 
 
 def peer_of(sock: socket.socket, address: str = "") -> Peer:
-    """Return the peer of a connected socket. If the address of a TCP peer is already known, pass it as
+    """Return the peer of a connected socket. If a TCP peer's address is already known, pass it as
     `address`."""
     if sock.family == socket.AF_UNIX:
         return unix_peer(sock)

@@ -1,5 +1,4 @@
-"""Limits the number of connections, and selects a connection to be closed when a new connection needs its
-place."""
+"""Limits the number of connections, and selects a connection to close when a new one needs its place."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""Each tenant must leave this fraction of the places to other tenants: 1 / `OTHERS_SHARE`."""
+"""Each tenant must leave 1 / `OTHERS_SHARE` of the places to other tenants."""
 
 
 class Occupant(Protocol):
@@ -19,21 +18,20 @@ class Occupant(Protocol):
 class Pool:
     """Connections that share a limit.
 
-    A connection without a complete request is *waiting*. If no place is free for a new connection, the pool
-    selects the source with the most waiting connections. Of these, it closes the one that has waited longest.
-
-    A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
+    A connection without a complete request is *waiting*. If there is no room for a new connection, the pool
+    closes the longest-waiting connection of the source with the most waiting connections. A connection may
+    belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """
 
     def __init__(self) -> None:
         self.limit = 0
         self.evicted = 0
-        """Number of connections that were closed so that another connection could have their place."""
+        """Number of connections closed to make room for others."""
         self._members: dict[Occupant, str] = {}
-        """Tenant of each connection, or "" while the connection has no tenant."""
+        """Each connection's tenant, or "" while it has none."""
         self._by_tenant: Counter[str] = Counter()
         self._waiting: dict[Occupant, str] = {}
-        """Source of each waiting connection."""
+        """Each waiting connection's source."""
         self._waiting_by_source: Counter[str] = Counter()
         self._sources: dict[Occupant, str] = {}
 
@@ -42,21 +40,19 @@ class Pool:
 
     @property
     def busy(self) -> int:
-        """Number of connections with a request that is being answered."""
+        """Number of connections whose request is being answered."""
         return len(self._members) - len(self._waiting)
 
     @property
     def max_per_tenant(self) -> int:
-        """Maximum number of places for the connections of one tenant."""
+        """Maximum number of places for one tenant's connections."""
         return max(self.limit - self.limit // OTHERS_SHARE, 1)
 
     def add(self, connection: Occupant, tenant: str = "", source: str = "") -> bool:
-        """Give the connection a place in the pool. If no place is free, close a waiting connection first.
-        Return False if all places, or all places of the tenant, belong to connections with requests in
-        progress.
-
-        `source` identifies the origin of the connection. If `source` is empty for all connections, the
-        connection that has waited longest is closed.
+        """Give the connection a place in the pool, closing a waiting connection first if none is free. Return
+        False if all places, or all of the tenant's places, belong to connections with requests in progress.
+        `source` identifies the connection's origin. If it is empty for all connections, the longest-waiting
+        one is closed.
         """
         if not self._make_space_of(tenant) or not self.make_space(1):
             return False
@@ -89,7 +85,7 @@ class Pool:
         return True
 
     def remove(self, connection: Occupant) -> None:
-        """Free the place of the connection."""
+        """Free the connection's place."""
         if connection in self._members:
             self._leave_tenant(connection)
             del self._members[connection]
@@ -97,7 +93,7 @@ class Pool:
             del self._sources[connection]
 
     def mark_busy(self, connection: Occupant) -> None:
-        """Record that the connection has a complete request, and is therefore not waiting."""
+        """Record that the connection has a complete request, and so is not waiting."""
         source = self._waiting.pop(connection, None)
         if source is not None:
             self._waiting_by_source[source] -= 1
@@ -105,7 +101,7 @@ class Pool:
                 del self._waiting_by_source[source]
 
     def mark_waiting(self, connection: Occupant) -> None:
-        """Record that the connection is waiting, because its request has been answered."""
+        """Record that the connection is waiting again, because its request has been answered."""
         if connection in self._members and connection not in self._waiting:
             source = self._sources[connection]
             self._waiting[connection] = source
@@ -117,8 +113,8 @@ class Pool:
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_space_of(self, tenant: str) -> bool:
-        """Close waiting connections of the tenant, those that have waited longest first, until the tenant has
-        a free place. Return False if no connection of the tenant is waiting."""
+        """Close the tenant's waiting connections, longest-waiting first, until it has a free place. Return
+        False if none of them is waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

@@ -1,4 +1,4 @@
-"""Limits the memory of request heads and of bytes that were read in advance, summed over all connections."""
+"""Limits the total memory of request heads and read-ahead bytes over all connections."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 MAX_REQUEST_MEMORY_BYTES = 32 << 20
-"""Maximum total size in bytes of request heads and of bytes that were read in advance. Only connections that
-hold more than `SMALL_REQUEST_BYTES` are counted."""
+"""Maximum total size, in bytes, of request heads and read-ahead bytes. Only connections that hold more than
+`SMALL_REQUEST_BYTES` are counted."""
 SMALL_REQUEST_BYTES = 8 << 10
-"""Connections that hold at most this many bytes are not counted. Typical request heads take 1 to 6 KiB."""
+"""Connections that hold no more bytes than this are not counted. Typical request heads take 1 to 6 KiB."""
 
 
 class HeadHolder(Protocol):
@@ -18,11 +18,11 @@ class HeadHolder(Protocol):
 
     @property
     def owner(self) -> tuple[bool, str]:
-        """Whether the client is authenticated, and the client's tenant."""
+        """Whether the client is authenticated, and its tenant."""
         ...
 
     def give_up_request(self) -> None:
-        """Refuse the request whose bytes the connection holds."""
+        """Refuse the request held by the connection."""
         ...
 
 
@@ -30,8 +30,7 @@ C = TypeVar("C", bound=HeadHolder)
 
 
 def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
-    """Find the tenant whose connections hold the most memory in total, and return these connections in the
-    order of `sizes`."""
+    """Return the connections of the tenant that holds the most memory, in the order of `sizes`."""
     totals: Counter[tuple[bool, str]] = Counter()
     for connection, size in sizes.items():
         totals[connection.owner] += size
@@ -40,12 +39,12 @@ def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
 
 
 class RequestMemory:
-    """Counts the memory that connections hold. If the total exceeds the limit, the largest requests of the
-    tenant that holds the most memory are refused. All unauthenticated clients count as one tenant."""
+    """Counts the memory held by connections. If the total exceeds the limit, the largest requests of the
+    tenant holding the most memory are refused. All unauthenticated clients count as one tenant."""
 
     def __init__(self) -> None:
         self.refused = 0
-        """Number of requests that were refused."""
+        """Number of requests refused."""
         self._sizes: dict[HeadHolder, int] = {}
         self._total = 0
 
@@ -58,8 +57,8 @@ class RequestMemory:
         self._total += size
         while self._total > MAX_REQUEST_MEMORY_BYTES:
             requests = sorted(of_largest_owner(self._sizes), key=self._sizes.__getitem__, reverse=True)
-            # Refuse the largest request. If the tenant has many requests, refuse an additional one for every
-            # 64 requests, so that fewer searches are needed.
+            # Refuse the largest request. If the tenant has many requests, refuse one more for every 64 of
+            # them, so that fewer searches are needed.
             for largest in requests[: 1 + len(requests) // 64]:
                 self._total -= self._sizes.pop(largest)
                 self.refused += 1

@@ -18,26 +18,21 @@ from appliance.http.request_memory import RequestMemory, of_largest_owner
 from appliance.http.turns import Turns
 
 WRITE_TIMEOUT_S = 60.0
-"""Time after which a connection is closed if its client has read none of the response."""
+"""A connection is closed if its client reads none of the response for this long."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total number of unsent response bytes of all connections. If the limit is exceeded, the server
-selects the tenant with the most unsent bytes. Of this tenant's connections, it closes the one that has been
-congested longest."""
+"""Maximum total number of unsent response bytes over all connections. If it is exceeded, the server closes
+the longest-congested connection of the tenant with the most unsent bytes."""
 READ_BYTES = 64 << 10
-"""Maximum number of body bytes in one read from a connection."""
+"""Maximum number of body bytes per read from a connection."""
 
 
 class HttpServer:
-    """Serves one ASGI application on the running event loop.
-
-    Each connection has a place in one of two pools: one for known clients and one for all other clients. A
-    client is known if `known` returns True for its peer, or if one of the connection's requests had a valid
-    key. The pool for unknown clients is small and has short time limits, and it never takes places from the
-    pool for known clients.
-
-    `tenant_of` returns the tenant of a request, based on the request's headers and state, or an empty string
-    if the request has no valid identity. The function may add entries to the state. Tenants take turns
-    (`Turns`).
+    """Serves one ASGI application on the running event loop. Each connection has a place in one of two pools:
+    one for known clients and one for all others. A client is known if `known` returns True for its peer, or
+    if one of the connection's requests had a valid key. The pool for unknown clients is small, has short time
+    limits, and never takes places from the pool for known clients. `tenant_of` returns a request's tenant,
+    based on its headers and state, or an empty string if it has no valid identity. The function may add
+    entries to the state. Tenants take turns (`Turns`).
     """
 
     def __init__(
@@ -52,7 +47,7 @@ class HttpServer:
         self.known_pool = Pool()
         self.unknown_pool = Pool()
         self.refused = 0
-        """Number of connections that were closed, or answered with 503, because no place was free."""
+        """Number of connections closed or answered with 503 because no place was free."""
         self.cut_off = CountedLog("connections closed because their clients did not read the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
@@ -62,15 +57,14 @@ class HttpServer:
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
-        """The read buffer that all connections share. Sharing is safe, because a transport fills the buffer
-        and the connection empties it in the same step of the event loop."""
+        """The read buffer shared by all connections. Sharing is safe, because a transport fills the buffer
+        and the connection empties it in the same event loop step."""
         self._app = app
         self._known = known
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._congested: dict[Connection, None] = {}
-        """Connections whose transport accepts no more bytes. The connection that has been congested longest
-        comes first."""
+        """Connections whose transport accepts no more bytes, longest-congested first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
@@ -79,8 +73,8 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """The limits in effect. If they are replaced, an existing connection gets the new limits with its
-        next request."""
+        """The current limits. If they are replaced, existing connections adopt the new ones at their next
+        request."""
         return self._limits
 
     @limits.setter
@@ -95,7 +89,7 @@ class HttpServer:
         return len(self._connections)
 
     def make_space(self) -> None:
-        """Close waiting connections until the limits are met, for example after the limits were lowered."""
+        """Close waiting connections until the limits are met, for example after they have been lowered."""
         self.known_pool.make_space()
         self.unknown_pool.make_space()
 
@@ -111,7 +105,7 @@ class HttpServer:
         none.
 
         - `address` is the address of the TCP peer. If it is empty, the address is looked up.
-        - `request` contains the bytes that another process had already read from the connection.
+        - `request` holds bytes already read from the connection by another process.
         - `begins` is called before anything is read.
         """
         if self._stopping and not request:
@@ -124,7 +118,7 @@ class HttpServer:
                 lambda: Connection(self, address, request), sock
             )
         except OSError:
-            # The client has disconnected since its connection was accepted.
+            # The client has disconnected since being accepted.
             sock.close()
             return
         if self._stopping:
@@ -145,7 +139,7 @@ class HttpServer:
 
     async def stop(self, grace_s: float) -> None:
         """Stop the server: accept no more connections, close idle connections, wait up to `grace_s` seconds
-        for the responses in progress, and then close the remaining connections."""
+        for responses in progress, and then close the remaining connections."""
         self._stopping = True
         for server in self._listening:
             server.close()
@@ -158,7 +152,7 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # The applications have been told that their connections are closed. Wait until they have returned.
+        # The applications have been told that their connections are closed. Wait for them to return.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
@@ -170,7 +164,7 @@ class HttpServer:
         if known and self.known_pool.add(connection, source=peer.source):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # If the pool for known clients is full, a known client gets a place in the other pool, so that it
+            # If the pool for known clients is full, place a known client in the other pool, so that it
             # receives a 503 response.
             connection.pool = self.unknown_pool
         else:
@@ -181,7 +175,7 @@ class HttpServer:
 
     def promote(self, connection: Connection, tenant: str) -> bool:
         """Move a connection to the pool for known clients, because its request has a valid identity, and
-        assign it to the tenant of this identity. Return False if no place is free."""
+        assign it to that identity's tenant. Return False if no place is free."""
         former = connection.pool
         if former is self.known_pool:
             if self.known_pool.assign(connection, tenant):
@@ -195,7 +189,7 @@ class HttpServer:
         return False
 
     def forget(self, connection: Connection) -> None:
-        """Free the place of a connection that has closed."""
+        """Free a closed connection's place."""
         self._connections.discard(connection)
         self._congested.pop(connection, None)
         self.request_memory.hold(connection, 0)
@@ -203,7 +197,7 @@ class HttpServer:
             connection.pool.remove(connection)
 
     def congested(self, connection: Connection) -> None:
-        """Record that the client of this connection no longer reads its response. If too many response bytes
+        """Record that this connection's client has stopped reading its response. If too many response bytes
         are unsent, close a connection."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
@@ -217,7 +211,7 @@ class HttpServer:
             oldest.cut_off()
 
     def relieved(self, connection: Connection) -> None:
-        """Record that the client of this connection reads its response again."""
+        """Record that this connection's client has resumed reading its response."""
         self._congested.pop(connection, None)
 
     def run(self, exchange: Exchange) -> None:

@@ -22,17 +22,16 @@ class ListenError(Exception):
 
 
 def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
-    """Return a listening Unix socket with this file mode. A stale socket file is replaced. The socket gets
-    the group `gid` if this process may change the group.
-
-    The caller must hold the lock of the run directory, which proves that no other process uses a socket file
-    at this path. Raises ListenError.
+    """Return a listening Unix socket with this file mode. A stale socket file is replaced. The socket's group
+    is set to `gid` if this process has permission. The caller must hold the run directory's lock, which
+    proves that no other process is using a socket file at this path. Raises ListenError.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         remove_socket(path)
         sock.bind(str(path))
-        # No client can connect before listen(), so at no time can more users access the socket than intended.
+        # No client can connect before listen(), so the socket is never accessible to more users than
+        # intended.
         _set_access(path, mode, gid)
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -50,15 +49,15 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
 def bind_tcp(
     host: str, port: int, *, setting: str = "listen", beside: Iterable[socket.socket] = ()
 ) -> socket.socket:
-    """Return a listening TCP socket. The address of the socket may overlap those of the sockets in `beside`.
-    Raises ListenError, whose message names the setting."""
+    """Return a listening TCP socket, whose address may overlap those of the sockets in `beside`. Raises a
+    ListenError that names the setting."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Set SO_REUSEPORT only while this socket is being bound. Otherwise, another process could later
-            # bind the service's address.
+            # Set SO_REUSEPORT only while binding this socket. Otherwise, another process could later bind the
+            # service's address.
             with _reusing_port(sock, *beside):
                 sock.bind(address)
                 sock.listen(_BACKLOG)
@@ -89,7 +88,7 @@ def _reusing_port(*sockets: socket.socket) -> Iterator[None]:
 
 
 def change_access(path: Path, mode: str, gid: int | None = None) -> None:
-    """Change the group and the file mode (in octal) of a socket in use. Failures are logged."""
+    """Change the group and (octal) file mode of a socket in use. Failures are logged."""
     try:
         _set_access(path, mode, gid)
     except OSError as error:
@@ -124,8 +123,8 @@ def format_address(name: str | tuple[object, ...]) -> str:
 
 
 def listens_on(address: str, wanted: tuple[str, int]) -> bool:
-    """Return whether a listener on `address` accepts connections to this host and port. A port of 0 matches
-    every port."""
+    """Return whether a listener on `address` accepts connections to this host and port. Port 0 matches any
+    port."""
     host, port = wanted
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]

@@ -1,5 +1,5 @@
-"""Distributes work for clients over several iterations of the event loop, and divides the event loop's time
-fairly between clients."""
+"""Spreads client work over several event loop iterations, and divides the event loop's time fairly between
+clients."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
-"""The number of turns in the next iteration of the event loop is limited to the duration of the last
-iteration divided by this time, and is between 1 and `MAX_TURNS_PER_PASS`. A turn usually takes less time."""
+"""The number of turns in the next event loop iteration is limited to the last iteration's duration divided by
+this, but at least 1 and at most `MAX_TURNS_PER_PASS`. A turn usually takes less time."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
-"""Maximum share of the event loop's time that the turns of one budget may take on average."""
+"""Maximum average share of the event loop's time for one budget's turns."""
 BURST_S = 0.1
-"""A budget that has been unused for a while may take this much of the event loop's time without a pause."""
+"""How much of the event loop's time a budget that has been idle for a while may take without pausing."""
 MAX_CHARGE_S = 0.004
-"""Maximum time that is charged for one turn. An iteration can take much longer than its turns, because it
-also delivers tokens, or because the process was waiting for a CPU."""
+"""Maximum time charged for one turn. An iteration can take much longer than its turns, because it also
+delivers tokens or because the process was waiting for a CPU."""
 _MIN_REST_S = 0.001
-"""Resolution of the timers of the event loop."""
+"""Resolution of the event loop's timers."""
 
 
 class Source(NamedTuple):
     """The origin of work: a tenant, an address or a local user."""
 
     name: str
-    """The name of the tenant, the address or the local user."""
+    """Name of the tenant, address or local user."""
     budget: str
-    """Name of the budget. Sources with the same budget share one allotment of the event loop's time."""
+    """Name of the budget. Sources with the same budget share one allotment of event loop time."""
 
 
 def source_of_request(tenant: str, peer: Peer) -> Source:
-    """Return the source of a request.
-
-    `tenant` is empty if the request has no valid identity. In this case, each local user has a separate
-    budget, but all TCP clients share one budget, because one client can use many addresses.
+    """Return a request's source. `tenant` is empty if the request has no valid identity. In that case, each
+    local user has a separate budget, but all TCP clients share one, because one client can use many
+    addresses.
     """
     if tenant:
         return Source(f"tenant {tenant}", f"tenant {tenant}")
@@ -49,34 +48,33 @@ def source_of_request(tenant: str, peer: Peer) -> Source:
 
 
 class Turns:
-    """Queues the connections' next operations: beginning a request, or reading more of a large body.
+    """Queues the connections' next operations: beginning a request, or reading more of a large body. Usually
+    only one operation gets its turn per event loop iteration, so other clients' events are handled in
+    between. Sources take turns. Among the operations of a source, the one with the lowest rank comes first;
+    among equal ranks, the one that has waited longest.
 
-    In one iteration of the event loop, usually only one operation has its turn, so events of other clients
-    are handled in between. Sources take turns. Among the operations of a source, the one with the lowest rank
-    comes first; among equal ranks, the one that has waited longest.
-
-    If a budget has used its share of the event loop's time, its sources must pause, even if nothing else is
-    waiting. The event loop is then idle when another client's request arrives, and the CPU is free for other
-    processes of the service.
+    Once a budget has used its share of the event loop's time, its sources must pause, even if nothing else is
+    waiting. This keeps the event loop idle for other clients' requests, and the CPU free for the service's
+    other processes.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Source, list[tuple[int, int, Callable[[], None]]]] = {}
-        """A heap of waiting operations for each source. The first source in the dict has the next turn."""
+        """A heap of waiting operations for each source. The dict's first source has the next turn."""
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._used: list[str] = []
-        """The budget of each turn in this iteration of the event loop."""
+        """The budget of each turn in this event loop iteration."""
         self._serial = itertools.count()
         self._loop = asyncio.get_running_loop()
         self._last_pass = 0.0
         self._scheduled = False
-        """Whether `_take` is scheduled for the next iteration of the event loop."""
+        """Whether `_take` is scheduled for the next event loop iteration."""
         self._rest: asyncio.TimerHandle | None = None
         """Timer for the next turn while all sources with waiting operations must pause."""
 
     def add(self, source: Source, rank: int, work: Callable[[], None]) -> None:
-        """Call `work` when it is the turn of its source. If no turn was taken in this iteration of the event
-        loop, and the source does not have to pause, call `work` immediately."""
+        """Call `work` when it is its source's turn. If no turn has been taken in this event loop iteration
+        and the source does not have to pause, call `work` immediately."""
         now = time.monotonic()
         if self._scheduled or self._rest_s(source, now):
             heapq.heappush(self._waiting.setdefault(source, []), (rank, next(self._serial), work))
@@ -120,7 +118,7 @@ class Turns:
             self._used.append(source.budget)
             work()
         if self._used:
-            # Before the event loop calls `_take` again, it runs the tasks that these turns started, and
+            # Before calling `_take` again, the event loop runs the tasks started by these turns, and
             # processes the bytes it has read.
             self._loop.call_soon(self._take)
             return
@@ -129,13 +127,12 @@ class Turns:
             self._pause(now)
 
     def _rest_s(self, source: Source, now: float) -> float:
-        """Return how long the source must pause, in seconds, or 0 if it may take its turn immediately."""
+        """Return how many seconds the source must pause, or 0 if it may take its turn immediately."""
         rest_s = self._budgets.rest_s(source.budget, now)
         return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
     def _charge(self, passed_s: float, now: float) -> None:
-        """Charge the duration of the last iteration of the event loop to the budgets whose turns were part of
-        it."""
+        """Charge the last event loop iteration's duration to the budgets whose turns were part of it."""
         for budget in self._used:
             self._budgets.charge(budget, min(passed_s / len(self._used), MAX_CHARGE_S), now)
         self._used.clear()
