@@ -1,7 +1,6 @@
-"""An HTTP client for streamed completions, based on httptools. The arrival of a chunk does not wake a task: a
-callback of the protocol records the arrival time, and the task that sent the request continues only at the
-end of the response. A general-purpose HTTP client would use more CPU time per token than a fast server
-does."""
+"""An HTTP client for streamed completions, based on httptools. A chunk's arrival wakes no task: a protocol
+callback records the time, and the task that sent the request resumes only at the end of the response. A
+general-purpose HTTP client would use more CPU time per token than a fast server."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class TargetExchange:
-    """A request, and the content of its response. The future `done` is resolved when the response ends or the
-    request fails."""
+    """A request and its response. The future `done` resolves when the response ends or the request fails."""
 
     def __init__(self, *, streamed: bool) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -61,13 +59,13 @@ class TargetExchange:
         self._rest = b""
 
     def fail(self, kind: str, message: str) -> None:
-        """Record that the request failed, and finish the exchange."""
+        """Record a failure and finish the exchange."""
         if not self.done.done():
             self.failure, self.message = kind, message
             self.done.set_result(None)
 
     def retry(self) -> None:
-        """Clear a recorded failure, because the request is sent again."""
+        """Clear a recorded failure, because the request is about to be sent again."""
         self.failure = self.message = ""
         self.done = asyncio.get_running_loop().create_future()
 
@@ -120,11 +118,10 @@ class TargetExchange:
         for choice in event.choices:
             if choice.finish_reason is not None:
                 self.ended_at = now
-                # A chunk that has a finish_reason but no text contains no token.
+                # A chunk with a finish_reason but no text contains no token.
                 if not choice.text:
                     continue
-            # A chunk with an empty text and without a finish_reason contains a token that ends within a
-            # character.
+            # A chunk with neither text nor finish_reason contains a token that ends within a character.
             self.chunks += 1
             if self.first_at is None:
                 self.first_at = now
@@ -134,8 +131,7 @@ class TargetExchange:
 
 
 class TargetConnection(asyncio.Protocol):
-    """A connection that is used for one exchange at a time. httptools calls the methods whose names begin
-    with `on_`."""
+    """A connection used for one exchange at a time. httptools calls the `on_` methods."""
 
     transport: asyncio.Transport
     _parser: Any
@@ -211,7 +207,7 @@ class TargetConnection(asyncio.Protocol):
 
 
 class Client:
-    """Sends requests to one server. Connections are used again."""
+    """Sends requests to one server, reusing connections."""
 
     def __init__(self, target: Target, timeout_s: float) -> None:
         self.target = target
@@ -220,8 +216,8 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: TargetExchange, due_at: float) -> Record:
-        """Send a request for a streamed completion, and return its record. The request should have been sent
-        at the time `due_at`."""
+        """Send a request for a streamed completion and return its record. `due_at` is when it should have
+        been sent."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(
@@ -237,8 +233,8 @@ class Client:
         )
 
     async def send(self, request: bytes, exchange: TargetExchange) -> None:
-        """Send a request, and wait until `exchange` is done. If the request fails, the failure is recorded in
-        the exchange and not raised."""
+        """Send a request and wait until `exchange` is done. Failures are recorded in the exchange, not
+        raised."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while not exchange.done.done():
@@ -269,8 +265,8 @@ class Client:
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)
             elif exchange.failure == "closed" and is_reused and not connection.has_response:
-                # The server closed an idle connection at the moment when the request was sent. HTTP clients
-                # send such a request again (RFC 9112, section 9.3.1).
+                # The server closed an idle connection just as the request was sent. HTTP clients resend such
+                # requests (RFC 9112, section 9.3.1).
                 exchange.retry()
 
     def close(self) -> None:
@@ -303,8 +299,7 @@ class Client:
 
 
 def _check_peer(connection: TargetConnection, uids: frozenset[int]) -> None:
-    """Raise PermissionError if a process of an untrusted user owns the socket. This is checked before any
-    data is sent."""
+    """Before any data is sent, raise PermissionError if an untrusted user's process owns the socket."""
     if not uids:
         return
     try:
@@ -326,7 +321,7 @@ def refusal_text(body: bytes) -> str:
 
 
 def _error_text(error: Any) -> str:
-    """Return the message of an error in OpenAI's format. Any other error is returned as text."""
+    """Return the message of an error in OpenAI's format, or any other error as text."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return error["message"]
     return str(error)

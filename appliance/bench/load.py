@@ -1,4 +1,4 @@
-"""Defines the requests that a client process sends, and the records that it reports. All times are in seconds
+"""Defines the requests that client processes send and the records that they report. All times are in seconds
 of `time.monotonic`, whose clock is the same in all processes on a machine."""
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import random
 import msgspec
 
 STOPPED = "stopped"
-"""Kind of failure of requests that were still open when the run had lasted for `Load.stop_after_s`
-seconds."""
+"""Failure kind of requests still open after `Load.stop_after_s` seconds."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -20,12 +19,12 @@ class Target(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     tls_name: str = ""
-    """Name that the server's certificate must contain. If it is empty, TLS is not used."""
+    """Name that the server's certificate must contain. If empty, TLS is not used."""
     socket: str = ""
-    """Path of a Unix socket. If it is empty, `host` and `port` are used."""
+    """Path of a Unix socket. If empty, `host` and `port` are used."""
     trusted_uids: frozenset[int] = frozenset()
-    """Users who may own the process that listens on the socket (`appliance.ownership`). If it is empty, the
-    owner is not checked."""
+    """Users who may own the process that listens on the socket (`appliance.ownership`). If empty, the owner
+    is not checked."""
     authority: str = "bench"
     """Value of the Host header."""
     prefix: str = "/v1"
@@ -53,8 +52,8 @@ class Target(msgspec.Struct, frozen=True):
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of one run. If `arrivals` is set, request i is sent `arrivals[i]` seconds after the start
-    (open loop). Otherwise, `concurrency` streams run at the same time, and each of them sends one request
-    after another (closed loop)."""
+    (open loop). Otherwise, `concurrency` streams run concurrently, each sending one request after another
+    (closed loop)."""
 
     target: Target
     model: str
@@ -71,22 +70,22 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     """Time limit of each request, in seconds."""
     stop_after_s: float = math.inf
-    """Time limit of the run, measured from its start. Requests that are still open then are ended and counted
-    as stopped."""
+    """Time limit for the run, measured from its start. Requests still open then are ended and counted as
+    stopped."""
 
     @property
     def streams(self) -> int:
-        """Maximum number of requests that may run at the same time."""
+        """Maximum number of concurrent requests."""
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
-        """Return the indices of the requests that this worker sends. Streams are distributed evenly: a worker
-        gets every `workers`-th stream."""
+        """Return the indices of this worker's requests. Streams are distributed evenly: a worker gets every
+        `workers`-th stream."""
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
-        """Return the body of a completion request as bytes. The seed and `number` determine the prompt of the
-        request. No two prompts have a common prefix that is long enough for a prefix cache."""
+        """Return a completion request's body as bytes. Its prompt is determined by the seed and `number`. No
+        two prompts share a prefix long enough for a prefix cache."""
         draw = random.Random(f"{self.seed}/{number}")
         body: dict[str, object] = {
             "model": self.model,
@@ -107,18 +106,16 @@ class Record(msgspec.Struct):
     """The measurements of one request, whether it succeeded or failed."""
 
     began_at: float
-    """Time at which the request was sent. In an open-loop run, this is the time at which it should have been
-    sent."""
+    """Time at which the request was sent or, in an open-loop run, should have been sent."""
     late_s: float
-    """Delay between the time at which the request should have been sent and the time at which it was sent."""
+    """Delay between when the request should have been sent and when it was."""
     ended_at: float
     first_at: float | None = None
     """Time at which the first chunk with a token arrived."""
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
-    """Number of output tokens according to the `usage` that the server reported, or None if it reported no
-    usage."""
+    """Number of output tokens according to the server's `usage`, or None if it reported none."""
     prompt_tokens: int | None = None
     failure: str = ""
     """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty if the
@@ -132,16 +129,15 @@ class Record(msgspec.Struct):
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens according to the server. If the server did not report the number, the
-        number of chunks."""
+        """Number of output tokens reported by the server or, if it reported none, the number of chunks."""
         return self.chunks if self.tokens is None else self.tokens
 
 
 class BenchProgress(msgspec.Struct):
-    """A report of a client process. It is sent several times a second, and once at the end."""
+    """A client process's report, sent several times a second and once at the end."""
 
     records: list[Record]
-    """The records of the requests that have finished since the last report."""
+    """Records of the requests finished since the last report."""
     running: int
     chunks: int
     """Number of chunks received since the start of the run."""

@@ -1,4 +1,4 @@
-"""Runs a load in several client processes, and collects their records."""
+"""Runs a load in several client processes and collects their records."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from appliance.bench.load import BenchProgress, Load, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
-"""Time in seconds between the announcement of the start time and the start, so that all client processes can
-start at the same time."""
+"""Time in seconds between announcing the start time and the start, so that all client processes can start
+together."""
 
 
 class BenchError(Exception):
@@ -24,7 +24,7 @@ class BenchError(Exception):
 
 @dataclass(slots=True)
 class RawRun:
-    """The records of a run. The run may still be in progress."""
+    """A run's records. The run may still be in progress."""
 
     started_at: float
     workers: int
@@ -32,8 +32,8 @@ class RawRun:
     running: int = 0
     chunks: int = 0
     busiest_worker_cpu: float = 0.0
-    """CPU time of the busiest client process, as a fraction of the elapsed time. If the fraction is near 1.0,
-    the client may be the bottleneck."""
+    """CPU time of the busiest client process, as a fraction of the elapsed time. Near 1.0, the client may be
+    the bottleneck."""
 
 
 def default_workers(streams: int) -> int:
@@ -43,8 +43,8 @@ def default_workers(streams: int) -> int:
 
 
 def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-    """Run a load, and wait until all its requests have finished. `show` is called several times per second to
-    show the progress. Raises BenchError if a client process dies."""
+    """Run a load and wait until all its requests have finished. `show` is called several times per second to
+    show progress. Raises BenchError if a client process dies."""
     workers = min(workers or default_workers(load.streams), load.streams)
     processes: list[subprocess.Popen[bytes]] = []
     pipes: list[Connection] = []

@@ -4,8 +4,8 @@ searches for the highest sustained rate.
 Arrivals form a Poisson process, like requests from many independent users. Arrivals do not depend on whether
 the server keeps up, and all times of a request are measured from the time at which it should have been sent.
 A rate is sustainable if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream
-Data Processing Systems", ICDE 2018). The percentiles of a short trial are not sufficient, because they can be
-low although the backlog grows.
+Data Processing Systems", ICDE 2018). A short trial's percentiles are not sufficient, because they can be low
+even while the backlog grows.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ SATURATED = 0.8
 LATE_MS = 20.0
 """If requests are sent later than planned by more than this, the client may be the bottleneck."""
 MAX_REQUESTS = 2_000_000
-"""Maximum number of requests in one run. The number is limited because all records of a run are kept in
-memory."""
+"""Maximum number of requests per run. There is a limit because all of a run's records are kept in memory."""
 RESPONSE_SHARE = 0.5
 """Maximum response time, as a fraction of a trial's duration. If responses take longer, a trial ends before
 it reaches a steady state."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
-"""A trial is stopped after its duration multiplied by this. A response that is still open then has exceeded
-the maximum response time."""
+"""A trial is stopped after its duration times this. Responses still open then have exceeded the maximum
+response time."""
 _FIRST_SHARE = 0.25
 _MIN_ALLOWED = 3
 """A backlog of at most this many requests does not count as growth, even in a short trial."""
@@ -44,15 +43,14 @@ class Search(msgspec.Struct, kw_only=True):
     """The result of a search for the highest sustained rate."""
 
     best: Run | None
-    """The trial with the highest rate that the server sustained."""
+    """The trial with the highest sustained rate."""
     trials: list[Run]
     note: str
-    """The reason why the search ended before it found the exact rate, or an empty string if it found the
-    rate."""
+    """The reason why the search ended before it found the exact rate, or an empty string if it did not."""
 
 
 class UnsettledError(Exception):
-    """Raised if the server is still processing requests of an earlier trial, which would affect the next
+    """Raised if the server is still processing an earlier trial's requests, which would affect the next
     trial."""
 
 
@@ -107,8 +105,8 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
 
 
 def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
-    """Return the reasons why the server did not sustain the rate of a trial. The list is empty if the server
-    sustained it. A failed or stopped request is treated as if it had exceeded every limit."""
+    """Return the reasons why the server did not sustain a trial's rate; empty if it did. Failed or stopped
+    requests are treated as exceeding every limit."""
     allowed = _MISSED_SHARE * run.requests
     failed = [one for one in run.per_request if one.failure and one.failure != STOPPED]
     reasons = []
@@ -119,7 +117,7 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
     if run.succeeded and run.ttft_ms is None:
         reasons.append("no answer contained a token")
     elif (limit := slo.ttft_p99_ms) is not None:
-        # A stopped request may have received its first token. Count a failed request as infinitely late.
+        # Count failed requests as infinitely late. A stopped request may have received its first token.
         waits = sorted(
             math.inf if one.ttft_ms is None or (one.failure and one.failure != STOPPED) else one.ttft_ms
             for one in run.per_request
@@ -140,7 +138,7 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
 
 
 def is_client_limited(run: Run) -> bool:
-    """Return whether the client may have been the bottleneck of a run."""
+    """Return whether the client may have been a run's bottleneck."""
     return run.busiest_worker_cpu > SATURATED or run.late_p99_ms > LATE_MS
 
 
@@ -158,10 +156,8 @@ def resolution(run: Run, duration_s: float) -> float:
 def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
     """Search for the highest sustained number of requests per trial. Starting at `first`, double (or halve)
     the number until the result lies between two numbers, and then bisect the interval between them. A trial
-    that fails without being stopped is repeated once, because a short disturbance on the machine must not
-    decide the result.
-
-    The function `attempt` runs a trial. It raises UnsettledError if further trials would be useless.
+    that fails without being stopped is repeated once, so that a brief disturbance on the machine does not
+    decide the result. `attempt` runs a trial, and raises UnsettledError if further trials would be useless.
     """
     trials: list[Run] = []
     best: Run | None = None

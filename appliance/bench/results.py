@@ -1,4 +1,4 @@
-"""The statistics of a run in one structure, which can be printed, evaluated and written as JSON."""
+"""A run's statistics in one structure, which can be printed, evaluated and written as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Percentiles(msgspec.Struct):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """The limits that a request must meet to count towards the goodput. A value of None means no limit."""
+    """The limits that a request must meet to count towards goodput. None means no limit."""
 
     ttft_p99_ms: float | None = None
     itl_p99_ms: float | None = None
@@ -42,15 +42,15 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct):
-    """The failed requests of a run that have the same kind of failure."""
+    """A run's failed requests of one kind."""
 
     count: int
     example: str
 
 
 class RequestTimes(msgspec.Struct):
-    """The times of one request. `at_s` is measured from the start of the run. All other times are measured
-    from the time at which the request should have been sent."""
+    """One request's times. `at_s` is measured from the start of the run, all others from when the request
+    should have been sent."""
 
     at_s: float
     ttft_ms: float | None
@@ -63,16 +63,16 @@ class RequestTimes(msgspec.Struct):
 
 
 class Backlog(msgspec.Struct):
-    """The number of requests that have been open for longer than a typical response takes, counted twice
-    during an open-loop run."""
+    """The number of requests open for longer than a typical response takes, counted twice during an open-loop
+    run."""
 
     response_s: float
-    """Time of a typical response. The time is infinite if responses take so long that the run cannot show a
+    """Duration of a typical response; infinite if responses take so long that the run cannot show a
     backlog."""
     before: int
-    """Number of requests in the backlog after half of the time over which requests arrive."""
+    """Number of requests in the backlog halfway through the arrivals."""
     after: int
-    """Number of requests in the backlog at the end of the time over which requests arrive."""
+    """Number of requests in the backlog at the end of the arrivals."""
     seconds: float
     """Time between the two counts, in seconds."""
     allowed: float
@@ -89,26 +89,26 @@ class Backlog(msgspec.Struct):
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """The statistics of one run. Percentiles are None if nothing was measured. The TTFT, ITL, TPOT and E2E
-    percentiles and the numbers of tokens and chunks include only requests that succeeded."""
+    """One run's statistics. Percentiles are None if nothing was measured. TTFT, ITL, TPOT and E2E
+    percentiles, and token and chunk counts, include only requests that succeeded."""
 
     requests: int
     seconds: float
-    """Time from the start of the run until the last request finished. For an open-loop run, this is at least
-    the time over which requests arrive."""
+    """Time from the start of the run until the last request finished; in an open-loop run, at least the time
+    over which requests arrive."""
     rate: float | None
-    """Number of requests that arrive per second, or None for a closed-loop run."""
+    """Arrivals per second, or None for a closed-loop run."""
     succeeded: int
     unfinished: int
-    """Number of requests that were still open when the run was stopped."""
+    """Number of requests still open when the run was stopped."""
     failures: dict[str, Failures]
     output_tokens: int
     prompt_tokens: int
     tokens_counted_by_client: bool
-    """Whether some responses had no `usage` field. Each chunk of these responses counts as one token."""
+    """Whether some responses had no `usage` field; each of their chunks counts as one token."""
     chunks: int
     short_answers: int
-    """Number of requests that succeeded, but with fewer tokens than requested."""
+    """Number of requests that succeeded with fewer tokens than requested."""
     output_tok_s: float
     prompt_tok_s: float
     requests_s: float
@@ -118,22 +118,20 @@ class Run(msgspec.Struct, kw_only=True):
     itl_ms: Percentiles | None
     """Times between consecutive chunks."""
     tpot_ms: Percentiles | None
-    """Mean time per output token after the first chunk, for each request."""
+    """Each request's mean time per output token after the first chunk."""
     e2e_ms: Percentiles | None
     late_p99_ms: float
-    """99th percentile of the delay between the time at which a request should have been sent and the time at
-    which it was sent."""
+    """99th percentile of the delay between when a request should have been sent and when it was."""
     workers: int
     busiest_worker_cpu: float
     backlog: Backlog | None = None
-    """Backlog of an open-loop run, or None for a closed-loop run."""
+    """The backlog, or None for a closed-loop run."""
     reasons: list[str] = []
-    """Reasons why the server did not sustain the rate of a trial. Empty if the server sustained it."""
+    """Reasons why the server did not sustain a trial's rate; empty if it did."""
     per_request: list[RequestTimes] = []
 
     def metric(self, name: str) -> float | None:
-        """Return the value of the metric with this name (`Workload.metric`), or None if nothing was
-        measured."""
+        """Return the metric with this name (`Workload.metric`), or None if nothing was measured."""
         if name in ("p99_ms", "ms"):
             if self.e2e_ms is None:
                 return None
@@ -142,7 +140,7 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of a sorted sequence that is not empty, according to the nearest-rank method."""
+    """Return a nearest-rank percentile of a non-empty sorted sequence."""
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
@@ -155,7 +153,7 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
 
 
 def summarize(raw: RawRun, load: Load, slo: Slo, duration_s: float = 0.0) -> Run:
-    """Return the statistics of a run. For an open-loop run, `duration_s` is the time over which the requests
+    """Return a run's statistics. In an open-loop run, `duration_s` is the time over which requests
     arrived."""
     records = sorted(raw.records, key=lambda record: record.began_at)
     good = [record for record in records if not record.failure]

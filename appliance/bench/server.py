@@ -18,8 +18,8 @@ from appliance.bench.workloads import Shape
 
 _ANSWER_S = 30.0
 _SAFE_VOCAB_SIZE = 1000
-"""Vocabulary size that is assumed if it cannot be determined. Every model in common use has at least this
-many tokens."""
+"""Vocabulary size assumed if it cannot be determined. Every model in common use has at least this many
+tokens."""
 _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *range(0x391, 0x3CA))) + (
     " The quick brown fox jumps over the lazy dog; international organisations nevertheless reconsidered "
     "their responsibilities. def __init__(self, parameters): return [] # 1234567890 пример 例文 مثال उदाहरण"
@@ -35,7 +35,7 @@ class Server(msgspec.Struct, frozen=True):
     vocab_size_source: str
     """How the vocabulary size was determined, as shown to the operator."""
     max_model_len: int | None = None
-    """Maximum number of prompt and output tokens combined, or None if the server does not report it."""
+    """Maximum combined number of prompt and output tokens, or None if not reported by the server."""
 
     def check_length(self, shape: Shape) -> None:
         """Raise BenchError if the model's maximum length is too short for a request of this shape."""
@@ -49,8 +49,8 @@ class Server(msgspec.Struct, frozen=True):
 
 
 def parse_url(base_url: str, api_key: str | None) -> Target:
-    """Return the target for a base URL of the form that the `openai` client accepts. If the URL has no path,
-    `/v1` is added. Raises BenchError."""
+    """Return the target for a base URL as accepted by the `openai` client. If the URL has no path, `/v1` is
+    added. Raises BenchError."""
     url = urlsplit(base_url)
     try:
         port = url.port
@@ -75,8 +75,8 @@ def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
     """Return the target for a Unix socket. Raises BenchError."""
-    # Do not make the path absolute, because a relative path may fit into the length limit even if the
-    # absolute path does not.
+    # Do not make the path absolute: a relative path may fit the length limit even if the absolute path does
+    # not.
     if len(path.encode()) > 107:
         raise BenchError(f"--socket {path!r} is too long: a socket path can have at most 107 bytes")
     if not Path(path).exists():
@@ -85,8 +85,8 @@ def socket_target(
 
 
 def find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
-    """Find out the server's models and vocabulary size, and send a request for a completion of two tokens.
-    Raises BenchError."""
+    """Determine the server's models and vocabulary size, and request a completion of two tokens. Raises
+    BenchError."""
     return asyncio.run(_find_server(target, model, vocab_size))
 
 
@@ -116,7 +116,7 @@ async def _find_server(target: Target, model: str | None, vocab_size: int | None
 
 
 async def _models(client: Client) -> dict[str, dict[str, Any]]:
-    """Return the models in the list at /v1/models by id. The result is empty if the route does not exist."""
+    """Return the models listed at /v1/models, by id. The result is empty if the route does not exist."""
     target = client.target
     status, body = await _ask(client, "GET", f"{target.prefix}/models")
     if status == 404:
@@ -147,8 +147,8 @@ def _choose(served: dict[str, dict[str, Any]], model: str | None, target: Target
 
 
 async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> tuple[int, str]:
-    """Return a number below which all token ids are valid. This is the vocabulary size that the server
-    reports, or else the highest token id in a text with characters of many scripts."""
+    """Return a number below which all token ids are valid: the vocabulary size reported by the server, or
+    else the highest token id in a text with many scripts."""
     meta = document.get("meta")
     for place in (document, meta if isinstance(meta, dict) else {}):
         for name in ("vocab_size", "n_vocab"):
@@ -165,8 +165,8 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send one request of the same shape as the requests of the run. A problem is then reported once, before
-    the run starts."""
+    """Send one request of the same shape as the run's, so that a problem is reported once, before the run
+    starts."""
     load = Load(
         target=server.target,
         model=server.model,

@@ -28,12 +28,12 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""After a failed trial, the server must answer a test request within this many seconds or within the duration
-of a trial, whichever is longer. Otherwise, the search is ended."""
+"""After a failed trial, the server must answer a test request within this many seconds or a trial's duration,
+whichever is longer. Otherwise, the search ends."""
 
 
 class Show(Protocol):
-    """A function that displays the progress of a run. It is called with None when the run ends."""
+    """A function that displays a run's progress. It is called with None when the run ends."""
 
     def __call__(self, title: str, load: Load, raw: RawRun | None) -> None: ...
 
@@ -52,8 +52,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def typical(self) -> Run:
-        """The run whose value of the metric is the median. If the number of runs is even, this is the worse
-        of the two middle runs."""
+        """The run with the median value of the metric: with an even number of runs, the worse of the two
+        middle ones."""
         measured = [run for run in self.runs if run.metric(self.metric) is not None]
         if not measured:
             return self.runs[0]
@@ -118,8 +118,8 @@ class Session:
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
         """Run trials of `duration_s` to find the highest rate that the server sustains within the limits.
-        Return a record of the search, and the result of its best trial, or None if no rate was sustained.
-        Raises BenchError."""
+        Return a record of the search and its best trial's result, or None if no rate was sustained. Raises
+        BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 
@@ -144,8 +144,8 @@ class Session:
         return found, _open_result("find-rate", shape, found.best.rate, duration_s, [found.best])
 
     def _settle(self, shape: Shape, duration_s: float) -> None:
-        """Wait until the server answers a test request. Requests that are left from the last trial would slow
-        down the next trial."""
+        """Wait until the server answers a test request, because requests left over from the last trial would
+        slow down the next one."""
         limit_s = max(_SETTLE_S, duration_s)
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
@@ -156,8 +156,7 @@ class Session:
             )
 
     def _warm_up(self, shape: Shape, streams: int) -> None:
-        """Send a few requests that are not measured. Otherwise, the first run could include the time for
-        compilation."""
+        """Send a few unmeasured requests, so that the first run does not include compilation time."""
         if self._warms_up:
             few = min(streams, _MAX_WARM_UP)
             self._run("warm-up", shape, few, concurrency=few)

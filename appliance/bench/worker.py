@@ -19,12 +19,12 @@ from appliance.bench.load import STOPPED, BenchProgress, Load, Record
 PROGRESS_S = 0.2
 _MAX_PREPARED = 4096
 _MAX_PREPARED_TOKENS = 16 << 20
-"""Maximum number of tokens in the requests that are encoded before the start. Each token takes about six
-bytes. The remaining requests are encoded just before they are sent."""
+"""Maximum number of tokens in requests encoded before the start, at about six bytes per token. The remaining
+requests are encoded just before they are sent."""
 
 
 class Sender:
-    """Sends the requests of one client process."""
+    """Sends a client process's requests."""
 
     def __init__(self, load: Load, worker: int, workers: int) -> None:
         self._load = load
@@ -37,7 +37,7 @@ class Sender:
         self._chunks = 0
 
     async def run(self, start: float, pipe: Connection) -> None:
-        """Send all requests, beginning at the time `start`, and report the results over the pipe."""
+        """Send all requests, starting at the time `start`, and report the results over the pipe."""
         cpu, wall = time.process_time(), time.monotonic()
 
         def report(is_done: bool) -> None:

@@ -1,6 +1,6 @@
-"""The named workloads. A workload that also exists in `engine.bench` has the same name, numbers and metric
-here. The definitions are repeated because this package must not import the benchmark of the engine; a test
-compares them. Workloads with `http` in their name exist only here."""
+"""The named workloads. Those that also exist in `engine.bench` have the same name, numbers and metric here.
+The definitions are repeated because this package must not import the engine's benchmark; a test compares
+them. Workloads with `http` in their name exist only here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a request: its prompt has `prompt_tokens` random tokens, and exactly `output_tokens`
-    tokens are generated."""
+    """A request's shape: a prompt of `prompt_tokens` random tokens, and exactly `output_tokens` generated
+    tokens."""
 
     prompt_tokens: int
     output_tokens: int
@@ -24,8 +24,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload: `requests` requests of the same shape are sent, at most `concurrency` of them at the same
-    time."""
+    """A workload: `requests` requests of the same shape, at most `concurrency` at a time."""
 
     requests: int
     concurrency: int

@@ -1,7 +1,5 @@
-"""Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox.
-
-The sandbox limits neither time nor memory. A front therefore renders templates in a separate child process
-(`appliance.text.template_process`).
+"""Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox. The sandbox limits
+neither time nor memory, so fronts render templates in a child process (`appliance.text.template_process`).
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class ChatTemplate:
-    """The compiled chat templates of a model: `default`, and additional templates by name (such as
-    `tool_use`)."""
+    """A model's compiled chat templates: `default`, and additional templates by name (such as `tool_use`)."""
 
     def __init__(
         self,
@@ -56,7 +53,7 @@ class ChatTemplate:
             try:
                 self._templates[name] = environment.from_string(source)
             except Exception as error:
-                # If the source is hostile, Jinja2 and Python's compiler can raise any exception.
+                # A hostile source can make Jinja2 and Python's compiler raise any exception.
                 reason = _for_client(f"{type(error).__name__}: {error}")
                 raise ChatTemplateError(f"chat template {name!r} is not valid Jinja2 ({reason})") from error
 
@@ -71,8 +68,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of the prompt. The template writes the beginning-of-text token itself, so the text
-        must be encoded without adding special tokens.
+        """Return the prompt text. The template writes the beginning-of-text token itself, so encode the text
+        without adding special tokens.
 
         `messages` and `variables` (additional template variables) are plain JSON values. The template treats
         them as data, never as template text.
@@ -104,7 +101,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
         except Exception as error:
-            # If rendering fails, refuse only this request, because the process must keep working.
+            # If rendering fails, refuse only this request; the process must keep working.
             raise ChatTemplateError(
                 _for_client(
                     f"the chat template cannot render these messages: {type(error).__name__}: {error}"
@@ -127,13 +124,13 @@ class ChatTemplate:
 
 
 def _for_client(message: str) -> str:
-    """Shorten an error message, because it may quote a text of any length. Replace characters that cannot be
+    """Shorten an error message, which may quote text of any length, and replace characters that cannot be
     encoded."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
-    """Return the Jinja2 environment that transformers provides for chat templates, with additional limits."""
+    """Return a Jinja2 environment like that of transformers for chat templates, with additional limits."""
     environment = _BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -146,8 +143,8 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox that limits the operators that can produce large results from small operands. `render` limits
-    the size of the output."""
+    """A sandbox that limits operators that produce large results from small operands. `render` limits the
+    output size."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_characters = MAX_RENDERED_CHARACTERS
@@ -168,8 +165,8 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """The `namespace(…)` function of templates. It permits no access to attributes that have a special
-    meaning in Python."""
+    """The templates' `namespace(…)` function. It denies access to attributes with a special meaning in
+    Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -190,7 +187,7 @@ def _refuse_internal(name: object) -> None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """A Jinja2 tag that renders the body of `{% generation %}…{% endgeneration %}`. The tag marks the
+    """A Jinja2 tag that renders the body of `{% generation %}…{% endgeneration %}`, which marks the
     assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)

@@ -1,9 +1,7 @@
-"""Prevents texts of clients from becoming control tokens: in a conversation, only the chat template can
-produce control tokens.
-
-In a chat template, `<|end|>` ends a message. If the same characters occur in a message, they are user text
-and must not end the message. In the rendered string, the two cases cannot be distinguished. Conversations are
-therefore encoded in three steps:
+"""Prevents client text from becoming control tokens: in a conversation, only the chat template can produce
+them. In a chat template, `<|end|>` ends a message. In a message, the same characters are user text and must
+not end it. In the rendered string, the two cannot be distinguished. Conversations are therefore encoded in
+three steps:
 
 1. Before rendering, a `Shield` replaces each special token's text in the client's texts with a placeholder.
    Placeholders are random digits, drawn for each request, because no template filter changes digits.
@@ -13,8 +11,7 @@ therefore encoded in three steps:
    names. The copy encodes all other text in the same way as the original tokenizer, whatever normalizer
    and pre-tokenizer it has.
 
-A conversation that does not contain the text of a special token skips these steps and is encoded as in
-transformers.
+Conversations without the text of a special token skip these steps and are encoded as in transformers.
 
 Two cases are not covered. First, a template may split a message or join it to other text, and the result may
 contain the text of a special token. Second, no copy of the tokenizer can be made if the merges of its
@@ -42,7 +39,7 @@ _STEP_CHARACTERS = 16 * _WINDOW_CHARACTERS
 _NONCE_DIGITS = 20
 _INDEX_DIGITS = 5
 _NAME_EDGE = "\U00100000"
-"""A private-use character. Normalizers do not change it, and pre-tokenizers split the text at it."""
+"""A private-use character, which normalizers leave unchanged and pre-tokenizers split at."""
 
 
 class ControlTokens:
@@ -56,7 +53,7 @@ class ControlTokens:
         self._longest = max(map(len, self._texts), default=0)
         self._beginnings = sorted({text[:2] for text in self._texts})
         self._copy: _RenamedCopy | None = None
-        # Make the copy in advance, because reading a large vocabulary holds the GIL for a second.
+        # Make the copy in advance: reading a large vocabulary holds the GIL for a second.
         try:
             self._copy = _RenamedCopy(backend, self._texts)
         except Exception as error:  # The Rust extension raises plain `Exception`.
@@ -71,8 +68,8 @@ class ControlTokens:
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
         """Return whether a special token's text occurs in `text`. Yields between steps."""
-        # Search for the first two characters of each special token. This search is fast, and nearly all texts
-        # contain none of these pairs.
+        # Search for the first two characters of each special token. This is fast, and hardly any text
+        # contains these pairs.
         if not any(beginning in text for beginning in self._beginnings):
             return False
         for begin in range(0, len(text), _WINDOW_CHARACTERS):
@@ -83,8 +80,8 @@ class ControlTokens:
         return False
 
     def replace_in(self, text: str, names: Mapping[str, str]) -> Generator[None, None, str]:
-        """Replace the text of each special token in `text` with its entry in `names`. Yields between the
-        steps of the work."""
+        """Replace the text of each special token in `text` with its entry in `names`. Yields between
+        steps."""
         pieces: list[str] = []
         begin = window = 0
         while window < len(text):
@@ -101,10 +98,10 @@ class ControlTokens:
         return "".join(pieces)
 
     def _search(self, text: str, begin: int) -> re.Match[str] | None:
-        """Return the first match of a special token that starts within the window at `begin`."""
+        """Return the first special token that starts within the window at `begin`."""
         # Search one window at a time, because the regular expression engine holds the GIL. A search takes up
-        # to 2.5 µs per character. This was measured with 256 special tokens and a text in which every second
-        # character could begin one of them.
+        # to 2.5 µs per character, measured with 256 special tokens and a text in which every second character
+        # could begin one.
         end = begin + _WINDOW_CHARACTERS
         found = self._pattern.search(text, begin, end + self._longest)
         return found if found is not None and found.start() < end else None
@@ -117,8 +114,8 @@ class ControlTokens:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Encode a rendered text in steps, and return its token ids. Special tokens that the shield has
-        hidden are encoded as plain text."""
+        """Encode a rendered text in steps and return its token ids. Special tokens hidden by the shield are
+        encoded as plain text."""
         encoder = self._encoder
         if self._copy is not None:
             text = yield from self.replace_in(text, self._copy.names)
@@ -131,7 +128,7 @@ class ControlTokens:
 
 
 class Shield:
-    """Hides the special tokens in the texts of one request from the template and the tokenizer."""
+    """Hides special tokens in a request's texts from the template and the tokenizer."""
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
@@ -146,8 +143,8 @@ class Shield:
         return bool(self._placeholders)
 
     def hide(self, value: Any) -> Generator[None, None, Any]:
-        """Return a copy of a JSON value in which placeholders replace the special tokens in all strings.
-        Yields between steps."""
+        """Return a copy of a JSON value with placeholders in place of special tokens in all strings. Yields
+        between steps."""
         if isinstance(value, str):
             return (yield from self._hide(value))
         if isinstance(value, list):
@@ -176,7 +173,7 @@ class Shield:
         return (yield from self._control.replace_in(text, self._placeholders))
 
     def restore(self, text: str) -> str:
-        """Return `text` with each placeholder replaced with the text that it hides."""
+        """Return `text` with each placeholder replaced by the text it hides."""
         if self._pattern is None:
             return text
         texts = self._control.texts
@@ -186,11 +183,11 @@ class Shield:
 
 
 class _RenamedCopy:
-    """A copy of a tokenizer in which the special tokens have secret names."""
+    """A copy of a tokenizer whose special tokens have secret names."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
-        """Raises ValueError if a token would get another id in the copy. Also raises any error of the
-        tokenizers library."""
+        """Raises ValueError if a token would get a different id in the copy. Errors from the tokenizers
+        library are passed on."""
         secret = secrets.token_hex(16)
         self.names = {text: f"{_NAME_EDGE}{secret}{n}{_NAME_EDGE}" for n, text in enumerate(texts)}
         state = json.loads(backend.to_str())
@@ -199,7 +196,7 @@ class _RenamedCopy:
         model = state["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {self._renamed(text): token_id for text, token_id in model["vocab"].items()}
-        else:  # For a Unigram model, the vocabulary is a list of (text, score) pairs in the order of ids.
+        else:  # A Unigram model's vocabulary is a list of (text, score) pairs in id order.
             model["vocab"] = [(self._renamed(text), score) for text, score in model["vocab"]]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = self._renamed(model["unk_token"])

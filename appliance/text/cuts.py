@@ -1,8 +1,6 @@
 """Splits texts at positions (cuts) where encoding the pieces gives the same token ids as encoding the whole
-text. Also determines the maximum length of a token.
-
-The positions and the maximum length are derived from a tokenizer's components: added tokens, normalizer and
-pre-tokenizer. If no such positions can be derived, texts are encoded without splitting.
+text. Also determines the maximum token length. Both are derived from a tokenizer's components: added tokens,
+normalizer and pre-tokenizer. If no cuts can be derived, texts are encoded whole.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ tokenizer)."""
 _WINDOW_CHARACTERS = 16_384
 _SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
 _CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
-"""Matches two neighbouring characters between which a text can be cut."""
+"""Matches two adjacent characters between which a text can be cut."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -55,13 +53,13 @@ depend on the text on the other side. The reasons are:
 """
 
 _MAX_NFC_SHRINKING = 4
-"""Upper bound of the factor by which NFC normalization can shorten text in UTF-8. The largest factor is 3.5
-(U+1FBE U+0308 U+0301 becomes U+0390), found by a search in Unicode 14."""
+"""Upper bound on the factor by which NFC normalization can shorten UTF-8 text. The largest one is 3.5 (U+1FBE
+U+0308 U+0301 becomes U+0390), found by searching Unicode 14."""
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether the pieces that `split_text` yields can be encoded separately, with the same token ids
-    as the whole text."""
+    """Return whether encoding the pieces from `split_text` separately gives the same token ids as encoding
+    the whole text."""
     for token in backend.get_added_tokens_decoder().values():
         text = token.content
         if token.single_word or _CUT.search(text) or (token.rstrip and re.search(r"\w\Z", text)):
@@ -76,8 +74,8 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Yield `text` in pieces of about `PIECE_CHARACTERS` characters. A piece is longer if the text cannot be
-    cut at that position."""
+    """Yield `text` in pieces of about `PIECE_CHARACTERS` characters, or longer ones where the text cannot be
+    cut."""
     begin = 0
     while (end := _find_cut(text, begin + PIECE_CHARACTERS)) < len(text):
         yield text[begin:end]
@@ -91,8 +89,7 @@ def last_cut(text: str) -> int:
 
 
 def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None) -> int | None:
-    """Return the maximum number of bytes of text that one token can represent, or None if the number is
-    unknown."""
+    """Return the maximum number of bytes of text that one token can represent, or None if unknown."""
     added = backend.get_added_tokens_decoder().values()
     if table is None or any(token.lstrip or token.rstrip for token in added):
         return None

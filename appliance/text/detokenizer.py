@@ -1,5 +1,5 @@
-"""Converts a stream of token ids to text, and emits only complete characters. A front process spends most of
-its CPU time per token in this module."""
+"""Converts a stream of token ids to text, emitting only complete characters. Front processes spend most of
+their CPU time per token here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from appliance.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 
-# Maximum number of tokens that are held back while the text of a stream ends in U+FFFD. No character consists
-# of more tokens, so after this many tokens the character is invalid and not just incomplete. It is then
-# emitted, so that the memory and the time per token stay limited.
+# Maximum number of tokens held back while a stream's text ends in U+FFFD. No character consists of more
+# tokens, so beyond this the character is invalid, not just incomplete. It is then emitted, to limit memory
+# and time per token.
 _MAX_HELD_TOKENS = 32
 
 
@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
     `decode` method of `tokenizers`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete, or "" while a character is incomplete."""
+        """Return the text completed by these tokens, or "" while a character is incomplete."""
 
     def finish(self) -> str:
         """Return U+FFFD if a character is still incomplete at the end of the stream, otherwise "". Call this
@@ -32,21 +32,21 @@ class Detokenizer(Protocol):
 
 
 class TableDetokenizer:
-    """Converts tokens to text by table lookup. An incremental UTF-8 decoder is used only for characters that
-    consist of several tokens."""
+    """Converts tokens to text by table lookup, with an incremental UTF-8 decoder only for characters that
+    span several tokens."""
 
     __slots__ = ("_bad_byte_each", "_entries", "_leading_strip", "_pending")
 
     def __init__(
         self, table: TokenTable, skip_special_tokens: bool = True, context: Sequence[int] = ()
     ) -> None:
-        """`context` contains visible ids that precede this stream. Their text is not emitted. If there is a
-        context, leading spaces are kept. If the context ends within a character, the stream may complete that
-        character."""
+        """`context` contains visible ids that precede this stream; their text is not emitted. With a context,
+        leading spaces are kept, and a character that the context leaves incomplete may be completed by the
+        stream."""
         self._entries = table.shown if skip_special_tokens else table.shown_with_special
         self._leading_strip = 0 if context else table.leading_strip
         self._bad_byte_each = table.bad_byte_each
-        self._pending = b""  # The first bytes of an incomplete character: three bytes at most.
+        self._pending = b""  # The first bytes of an incomplete character: at most three.
         self.push(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -93,18 +93,15 @@ class TableDetokenizer:
 
     def _strip(self, text: str) -> str:
         spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
-        # If the stream has produced only spaces so far, also drop the leading spaces of the text that
-        # follows.
+        # If the stream has produced only spaces so far, drop the following text's leading spaces, too.
         self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
         return text[spaces:]
 
 
 class WindowDetokenizer:
-    """Converts tokens to text with any decoder: decodes a short window of tokens twice, and emits the
-    difference.
-
-    The result is exact if the decoder's output for a token depends only on neighbouring tokens. This is true
-    for all decoders of `tokenizers`. Nothing is emitted while the window's text ends in U+FFFD.
+    """Converts tokens to text with any decoder: decodes a short window of tokens twice and emits the
+    difference. The result is exact if the decoder's output for a token depends only on neighbouring tokens,
+    as with all decoders in `tokenizers`. Nothing is emitted while the window's text ends in U+FFFD.
     text-generation-inference and vLLM use the same algorithm.
     """
 
@@ -118,14 +115,14 @@ class WindowDetokenizer:
         context: Sequence[int] = (),
     ) -> None:
         """`hidden` contains ids that are never shown. `context` contains visible ids that precede this
-        stream. Their text is not emitted."""
+        stream; their text is not emitted."""
         self._backend = backend
         self._hidden = hidden
         self._skip = skip_special_tokens
         self._ids = list(context)
         self._emitted_tokens = len(self._ids)
-        # The part of the window's text that has been emitted. It does not include an incomplete character at
-        # the end of the context, which is emitted when generated tokens complete it.
+        # The emitted part of the window's text, without an incomplete character at the end of the context,
+        # which is emitted once generated tokens complete it.
         self._emitted = self._decode(self._ids).rstrip(REPLACEMENT)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -136,9 +133,9 @@ class WindowDetokenizer:
             return ""
         new = self._after_emitted(text)
         if new:
-            # The text that was emitted last becomes the context of the next window, so a window always begins
-            # with visible text. Otherwise, the decoder would treat the first token of the window as the
-            # beginning of the whole text.
+            # The most recently emitted text becomes the next window's context, so a window always begins with
+            # visible text. Otherwise, the decoder would treat the window's first token as the beginning of
+            # the whole text.
             del ids[: self._emitted_tokens]
             self._emitted_tokens = len(ids)
             self._emitted = self._decode(ids)
@@ -148,8 +145,8 @@ class WindowDetokenizer:
         return self._after_emitted(self._decode(self._ids))
 
     def _after_emitted(self, text: str) -> str:
-        """Return the new part of the window's text. If a character began in the context and is now complete,
-        it belongs to the new part."""
+        """Return the new part of the window's text, including a character that began in the context and is
+        now complete."""
         emitted = self._emitted
         if not text.startswith(emitted):
             emitted = emitted.rstrip(REPLACEMENT)

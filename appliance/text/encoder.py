@@ -1,4 +1,4 @@
-"""Encodes texts in short steps that release the GIL, and stops when a maximum number of tokens is reached."""
+"""Encodes texts in short steps that release the GIL, stopping at a maximum number of tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import tokenizers
 from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, last_cut, split_text
 
 Steps = Generator[None, None, list[list[int]]]
-"""An encoding job: a generator that yields between its steps, and finally returns the token ids of each text.
-Any thread may run its next step."""
+"""An encoding job: a generator that yields between steps and finally returns each text's token ids. Any
+thread may run its next step."""
 
 
 class LoneSurrogateError(ValueError):
@@ -38,11 +38,11 @@ class TooManyTokensError(ValueError):
 
 
 MAX_UNCUT_BYTES = 512 << 10
-"""Maximum size, in bytes of UTF-8, of a piece of text that cannot be cut. Such a piece is encoded in one
-step. With this size, the step takes at most 0.25 s, measured with random letters and the demo model's
-tokenizer. A context of 131,072 tokens has this size at 4 bytes per token."""
+"""Maximum size, in UTF-8 bytes, of a piece of text that cannot be cut and is encoded in one step. At this
+size, the step takes at most 0.25 s, measured with random letters and the demo model's tokenizer. A context of
+131,072 tokens has this size at 4 bytes per token."""
 MAX_CACHED_WORDS = 500
-"""Number of words whose tokens the tokenizers library caches in each encoding thread.
+"""Number of words whose tokens the tokenizers library caches per encoding thread.
 
 The longest cached words have 256 characters and take 9 KB each. The library's default of 10,000 words takes
 up to 89 MB per thread, and this memory is not freed when the tokenizer is deleted. With this limit, encoding
@@ -53,7 +53,7 @@ _MAX_CHARACTER_BYTES = 4
 
 
 class UncuttableTextError(ValueError):
-    """Raised for a text with a piece that cannot be cut, and that is too long to be encoded in one step."""
+    """Raised for a text with a piece that cannot be cut and is too long to encode in one step."""
 
     def __init__(self, index: int, piece: str, position: int, can_cut: bool, encoded_tokens: int) -> None:
         if can_cut:
@@ -140,14 +140,13 @@ class Encoder:
 
 
 def _bound_cache(backend: tokenizers.Tokenizer) -> None:
-    """Limit the size of the tokenizer's word cache. Only BPE and Unigram models have a word cache."""
+    """Limit the size of the tokenizer's word cache. Only BPE and Unigram models have one."""
     if isinstance(backend.model, tokenizers.models.BPE | tokenizers.models.Unigram):
         backend.model._resize_cache(MAX_CACHED_WORDS)
 
 
 def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, None]:
-    """Yield groups of texts, each of which is encoded in one step. For each group, also yield the index of
-    its first text."""
+    """Yield groups of texts to be encoded in one step each, with the index of each group's first text."""
     first = characters = 0
     for index, text in enumerate(texts):
         if index > first and characters + len(text) > PIECE_CHARACTERS:

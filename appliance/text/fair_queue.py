@@ -1,5 +1,4 @@
-"""Processes client texts in threads. The threads are shared fairly between tenants, and memory and time are
-limited."""
+"""Processes client texts in threads shared fairly between tenants, with limits on memory and time."""
 
 from __future__ import annotations
 
@@ -20,16 +19,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Number of bytes that are added to the size of each text, to account for the rest of the request's
-memory."""
+"""Number of bytes added to each text's size to account for the rest of the request's memory."""
 
 MAX_SHARE = 1 / 3
 """Maximum share of a thread's time that one tenant can use on average."""
 BURST_S = 2.0
-"""Time in seconds for which a tenant that has been idle may use a thread without a pause. The time is
-sufficient for a text of 2 MiB."""
+"""Time in seconds for which a previously idle tenant may use a thread without a pause; enough for a text of 2
+MiB."""
 NICENESS = 10
-"""Nice value of the encoding threads. It gives the thread of the event loop a higher priority."""
+"""The encoding threads' nice value, which gives the event loop's thread priority."""
 
 
 class TooMuchWorkError(Exception):
@@ -37,7 +35,7 @@ class TooMuchWorkError(Exception):
 
 
 class TenantQueue(Generic[Item]):
-    """A queue in which tenants take turns. The items of each tenant are served in order of arrival. Not
+    """A queue in which tenants take turns. Each tenant's items are served in order of arrival. Not
     thread-safe."""
 
     def __init__(self) -> None:
@@ -48,14 +46,13 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Put the item back at the head of its tenant's queue, and let all other tenants have their turn
-        before this tenant."""
+        """Put the item back at the head of its tenant's queue, and give all other tenants a turn first."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 
     @property
     def tenants(self) -> Iterable[str]:
-        """Tenants that have items, in the order of their turns."""
+        """Tenants with items, in turn order."""
         return self._waiting.keys()
 
     def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:
@@ -72,11 +69,9 @@ class TenantQueue(Generic[Item]):
 
 
 class TextMemory:
-    """Limits the number of bytes of text that are in progress.
-
-    Each tenant gets an equal share of the limit. A tenant can always use its share: texts of other tenants
-    never cause a refusal. The total can exceed the limit, because shares become smaller when the number of
-    tenants grows.
+    """Limits the bytes of text in progress. Each tenant gets an equal share of the limit, and can always use
+    it: other tenants' texts never cause a refusal. The total can exceed the limit, because shares shrink as
+    tenants are added.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -113,19 +108,18 @@ class _Job:
 
 
 def _lower_priority() -> None:
-    """Give this thread a lower priority than the thread of the event loop."""
+    """Give this thread a lower priority than the event loop's thread."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class _Lane:
-    """One thread, which runs one step of each tenant's work in turn. A tenant that has used its share of the
-    thread's time must pause, so that requests of other tenants can use the CPU."""
+    """A thread that runs one step of each tenant's work in turn. A tenant that has used up its share of the
+    thread's time must pause, so that other tenants' requests can use the CPU."""
 
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether all tenants with work are pausing, and the next step is scheduled for the end of a
-        pause."""
+        """Whether all tenants with work are pausing and the next step is scheduled for the end of a pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -193,7 +187,7 @@ class WorkPool:
         self._short, self._long = _Lane("short-texts"), _Lane("long-texts")
 
     async def run(self, tenant: str, steps: Generator[None, None, Result], is_long: bool) -> Result:
-        """Run `steps`, and return their result or raise their error. Raises `TooMuchWorkError` after
+        """Run `steps` and return their result or raise their error. Raises `TooMuchWorkError` after
         `max_wait_s` seconds."""
         job = _Job(tenant, steps, asyncio.get_running_loop().create_future())
         (self._long if is_long else self._short).add(job)
@@ -215,7 +209,7 @@ def _step(steps: Generator[None, None, Any]) -> tuple[bool, Any]:
 
 
 def run_steps(steps: Generator[None, None, Result]) -> Result:
-    """Run all steps immediately, in the calling thread. Return their result."""
+    """Run all steps immediately in the calling thread and return their result."""
     while True:
         has_ended, value = _step(steps)
         if has_ended:

@@ -22,7 +22,7 @@ _KEY_PREFIXES = (
     *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "ASIA", "AIza", "ya29.", "SG."),
 )
 _PIECE_CHARS = 4 << 10
-# If the text is JSON, the "n" of an escaped line break (\n) is not part of the word that follows it.
+# In JSON, the "n" of an escaped line break (\n) is not part of the following word.
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
@@ -33,7 +33,7 @@ _URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
     r"""(pass(?:word|wd|phrase)|(?<![A-Za-z])pwd|secret(?:[_-]?key)?|token|(?:api|access|account|private)[_-]?key)"""
     r"""((?:\\{0,3}["'])?[ \t]{0,3}[=:][ \t]{0,3})"""
-    # A quoted password ends at the closing quotation mark, and may contain spaces. The quotation marks may be
+    # A quoted password ends at the closing quotation mark and may contain spaces. The quotation marks may be
     # escaped.
     r"""(?:(\\{0,3}["'])(?:(?!\3)(?:\\.|[^\n\\])){6,1024}|(?!bearer\b|basic\b)[^\s"',;\\]{6,})""",
     re.IGNORECASE,
@@ -57,13 +57,13 @@ class Redacted(NamedTuple):
 
 
 class Redactor:
-    """Replaces secrets of certain kinds in texts."""
+    """Replaces certain kinds of secrets in texts."""
 
     def __init__(self, kinds: Collection[SecretKind], prefixes: tuple[str, ...]) -> None:
         """Words that begin with one of `prefixes` are also treated as secrets."""
         steps: dict[SecretKind, Callable[[str], tuple[str, int]]] = {
-            # Redact bearer tokens before passwords. Otherwise, in "token: Bearer abc" the pattern for
-            # passwords would match only "Bearer".
+            # Redact bearer tokens before passwords: in "token: Bearer abc", the password pattern would match
+            # only "Bearer".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
             "passwords": _without_passwords,
             "keys": _without_keys,
@@ -78,8 +78,8 @@ class Redactor:
             )
 
     def pieces(self, text: str) -> Iterator[Redacted]:
-        """Replace each secret in the text with the name of its kind in brackets. Yield the result in pieces
-        of a few thousand characters, so that the caller can pause between them."""
+        """Replace each secret in the text with its kind in brackets. Yield the result in pieces of a few
+        thousand characters, so that the caller can pause between them."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)
@@ -92,8 +92,8 @@ class Redactor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in parts that end at a line break, so that other threads can run in between. No secrets
-    except private keys span several lines."""
+    """Yield the text in parts that end at a line break, so that other threads can run in between. Only
+    private keys span several lines."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)

@@ -18,11 +18,9 @@ class StopStringsError(ValueError):
 
 
 class StopSet:
-    """The stop strings of a request as an Aho-Corasick automaton (CACM 18/6, 1975), which the request's
-    samples share.
-
-    A state represents the longest end of the text read so far that is the beginning of a stop string. State 0
-    represents the empty text. The time per character does not depend on the number or length of the strings.
+    """A request's stop strings as an Aho-Corasick automaton (CACM 18/6, 1975), shared by the request's
+    samples. A state represents the longest suffix of the text read so far that is a prefix of a stop string;
+    state 0 is the empty text. The time per character does not depend on the number or length of the strings.
     """
 
     __slots__ = ("begins", "children", "depth", "fallback", "match", "strings")
@@ -38,11 +36,11 @@ class StopSet:
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
-        """For each state, the length of the text that it represents."""
+        """Length of the text represented by each state."""
         self.match = [-1]
         """Index of the longest stop string that ends in each state, or -1."""
         self.fallback = [0]
-        """For each state, the state that represents the next shorter end of the text."""
+        """For each state, the state for the next shorter suffix of the text."""
         for index, string in enumerate(self.strings):
             if not string:
                 raise StopStringsError(f"string {index} is empty; each string needs at least one character")
@@ -76,7 +74,7 @@ class StopSet:
                 queue.append(child)
 
     def step(self, state: int, character: str) -> int:
-        """Return the state that follows this state when `character` is read."""
+        """Return the state reached from this one by reading `character`."""
         while True:
             child = self.children[state].get(character)
             if child is not None:
@@ -87,11 +85,9 @@ class StopSet:
 
 
 class StopMatcher:
-    """Searches one stream of text for stop strings.
-
-    The stop string that is completed first ends the text. If several stop strings are completed by the same
-    character, the longest one counts. The result therefore does not depend on how the text is divided into
-    pieces.
+    """Searches a stream of text for stop strings. The stop string completed first ends the text; if one
+    character completes several, the longest counts. The result therefore does not depend on how the text is
+    divided into pieces.
     """
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
@@ -105,8 +101,8 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text to emit, and the stop string that was found, or None. After a stop string, no more
-        text is emitted. If `may_stop` is false, stop strings that end within `text` are ignored."""
+        """Return the text to emit, and the stop string found, or None. No text is emitted after a stop
+        string. If `may_stop` is false, stop strings that end within `text` are ignored."""
         if self.stopped is not None:
             return "", self.stopped
         stops = self._set
@@ -134,6 +130,6 @@ class StopMatcher:
         return whole[:emitted], None
 
     def finish(self) -> str:
-        """Return the text that was held back as the beginning of a stop string that was not completed."""
+        """Return the text held back as the beginning of a stop string that was never completed."""
         held, self._held = self._held, ""
         return held

@@ -1,5 +1,5 @@
-"""Converts the token ids of a sequence to text for the client: first the detokenizer, then the search for
-stop strings."""
+"""Converts a sequence's token ids to text for the client: first the detokenizer, then the stop string
+search."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class TextStream:
         return TextDelta(emitted, stopped, delivered)
 
     def finish(self) -> TextDelta:
-        """Return the text that was held back, or an empty string after a stop string. Call this once, after
-        the sequence has ended."""
+        """Return the held-back text, or an empty string after a stop string. Call this once, after the
+        sequence has ended."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.finish()

@@ -1,4 +1,4 @@
-"""Reads the chat templates in a model folder. A separate process compiles the templates."""
+"""Reads the chat templates in a model folder. A separate process compiles them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def read_template_sources(folder: Path, replacement: str | None = None) -> dict[str, str]:
-    """Return the texts of the chat templates by name: `default`, and additional templates such as `tool_use`.
-    The result is empty if there are no templates. Raises `TokenizerFilesError`.
+    """Return chat template texts by name: `default`, and additional templates such as `tool_use`. The result
+    is empty if there are none. Raises `TokenizerFilesError`.
 
-    If the file `replacement` is given, it replaces all templates of the folder. Otherwise, templates are read
-    from `chat_template.jinja` and `additional_chat_templates/`. If these do not exist, templates are read
-    from `chat_template` in `tokenizer_config.json` (a text, or a list of named texts).
+    If the file `replacement` is given, it replaces all templates in the folder. Otherwise, templates are read
+    from `chat_template.jinja` and `additional_chat_templates/` or, if these do not exist, from
+    `chat_template` in `tokenizer_config.json` (a text, or a list of named texts).
     """
     if replacement is not None:
         try:

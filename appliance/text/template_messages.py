@@ -1,8 +1,6 @@
-"""Messages between a front process and the process that renders a model's chat templates.
-
-They are in a separate module because the front process must not load Jinja2, and the rendering process must
-not load asyncio. A frame consists of a length (4 bytes, little-endian) and one struct in msgpack format, as
-in `engine.wire`.
+"""Messages between a front process and the process that renders a model's chat templates. This module is
+separate because the front process must not load Jinja2, and the rendering process must not load asyncio. A
+frame consists of a length (4 bytes, little-endian) and one struct in msgpack format, as in `engine.wire`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class TemplateBoundError(ChatTemplateError):
 
 
 class Compile(msgspec.Struct, tag="compile", frozen=True):
-    """The first message to the rendering process, which then compiles these templates. The reply is an empty
+    """The first message to the rendering process, with the templates to compile. The reply is an empty
     `Rendered`, or `Failed`."""
 
     sources: dict[str, str]
@@ -56,8 +54,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     """An error. `message` is a text for the client or, in the reply to `Compile`, for the operator."""
 
     kind: Literal["messages", "none", "bound"]
-    """Determines which exception is raised: `ChatTemplateError`, `NoChatTemplateError` or
-    `TemplateBoundError`."""
+    """The exception to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""
     message: str
 
 

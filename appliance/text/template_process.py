@@ -38,16 +38,16 @@ MAX_RENDER_S = 5.0
 """Time limit for rendering one conversation. The longest possible conversation (4,096 messages, 2 MiB) takes
 about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""Time limit for compiling the templates, measured from the start of the process. Starting Python takes 0.1 s
-of this time."""
+"""Time limit for compiling the templates, measured from the start of the process, including 0.1 s for
+starting Python."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory limit for the templates. The process itself takes another 30 MB."""
 MAX_WAIT_S = 30.0
 """A conversation that has waited this long for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""Time between the parent's time limit and the alarm in the child process. The alarm kills a child that still
-runs after its parent has exited."""
+"""Time between the parent's time limit and the alarm in the child process, which kills a child that has
+outlived its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -63,11 +63,9 @@ class _Job:
 
 
 class TemplateProcess:
-    """The chat templates of one model: `default`, and additional templates by name. Must be used on one event
-    loop.
-
-    A child process renders one conversation at a time, and the tenants take turns. `compile` or the first
-    conversation starts the process. If the process has been killed, the next conversation starts it again.
+    """One model's chat templates: `default`, and additional templates by name. Must be used on one event
+    loop. A child process renders one conversation at a time, with tenants taking turns. `compile` or the
+    first conversation starts the process; if it has been killed, the next conversation restarts it.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class TemplateProcess:
         self._compile = Compile(dict(sources), dict(special_tokens))
         self._max_render_s, self._max_compile_s = max_render_s, max_compile_s
         self.bounds_exceeded = 0
-        """Number of conversations that were not rendered because a limit was exceeded."""
+        """Number of conversations not rendered because a limit was exceeded."""
         self.problem = ""
         """The limit that was exceeded most recently."""
         self._queue: TenantQueue[_Job] = TenantQueue()
@@ -98,8 +96,8 @@ class TemplateProcess:
     def load(
         cls, folder: Path | str, special_tokens: Mapping[str, str], replacement: str | None = None
     ) -> TemplateProcess:
-        """Read the templates from a model folder or, if it is given, from the file `replacement`. A folder
-        may have no templates. Raises `TokenizerFilesError`."""
+        """Read the templates from a model folder or, if given, from the file `replacement`. A folder may have
+        no templates. Raises `TokenizerFilesError`."""
         return cls(read_template_sources(Path(folder), replacement), special_tokens)
 
     @property
@@ -136,14 +134,12 @@ class TemplateProcess:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of the prompt. The template writes the beginning-of-text token itself, so the text
-        must be encoded without adding special tokens.
+        """Return the prompt text. The template writes the beginning-of-text token itself, so encode the text
+        without adding special tokens. The template treats `messages` and `variables` (additional template
+        variables) as data, never as template text.
 
-        The template treats `messages` and `variables` (additional template variables) as data, never as
-        template text.
-
-        If the template rejects the messages or fails while rendering them, `ChatTemplateError` with the
-        template's own message is raised. Also raises `NoChatTemplateError`, `TemplateBoundError`, and, after
+        Raises `ChatTemplateError`, with the template's own message, if the template rejects the messages or
+        fails while rendering them. Also raises `NoChatTemplateError`, `TemplateBoundError`, and, after
         `MAX_WAIT_S`, `TooMuchWorkError`.
         """
         if not self.exists:
@@ -166,7 +162,7 @@ class TemplateProcess:
             ) from None
 
     def close(self) -> None:
-        """Kill the process, and refuse the conversations that are waiting."""
+        """Kill the process and refuse waiting conversations."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
@@ -246,8 +242,8 @@ class _Child:
         return self._channel.closed
 
     async def ask(self, message: ToWorker, limit_s: float) -> str:
-        """Send a message, and return the text in the reply. If there is no reply within `limit_s` seconds,
-        the process is killed. Raises `ChatTemplateError`."""
+        """Send a message and return the text in the reply. If there is no reply within `limit_s` seconds, the
+        process is killed. Raises `ChatTemplateError`."""
         self._compiles = isinstance(message, Compile)
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)

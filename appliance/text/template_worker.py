@@ -1,10 +1,10 @@
 """`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front
 process.
 
-A template is a program that comes with a checkpoint, so it is run with limits that the kernel enforces.
-RLIMIT_AS limits the memory, and an alarm that no Python code handles limits the time. (Usually, the front
-process kills this process before the alarm goes off.) The process cannot write files or start processes, and
-it exits when its channel is closed.
+A template is a program that comes with a checkpoint, so it runs under limits enforced by the kernel:
+RLIMIT_AS for memory, and for time an alarm that no Python code handles. (Usually, the front process kills
+this process before the alarm goes off.) The process cannot write files or start processes, and exits when its
+channel is closed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Maximum number of open files. The limit exceeds the number of files in use, because Python may have to
-import a module for a template, such as an encoding."""
+"""Maximum number of open files. It exceeds the number in use because Python may have to import a module for a
+template, such as an encoding."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 
@@ -100,7 +100,7 @@ def _limit_resources(memory: int) -> None:
 
 
 def _receive(frames: IO[bytes]) -> bytes | None:
-    """Return the payload of the next frame, or None if the channel was closed."""
+    """Return the next frame's payload, or None if the channel was closed."""
     try:
         header = frames.read(_HEADER)
         size = int.from_bytes(header, "little")

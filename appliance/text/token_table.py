@@ -15,7 +15,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The text of each token, for decoders that do not depend on neighbouring tokens.
+    """Each token's text, for decoders that do not depend on neighbouring tokens.
 
     - `raw[id]` contains the bytes of the token, or no bytes if the vocabulary has no token with this id.
     - `shown` and `shown_with_special` contain the text that a detokenizer emits for each token: a `str` if
@@ -24,7 +24,7 @@ class TokenTable:
     - `bad_byte_each` is true if each invalid byte becomes one U+FFFD (as in ByteFallback), and false if each
       maximal ill-formed subsequence becomes one.
 
-    All streams of a tokenizer share the table, which never changes.
+    The table never changes and is shared by all of a tokenizer's streams.
     """
 
     raw: list[bytes]
@@ -35,8 +35,7 @@ class TokenTable:
 
 
 def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Return the texts of the tokens in the order of their ids, as written in the vocabulary. For ids without
-    a token, the list contains None."""
+    """Return the token texts in id order, as written in the vocabulary, with None for ids without a token."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     tokens: list[str | None] = [None] * (max([-1, *vocabulary.values(), *added]) + 1)
@@ -82,16 +81,16 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
 
 
 def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer, pre-tokenizer or decoder, as written in `tokenizer.json`. If the
-    component is a sequence, its steps are in the field `name`."""
+    """Return the steps of a normalizer, pre-tokenizer or decoder, as written in `tokenizer.json`. A
+    sequence's steps are in its `name` field."""
 
     def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
         return (
             [each for inner in step[name] for each in flat(inner)] if step["type"] == "Sequence" else [step]
         )
 
-    # Read the pickled state of the component, which is its JSON. Serializing the whole tokenizer would
-    # include the vocabulary.
+    # Read the component's pickled state, which is its JSON. Serializing the whole tokenizer would include the
+    # vocabulary.
     return [] if component is None else flat(json.loads(component.__getstate__()))
 
 

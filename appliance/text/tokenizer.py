@@ -1,4 +1,4 @@
-"""The tokenizer of a model, which encodes text in short steps and decodes token ids by table lookup."""
+"""A model's tokenizer, which encodes text in short steps and decodes token ids by table lookup."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TokenIdError(ValueError):
 
 
 class Tokenizer:
-    """The tokenizer of one model, read from its folder by `Tokenizer.load`. Safe to use from any thread.
+    """A model's tokenizer, read from its folder by `Tokenizer.load`. Safe to use from any thread.
 
     - `vocabulary_size` is the highest token id plus one. The model's embedding may be larger because of
       padding.
@@ -41,8 +41,8 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-        """Create a tokenizer from `backend`, which must not be used elsewhere. Callers should use
-        `Tokenizer.load` instead."""
+        """Create a tokenizer from `backend`, which must not be used elsewhere. Use `Tokenizer.load`
+        instead."""
         self._backend = backend
         self._encoder = Encoder(backend)
         self._tokens = id_to_token(backend)
@@ -57,13 +57,13 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
         self._control = ControlTokens(backend)
         self.longest_token_bytes = longest_token_bytes(backend, self.table)
-        """Maximum number of bytes of text that one token can represent, or None if the number is unknown."""
+        """Maximum number of bytes of text that one token can represent, or None if unknown."""
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
         """Read `tokenizer.json` and the files next to it. This takes about 1 s for a vocabulary of 128 k
-        tokens. Raises `TokenizerFilesError`, whose message contains the file and the remedy.
+        tokens. Raises `TokenizerFilesError`, whose message gives the file and the remedy.
 
         `tokenizer.json` is used unchanged, including its post-processor. As in transformers, the tokens
         declared in `tokenizer_config.json` are added, and tokens that this file declares as special are
@@ -91,8 +91,8 @@ class Tokenizer:
     def encode_steps(
         self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Steps:
-        """Encode the texts in steps, yielding after each step (`appliance.text.fair_queue`), and return the
-        token ids of each text.
+        """Encode the texts in steps, yielding after each step (`appliance.text.fair_queue`), and return each
+        text's token ids.
 
         With `add_special_tokens`, the model's post-processor adds its tokens, such as the beginning-of-text
         token. Pass False for rendered chats, because the template has already written this token. Raises
@@ -106,15 +106,14 @@ class Tokenizer:
 
     def shield(self) -> Shield:
         """Return a new shield for one conversation. After rendering, `encode_rendered_steps` encodes the
-        texts that the shield has hidden, and treats special tokens in them as plain text."""
+        hidden texts, treating special tokens in them as plain text."""
         return Shield(self._control)
 
     def encode_rendered_steps(
         self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
     ) -> Steps:
-        """Encode a rendered conversation in which a shield has hidden the special tokens of the messages.
-        Only special tokens that the template has written become control tokens
-        (`appliance.text.control_tokens`)."""
+        """Encode a rendered conversation whose messages' special tokens were hidden by a shield. Only special
+        tokens written by the template become control tokens (`appliance.text.control_tokens`)."""
         if not shield.used:
             return self.encode_steps([text], add_special_tokens, max_tokens)
         return self._control.encode_steps(
@@ -126,8 +125,8 @@ class Tokenizer:
         vocabulary produce no text. Raises `TokenIdError` for negative ids.
 
         The result is the same as that of `decode` in transformers, with one exception: in a sequence of
-        ByteFallback tokens that is not valid UTF-8, this method replaces only the invalid bytes with U+FFFD,
-        whereas transformers replaces all bytes of the sequence.
+        ByteFallback tokens that is not valid UTF-8, only the invalid bytes become U+FFFD, whereas
+        transformers replaces the whole sequence.
         """
         return run_steps(self.decode_steps(token_ids, skip_special_tokens))
 
@@ -135,8 +134,8 @@ class Tokenizer:
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, complete: bool = True
     ) -> Generator[None, None, str]:
         """Decode in steps, yielding after each step (`appliance.text.fair_queue`). The result is the same as
-        that of `decode`. If `complete` is false, an incomplete character at the end is left out, because a
-        `detokenizer` that gets these ids as its context emits this character."""
+        that of `decode`. If `complete` is false, an incomplete final character is left out, because a
+        `detokenizer` with these ids as its context emits it."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
@@ -154,11 +153,9 @@ class Tokenizer:
         return "".join([*texts, detokenizer.finish() if complete else ""])
 
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
-        """Return a detokenizer for one stream.
-
-        If the text continues a prompt (as in completions), `context` contains the ids of the prompt, whose
-        text is not emitted. With a context, a leading space of the first token is kept. A character that
-        begins in the prompt and ends in the stream is emitted.
+        """Return a detokenizer for one stream. If the text continues a prompt (as in completions), `context`
+        contains the prompt's ids, whose text is not emitted. With a context, the first token's leading space
+        is kept, and a character that begins in the prompt and ends in the stream is emitted.
         """
         visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
         if self.table is not None:
@@ -174,14 +171,14 @@ class Tokenizer:
         context: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> TextStream:
-        """Return a text stream for one sequence, which combines a `detokenizer` with the request's stop
-        strings, if there are any. Stop strings within the first `min_tokens` tokens do not end the stream."""
+        """Return a text stream for one sequence, combining a `detokenizer` with the request's stop strings,
+        if any. Stop strings within the first `min_tokens` tokens do not end the stream."""
         matcher = StopMatcher(stops, include_stop) if stops is not None else None
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token represents; special tokens are included. For ids outside the
-        vocabulary, return b""."""
+        """Return the bytes that a token represents, even a special token, or b"" for ids outside the
+        vocabulary."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:
@@ -203,7 +200,7 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
-    """Add the tokens that are declared only in `tokenizer_config.json`, and mark tokens as special."""
+    """Add tokens declared only in `tokenizer_config.json`, and mark tokens as special."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(files.added.items()):
         known = present.get(token_id)

@@ -1,5 +1,5 @@
-"""Reads the JSON files next to the `tokenizer.json` of a Hugging Face model. Error messages are written for
-the operator who created the folder."""
+"""Reads the JSON files next to a Hugging Face model's `tokenizer.json`. Error messages are written for the
+operator who created the folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NAMED_SPECIAL_TOKENS = (
 
 
 class TokenizerFilesError(ValueError):
-    """Raised if a tokenizer file is missing or invalid. `cause` contains the name of the file, and `remedy`
-    explains what to do."""
+    """Raised if a tokenizer file is missing or invalid. `cause` names the file, and `remedy` says what to
+    do."""
 
     def __init__(self, cause: str, remedy: str = "copy the file again from the original model") -> None:
         super().__init__(cause, remedy)
@@ -84,12 +84,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read `tokenizer_config.json`, `special_tokens_map.json` and the ids that end a sequence from the files
-    in `folder`. Files may be missing. Raises `TokenizerFilesError`.
+    """Read `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids in `folder`. Files
+    may be missing. Raises `TokenizerFilesError`.
 
-    The files take precedence over each other as in transformers. The special tokens map is used only if
-    `tokenizer_config.json` has no `added_tokens_decoder`. The ids in `config.json` are used only if
-    `generation_config.json` has none.
+    Precedence is as in transformers: the special tokens map is used only if `tokenizer_config.json` has no
+    `added_tokens_decoder`, and the ids in `config.json` only if `generation_config.json` has none.
     """
     path = folder / "tokenizer_config.json"
     config = read_json_object(path)
