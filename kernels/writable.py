@@ -1,4 +1,4 @@
-"""Checks that an output file is writable before a long computation begins."""
+"""Checks that an output file is writable before starting a long computation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class UnwritableError(ValueError):
 
 def check_writable(option: str, path: Path | None) -> None:
     """Create an output file's parent folder and check that the file can be written. An existing file is not
-    changed, and no new file is left behind. If `path` is None, nothing is checked. Raises UnwritableError if
-    the file cannot be written."""
+    changed, and no new file is left behind. Does nothing if `path` is None. Raises UnwritableError if the
+    file cannot be written."""
     if path is None:
         return
     try:
@@ -22,8 +22,7 @@ def check_writable(option: str, path: Path | None) -> None:
         with path.open("a"):
             pass
         if is_new:
-            # If the path is a dangling symbolic link, remove only the new file that it points to, not the
-            # link.
+            # If the path is a dangling symbolic link, remove only the new file it points to, not the link.
             path.resolve().unlink()
     except OSError as error:
         raise UnwritableError(

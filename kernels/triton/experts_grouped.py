@@ -54,9 +54,8 @@ def _grouped(
     and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
     results are written in the original order of the choices.
 
-    While the products of a tile are computed, the program already loads the scales, the choices of the next
-    tile, and the group of the tile after the next. It does not do so if the tile's sums need most of the
-    registers.
+    While computing a tile's products, the program already loads the scales, the next tile's choices, and the
+    group of the tile after that, unless the tile's sums need most of the registers.
     """
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width

@@ -45,24 +45,23 @@ _COMBINED_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """The choices of all tokens, sorted by expert and then by token. The number of a token's choice `i` is
+    """The choices of all tokens, sorted by expert and then by token. A token's choice `i` has the number
     token × top_k + i."""
 
     order: torch.Tensor
-    """The numbers of all choices in sorted order: [tokens × top_k] int32."""
+    """The numbers of all choices, in sorted order: [tokens × top_k] int32."""
     groups: dict[int, torch.Tensor]
-    """For each tile height (row count), the groups into which the choices of each expert are divided: [groups
-    + 1, 4] int32. A group has at most as many choices as a tile has rows. The first row begins with the
-    number of groups. Each following row describes one group: the expert (numbered from the rank's first
-    expert), the group's first position in `order`, and the end of the expert's positions. The last column is
-    unused."""
+    """For each tile height (row count), the groups that each expert's choices are divided into: [groups + 1,
+    4] int32. A group has at most as many choices as a tile has rows. The first row begins with the number of
+    groups. Each further row describes a group: the expert (numbered from the rank's first), the group's first
+    position in `order`, and the end of the expert's positions. The last column is unused."""
     held: int
     """Number of experts on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedChoices:
-    """Selects the choices of experts that are on this rank, if the rank has only some of the experts."""
+    """Selects the choices of experts on this rank, if it has only some of the experts."""
 
     chosen: torch.Tensor
     """Expert ids: [tokens, top_k] int32."""
@@ -81,10 +80,10 @@ def sort(
     held: int | None = None,
     pdl: bool = True,
 ) -> Sorted:
-    """Sort the choices that `experts_route.route_many` has made. A token never chooses an expert twice.
+    """Sort the choices made by `experts_route.route_many`. A token never chooses an expert twice.
 
-    experts: total number of experts on all ranks. rows: row counts of the tiles of `up` and of `down`. first,
-    held: first expert and number of experts on this rank; by default, the rank has all experts.
+    experts: total number of experts on all ranks. rows: row counts of the tiles of `up` and `down`. first,
+    held: this rank's first expert and number of experts; by default, it has all experts.
     """
     if routed.places is None or routed.counts is None:
         raise ValueError("routed has no counts; route the tokens with route_many")
@@ -139,8 +138,8 @@ def up(
     """Return `silu(gate) × up` of the choices in the order of `by_expert`: `[tokens × top_k, intermediate]`
     in the model's dtype.
 
-    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: number of the device's
-    multiprocessors. The results of experts on other ranks are undefined.
+    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: the device's number of
+    multiprocessors. Results of experts on other ranks are undefined.
     """
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
@@ -182,8 +181,8 @@ def combine(
 ) -> torch.Tensor:
     """For each token, return the sum of its `results [tokens × top_k, hidden]`, multiplied by its routing
     `weights [tokens, top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. If
-    `out` is given, the sum is written to it. `out` may be the residual. computed: selects the results that
-    this rank has computed; None means that it has computed all of them."""
+    `out` is given, the sum is written to it. `out` may be the residual. computed: selects the results
+    computed on this rank; None means all of them."""
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
@@ -276,9 +275,8 @@ def _write_groups(
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Write the groups into which the choices of this rank's experts are divided, each with at most ROWS
-    choices. end_positions: the end of each expert's positions. totals: the number of each expert's
-    choices."""
+    """Write the groups that the choices of this rank's experts are divided into, each with at most ROWS
+    choices. end_positions: the end of each expert's positions. totals: each expert's number of choices."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)
     count = tl.where(here, (totals + ROWS - 1) // ROWS, 0)
@@ -312,8 +310,8 @@ def _place(
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the CHOICES choices of a block of tokens to their sorted positions. Every program adds up the
-    counts of all blocks, SUMMED blocks at a time. The first and the last program write the groups."""
+    """Write the CHOICES choices of a block of tokens to their sorted positions. Every program adds up all
+    blocks' counts, SUMMED blocks at a time. The first and last programs write the groups."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -357,8 +355,7 @@ def _combine(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For BLOCK columns of one token, add the results of the chosen experts in the order of the token's
-    choices."""
+    """For BLOCK columns of one token, add the chosen experts' results in the order of the token's choices."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,6 +1,5 @@
-"""Contains the rules that divide the kernels of mixture-of-experts layers into programs.
-
-This module does not import Triton, so plans can be created and tested on any machine.
+"""The rules for dividing the kernels of mixture-of-experts layers into programs. This module does not import
+Triton, so plans can be created and tested on any machine.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import torch
 from kernels.triton.linear_plans import HOPPER_SHARED
 
 _SHARED_BESIDE = 4 << 10
-"""Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
+"""Upper bound on a program's shared memory, in bytes, in addition to its tiles."""
 
 _REGISTERS, _MAX_REGISTERS = 1 << 16, 255
-"""Number of registers of a multiprocessor, and maximum number of registers per thread (CUDA programming
-guide)."""
+"""A multiprocessor's number of registers, and the maximum number per thread (CUDA programming guide)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +29,21 @@ class ExpertsPlan:
     the tokens that have chosen the expert (`experts_few`). In `grouped`, the tokens are sorted by expert
     (`experts_many`)."""
     rows: int
-    """Number of tokens in a tile, including padding."""
+    """Number of tokens per tile, including padding."""
     block_n: int
     """Number of weight rows per program or tile."""
     block_k: int
     """Number of columns per pipeline step."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages: the number of steps whose weights can be in flight at the same time."""
+    """Number of pipeline stages: how many steps can have weights in flight at the same time."""
     programs: int = 1
-    """Number of programs per multiprocessor. Only `grouped` uses this field, because each of its programs
-    computes several tiles."""
+    """Number of programs per multiprocessor. Used only by `grouped`, each of whose programs computes several
+    tiles."""
 
     @property
     def quantises(self) -> bool:
-        """Whether `down` quantises its input itself if the weights are quantised."""
+        """Whether `down` quantises its own input if the weights are quantised."""
         return self.form in ("gemv", "stream")
 
     @property
@@ -56,7 +54,7 @@ class ExpertsPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlans:
-    """The plans of the experts' two GEMMs. Either both plans are `grouped`, or neither is."""
+    """The plans for the experts' two GEMMs. Either both are `grouped`, or neither is."""
 
     up: ExpertsPlan
     down: ExpertsPlan
@@ -68,8 +66,8 @@ class LayerPlans:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """The sizes of an MoE layer on one rank. Together with the number of tokens, they determine the
-    layer's kernels."""
+    """The sizes of an MoE layer on one rank, which together with the token count determine the layer's
+    kernels."""
 
     dtype: torch.dtype
     """Dtype of the experts' weights."""
@@ -89,12 +87,12 @@ class ExpertsShape:
 
 
 MAX_GEMV_TOKENS = 2
-"""Maximum number of tokens for `gemv`. With more tokens, several tokens choose the same expert, and `gemv`
-would read the weights of the expert once for each of these tokens."""
+"""Maximum number of tokens for `gemv`. With more, several tokens choose the same expert, and `gemv` would
+read that expert's weights once for each of them."""
 
 MAX_FEW_TOKENS = 32
-"""Maximum number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
-than sorting the tokens."""
+"""Maximum number of tokens for `dot`. With more, multiplying each expert by all tokens takes longer than
+sorting the tokens."""
 
 _QUANTISED = 1 << 14
 """Maximum number of a token's activations that a `gemv` program quantises in registers."""
@@ -124,7 +122,7 @@ def choose(
         up = ExpertsPlan("gemv", 1, 8, min(1024, _power_of_2(hidden)), warps=4)
         chosen = _power_of_2(top_k)
         if size > 1 or chosen * _power_of_2(intermediate) <= _QUANTISED:
-            # A program loads about `columns` columns at a time in total, divided equally among the chosen
+            # A program loads about `columns` columns at a time in total, divided evenly among the chosen
             # experts.
             columns, block_n, warps = (2048, 16, 8) if tokens == 1 or size == 1 else (1024, 8, 4)
             block_k = min(max(64, columns // chosen), _power_of_2(intermediate))
@@ -136,7 +134,7 @@ def problem(
     plan: ExpertsPlan, tokens: int, shape: ExpertsShape, n: int, k: int, shared_bytes: int
 ) -> str | None:
     """Return the reason why a plan cannot compute the GEMM with matrices `[n, k]` for up to `tokens` tokens,
-    or None if the plan can compute it."""
+    or None if it can."""
     if plan.form not in ("gemv", "stream", "dot", "grouped"):
         return f"form is {plan.form!r}; expected gemv, stream, dot or grouped"
     for name in ("rows", "block_n", "block_k", "warps", "stages", "programs"):
@@ -182,8 +180,8 @@ def _stream_problem(plan: ExpertsPlan, shape: ExpertsShape, k: int) -> str | Non
 
 
 def _grouped(mean: float, size: int) -> ExpertsPlan:
-    """Return the plan for experts that are chosen by `mean` tokens each, on average. A tile holds about twice
-    as many tokens, because an expert's weights are read again if its tokens do not fit into one tile."""
+    """Return the plan for experts chosen by `mean` tokens each, on average. A tile holds about twice as many,
+    because an expert's weights are read again if its tokens do not fit into one tile."""
     if mean <= 8:
         return ExpertsPlan("grouped", 16, 64, 256 // size, warps=4, stages=3, programs=3)
     if mean <= 16:
@@ -196,7 +194,7 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
 
 
 def _fit(plan: ExpertsPlan, k: int, size: int, shared_bytes: int) -> ExpertsPlan:
-    """Return the plan with a step size that divides K, and with as many stages as fit into shared memory."""
+    """Return the plan with a step size that divides K, and as many stages as fit into shared memory."""
     block_k = plan.block_k
     while k % block_k and block_k > 32:
         block_k //= 2

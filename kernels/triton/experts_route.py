@@ -1,20 +1,20 @@
 # mypy: allow-untyped-defs
-"""Implements the router of a mixture-of-experts layer. It computes the RMSNorm and the router's logits, and
-chooses the top-k experts.
+"""Implements the router of a mixture-of-experts layer, which computes the RMSNorm and the router's logits,
+and chooses the top-k experts.
 
 `route` is for few tokens and makes one launch. Several programs per token compute parts of the logits, and
 the program that finishes last chooses the token's experts. `route_many` is for many tokens and makes three
-launches. The first launch computes the norm. The second launch computes the logits on the tensor cores. If
-there are few tiles, it divides the sums over the hidden size into parts. The third launch adds the parts in a
-fixed order, chooses the experts, and counts the choices of each expert.
+launches. The first computes the norm. The second computes the logits on the tensor cores and, if there are
+few tiles, divides the sums over the hidden size into parts. The third adds the parts in a fixed order,
+chooses the experts, and counts each expert's choices.
 
-Both functions can also count how many tokens have chosen each expert. They count with atomic additions of
-integers, so the totals do not depend on timing.
+Both functions can also count how many tokens have chosen each expert, with atomic integer additions, so that
+the totals do not depend on timing.
 
-The input is normalised in float32, and rounded once to its own dtype. The products of the normalised input
-and the router's rows are summed in float32, and the sums are the logits, without rounding. Experts are
-ordered by decreasing logit, and for equal logits by increasing id, as in `reference.route`. A NaN counts as
-the lowest logit, so that every token has top_k distinct experts for any input.
+The input is normalised in float32, and rounded once to its own dtype. The logits are its products with the
+router's rows, summed in float32 and not rounded. Experts are ordered by decreasing logit, and for equal
+logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every token has
+top_k distinct experts for any input.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from kernels.triton.linear_rows import Workspace
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 _PROGRAMS = 128
-"""Number of programs of each kernel of `route_many` if there are enough tokens. The number is close to the
-number of multiprocessors of an H100 or H200. It is a constant, so that results do not depend on the GPU."""
+"""Number of programs of each `route_many` kernel if there are enough tokens. It is close to the number of
+multiprocessors of an H100 or H200, but constant, so that results do not depend on the GPU."""
 
 _LINES = 2
-"""Number of 128-byte cache lines of each router row that `route_many` prefetches."""
+"""Number of 128-byte cache lines that `route_many` prefetches per router row."""
 
 _MAX_SPLITS = 16
-"""Maximum number of parts into which the sums for the logits are divided."""
+"""Maximum number of parts that the logit sums are divided into."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The normalised tokens and the experts that they have chosen."""
+    """The normalised tokens and their chosen experts."""
 
     normed: torch.Tensor
     """The normalised input: [tokens, hidden], in its dtype or e4m3."""
     scales: torch.Tensor | None
-    """Scales of e4m3 values: [tokens, 1] float32. None if `normed` is not quantised."""
+    """Scales of e4m3 values: [tokens, 1] float32, or None if `normed` is not quantised."""
     chosen: torch.Tensor
     """Expert ids: [tokens, top_k] int32."""
     weights: torch.Tensor
     """Routing weights: [tokens, top_k] float32."""
     places: torch.Tensor | None = None
-    """For each choice, the number of earlier tokens in the same block that have chosen the same expert:
-    [tokens, top_k] int32. Only `route_many` returns `places` and `counts`."""
+    """For each choice, how many earlier tokens in the same block chose the same expert: [tokens, top_k]
+    int32. Only `route_many` returns `places` and `counts`."""
     counts: torch.Tensor | None = None
-    """For each block of `block_tokens` tokens, how many tokens have chosen each expert: [blocks, number of
-    experts rounded up to a power of two] int32."""
+    """For each block of `block_tokens` tokens, how many tokens chose each expert: [blocks, number of experts
+    rounded up to a power of two] int32."""
 
 
 def route(
@@ -79,10 +79,10 @@ def route(
     """Normalise a few tokens, `x [tokens, hidden]`, and choose their experts, in one launch. x must be
     contiguous.
 
-    router: `[experts, hidden]` of x's dtype. normalised: if true, the softmax covers only the logits of the
-    chosen experts, so that the weights add up to one. Otherwise, it covers the logits of all experts. values:
-    dtype of the normalised values if they are quantised, or None for x's dtype. workspace: contains at least
-    one counter per token. count: counts the tokens of each expert. This call adds the choices.
+    router: `[experts, hidden]` of x's dtype. normalised: whether the softmax covers only the chosen experts'
+    logits, so that the weights add up to one, rather than all experts' logits. values: dtype of the
+    normalised values if they are quantised, or None for x's dtype. workspace: contains at least one counter
+    per token. count: counts each expert's tokens; this call adds the choices.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
@@ -135,8 +135,8 @@ def route_many(
     count: ChoiceCount | None = None,
     pdl: bool = True,
 ) -> Routed:
-    """Compute `route` for any number of tokens, in three launches. The result also has the counts that
-    `experts_many.sort` needs."""
+    """Compute `route` for any number of tokens, in three launches. The result includes the counts needed by
+    `experts_many.sort`."""
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
     device, every = x.device, max(16, triton.next_power_of_2(experts))
@@ -303,7 +303,7 @@ def _route(
     of_token = logits + token * EXPERTS
     tl.store(of_token + expert, tl.sum(w.to(tl.float32) * row[None, :], axis=1), mask=expert < EXPERTS)
 
-    # All threads must have stored their logits before one thread increments the counter.
+    # All threads must have stored their logits before any thread increments the counter.
     tl.debug_barrier()
     if tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu") == tiles - 1:
         tl.store(arrived + token, 0)
@@ -311,7 +311,7 @@ def _route(
         lowest = float("-inf")
         logit = tl.load(of_token + index, mask=index < EXPERTS, other=lowest, cache_modifier=".cg")
         comparable = tl.where(logit == logit, logit, lowest)
-        # The rank of an expert is the number of experts that precede it in the order of choice.
+        # An expert's rank is the number of experts that precede it in the order of choice.
         rank = tl.zeros([ALL], tl.int32)
         step: tl.constexpr = min(ALL, 128)
         for first in tl.static_range(0, ALL, step):
@@ -353,7 +353,7 @@ def _logits(
     PDL: tl.constexpr,
 ):
     """Compute the logits of ROWS tokens and COLUMNS experts. The sum for each logit is divided into SPLITS
-    parts, of which a program computes one."""
+    parts; each program computes one."""
     steps: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     length: tl.constexpr = (steps + SPLITS - 1) // SPLITS * BLOCK_K
     split = tl.program_id(0) % SPLITS
@@ -404,7 +404,7 @@ def _choose(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts of a block of ROWS tokens, and count the choices of each expert."""
+    """Choose the experts for a block of ROWS tokens, and count each expert's choices."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -418,11 +418,11 @@ def _choose(
     # A NaN fails the comparison. Adding zero makes a negative zero positive.
     logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
     # Map the logits to integers with the same order, because the GPU can find the largest integer of 32
-    # threads with one instruction.
+    # threads in one instruction.
     key = logit.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
-    # Padding and experts that are already chosen get the lowest value, which is below the value of experts
-    # with a NaN logit.
+    # Padding and experts already chosen get the lowest value, which is below that of experts with a NaN
+    # logit.
     excluded = -0x80000000
     key = tl.where((index < EXPERTS)[None, :], key, excluded)
     rank = tl.full([ROWS, ALL], TOP_K, tl.int32)

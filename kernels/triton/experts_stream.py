@@ -1,19 +1,18 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernel code supports only + to extend tuples)
-"""Computes the FP8 experts of one or two tokens. The weights are loaded from memory directly into tensor-core
+"""Computes the FP8 experts of one or two tokens. Weights are loaded from memory straight into tensor-core
 registers, as in `linear_stream`, which explains the layouts.
 
-In `gemv`, converting e4m3 weights to float32 on the CUDA cores takes about as long as reading them. The
-kernels in this module only convert the weights to float16, without loss, and the tensor cores sum the
-products in float32.
+In `gemv`, converting e4m3 weights to float32 on the CUDA cores takes about as long as reading them. These
+kernels only convert the weights to float16, without loss, and the tensor cores sum the products in float32.
 
 In `up`, each warp of a program computes a part of K for one choice. In `down`, each warp computes one of the
 token's choices. The warp quantises the activations of this choice itself, because no other warp needs them.
 All weights of a `down` program are loaded before it waits for `up`. The sums of the warps are added in a
 fixed order.
 
-The kernels are written in Gluon, which Triton's interpreter does not support. Their results are therefore
-tested only on a GPU.
+The kernels are written in Gluon, which Triton's interpreter does not support, so their results are tested
+only on a GPU.
 """
 
 from __future__ import annotations
@@ -146,8 +145,8 @@ def _up_stream(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows of one chosen expert by the token that has chosen it. Each warp computes a
-    part of K and keeps AHEAD steps of weights in flight."""
+    """Multiply BLOCK_N weight rows of one chosen expert by the token that chose it. Each warp computes a part
+    of K and keeps AHEAD steps of weights in flight."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)  # a thread loads 16 e4m3 values of a row at a time
     in_x: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
@@ -164,8 +163,8 @@ def _up_stream(
     k_x = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, in_x)))
     row = _weight_row(tile, index, COLUMNS, BLOCK_N, True)
     if PDL:
-        # Let the next kernel start only after this wait, because the next kernel reads the chosen experts
-        # before it waits for this kernel.
+        # Let the next kernel start only after this wait: it reads the chosen experts before waiting for this
+        # kernel.
         _wait()
         _launch_dependents()
     expert = gl.load(chosen + pair).to(gl.int64)
@@ -196,8 +195,8 @@ def _up_stream(
             eight, _ = gl.broadcast(one, gl.zeros([WARPS, STEP, 8], gl.float16, layout=in_x))
             acc = mma_v2(tiles[step].to(gl.float16), eight, acc)
 
-        # All eight rows are equal, so only one row is stored. Each thread holds both the gate and the up
-        # value of a column.
+        # All eight rows are equal, so only one is stored. Each thread holds both the gate and the up value of
+        # a column.
         dtype: gl.constexpr = out.dtype.element_ty
         total = gl.convert_layout(gl.sum(acc, axis=0), pairs) * scale[:, None]
         gate, up = gl.split(gl.permute(gl.reshape(total, [BLOCK_N // 2, 2, 8]), [0, 2, 1]))
@@ -226,8 +225,8 @@ def _down_stream(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """For each expert that one token has chosen, multiply BLOCK_N weight rows by the activations of this
-    choice, and add the weighted results. WARPS is the number of choices: each warp computes one of them."""
+    """For each of a token's chosen experts, multiply BLOCK_N weight rows by the choice's activations, and add
+    up the weighted results. WARPS is the number of choices: each warp computes one."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)
     in_x: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
@@ -249,8 +248,8 @@ def _down_stream(
     tiles = ()
     for step in gl.static_range(steps):
         tiles = tiles + (_load(at + step * STEP, inside, PARTIAL),)
-    # Combine the routing weight with the scale of the weight row. The scale of the choice's activations is
-    # applied below.
+    # Combine the routing weight with the weight row's scale. The scale of the choice's activations is applied
+    # below.
     sum_turn = gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_sums))
     sum_index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, of_sums))
     sum_expert, sum_here = _experts(chosen, token, sum_turn, first_expert, WARPS, EXPERTS, PARTIAL)
@@ -304,8 +303,8 @@ def _experts(
     EXPERTS: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):
-    """Return the experts of some choices, numbered from this rank's first expert, and whether each expert is
-    on this rank. An expert on another rank is returned as 0."""
+    """Return the experts of some choices, numbered from this rank's first, and whether each is on this rank.
+    An expert on another rank is returned as 0."""
     expert = gl.load(chosen + token * TOP_K + turn, cache_modifier=".cg").to(gl.int64)
     here = turn >= 0
     if PARTIAL:

@@ -1,20 +1,17 @@
 # mypy: allow-untyped-defs
-"""Contains the elementwise kernels that run between the GEMMs of a decoder. Each kernel reads its data only
-once.
-
-The kernels compute RMSNorm, QK-norm + RoPE + KV-cache write, and SiLU·mul. Each kernel has a variant that
-quantises its result to e4m3. (The GEMMs in `linear` add the residual.) `kernels.Ops` defines shapes and
-semantics. The kernels round at the same points as the reference implementations in `kernels.reference`: a
-normalised head before the rotation, silu(gate) before the multiplication, and a result before its
-quantisation.
+"""Contains the elementwise kernels between a decoder's GEMMs: RMSNorm, QK-norm + RoPE + KV-cache write, and
+SiLU·mul. Each reads its data only once, and has a variant that quantises its result to e4m3. (The GEMMs in
+`linear` add the residual.) `kernels.Ops` defines shapes and semantics. The kernels round at the same points
+as `kernels.reference`: a normalised head before the rotation, silu(gate) before the multiplication, and a
+result before its quantisation.
 
 Quantisation uses one scale per token, or per token and head. A scale is the largest magnitude / 448, so no
 value saturates. A row of zeros has scale 0.
 
 Each function launches one kernel, reads no device value on the host, and can be captured in a CUDA graph.
 With `pdl`, the kernel may start while the previous kernel finishes (programmatic dependent launch, Hopper and
-later). It then waits for the previous kernel before it reads any data except weights. Results with and
-without PDL are bit-identical.
+later). It then waits for the previous kernel before reading anything but weights. Results with and without
+PDL are bit-identical.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ from kernels import PAGE_TOKENS, KvPool, Rotation
 from kernels.limits import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
-"""Dtype of quantised values. Triton's interpreter does not support e4m3, so tests that use the interpreter
-replace this dtype. In these tests, values are scaled but not rounded to eight bits."""
+"""Dtype of quantised values. Triton's interpreter does not support e4m3, so tests that use it replace this
+dtype; values are then scaled, but not rounded to eight bits."""
 
 
 # ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
@@ -55,7 +52,7 @@ def rms_norm_fp8(
 def rms_norm_both(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, values: torch.dtype = FP8, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results of `rms_norm` and of `rms_norm_fp8`, computed in one launch."""
+    """Return the results of both `rms_norm` and `rms_norm_fp8`, computed in one launch."""
     normed = torch.empty_like(x)
     quantised, scales = _quantised(x, x.shape[1], values)
     _launch_norm(x, weight, eps, normed, quantised, scales, pdl)
@@ -114,8 +111,8 @@ def _norm(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise one token per program. The token's row stays in registers. With STORE, the normalised values
-    are also stored before they are quantised."""
+    """Normalise one token per program, with its row in registers. With STORE, the normalised values are also
+    stored before being quantised."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -140,7 +137,7 @@ def _norm(
 def fp8_scale(largest):
     """Return the scale for values whose largest magnitude is `largest`, and the factor that quantises the
     values. Divisions are rounded exactly, as in the reference. A quantised value may exceed 448 by one
-    rounding step. This is harmless, because the hardware conversion to e4m3 saturates."""
+    rounding step, which is harmless because the hardware conversion to e4m3 saturates."""
     return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
 
 
@@ -332,7 +329,7 @@ def silu_mul_fp8(
 
 
 _SILU_COLUMNS = 2048
-"""Number of columns per program of the SiLU·mul kernel if the result is not quantised."""
+"""Number of columns per program of the SiLU·mul kernel, unless the result is quantised."""
 
 
 def _launch_silu(
@@ -359,7 +356,7 @@ def _launch_silu(
 
 @triton.jit
 def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Process a block of columns of one token. If the result is quantised, the block contains the whole row,
+    """Process a block of columns of one token. If the result is quantised, the block is the whole row,
     because the scale depends on all columns."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -398,7 +395,7 @@ def _block(width: int, name: str) -> int:
 
 
 def _row_warps(block: int, tokens: int) -> int:
-    """Return the number of warps per row. With few tokens, a row is distributed over more threads, which
-    reduces latency. With many tokens, each thread processes more elements, which increases bandwidth."""
+    """Return the number of warps per row. With few tokens, spreading a row over more threads reduces latency.
+    With many, processing more elements per thread increases bandwidth."""
     elements = 8 if tokens <= 256 else 16
     return min(max(block // (32 * elements), 1), 32)

@@ -1,17 +1,16 @@
 # mypy: allow-untyped-defs
-"""Computes the GEMMs of a decode step, which have up to 64 rows. These GEMMs spend nearly all of their time
-reading the weights.
+"""Computes a decode step's GEMMs, which have up to 64 rows and spend nearly all of their time reading
+weights.
 
 `linear` and `linear_fp8` accept any number of rows. A table of measured shapes (`linear_table`) selects one
-of the kernels in this package, or cuBLAS (through torch) where cuBLAS is faster. For shapes that are not in
-the table, the rules in `linear_plans` choose the kernel.
+of this package's kernels, or cuBLAS (through torch) where that is faster. For shapes not in the table, the
+rules in `linear_plans` choose the kernel.
 
 Each GEMM is fused with the operations on its input and its result. RMSNorm and the quantisation of x are the
-prologue of the GEMM. Bias, residual and SwiGLU are the epilogue. With one row, every program computes the
-norm and the quantisation itself. With more rows, the norm and the quantisation are a separate launch, or two
-consecutive GEMMs share the norm (`kernels.DeferredNorm`). To share a norm, the first GEMM multiplies its
-result by the norm's gain and sums the squares. The second GEMM multiplies its sums by each token's remaining
-factor.
+prologue of the GEMM. Bias, residual and SwiGLU are the epilogue. With one row, every program normalises and
+quantises the row itself. With more, the norm and the quantisation are a separate launch, or two consecutive
+GEMMs share the norm (`kernels.DeferredNorm`). To share a norm, the first GEMM multiplies its result by the
+norm's gain and sums the squares. The second GEMM multiplies its sums by each token's remaining factor.
 
 Rounding:
 - x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
@@ -120,13 +119,12 @@ def linear_fp8(
     pdl: bool = True,
     plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """Compute `linear` with e4m3 weights `[N, K]` and x quantised per token. `weight_scale [N]` contains a
-    float32 scale for each weight row.
+    """Compute `linear` with e4m3 weights `[N, K]` and x quantised per token. `weight_scale [N]` contains each
+    weight row's float32 scale.
 
     x: `[rows, K]`, either in the model's dtype or in e4m3. In the model's dtype, x is quantised after the
     optional RMSNorm. In e4m3, x has float32 scales `x_scale`, `[rows]` or `[rows, 1]`, norm_weight must be
-    None, and dtype must be the model's dtype. The result has the model's dtype unless `out` has another
-    dtype.
+    None, and dtype must be the model's dtype. The result has the model's dtype unless that of `out` differs.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
@@ -139,8 +137,8 @@ def linear_fp8(
             f"expected float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
-    # Use a kernel for several rows, because the one-row kernels quantise x themselves and cannot process a
-    # row that is already quantised.
+    # Use a kernel for several rows: the one-row kernels quantise x themselves, and cannot process a row that
+    # is already quantised.
     for_rows = rows if x_scale is None else max(rows, 2)
     plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
     if out is None and (plan is not None or not rows):
@@ -164,7 +162,7 @@ def linear_fp8(
 
 def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm:
     """Allocate the deferred norm that a GEMM fills for its `result [rows, columns]`. The GEMM must use this
-    `plan` and must not compute SwiGLU."""
+    `plan`, without SwiGLU."""
     rows, columns = result.shape
     parts = triton.cdiv(columns, plan.block_n)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=result.device)
@@ -177,8 +175,8 @@ def quantise(
     """Quantise `x [rows, n]`, which must be contiguous, to e4m3 with scales `[rows, 1]` float32, as
     `reference.quantise_fp8` does.
 
-    values: dtype of the quantised values. Triton's interpreter does not support e4m3, so tests that use the
-    interpreter pass another dtype.
+    values: dtype of the quantised values. Triton's interpreter does not support e4m3, so tests that use it
+    pass a different dtype.
     """
     rows, n = x.shape
     quantised = torch.empty((rows, n), dtype=values, device=x.device)
@@ -267,12 +265,11 @@ def _cublas_fp8(
     pdl: bool,
 ) -> torch.Tensor:
     """Compute an FP8 GEMM with cuBLAS and return the result in the model's dtype. cuBLAS always returns
-    bfloat16 here, and the result is converted if the model is float16. The reason is that some versions of
-    torch return wrong values on some GPUs for float16 results with a scale per row. Even without this bug,
-    the last bits of a float16 result would be inaccurate, because sums have only about 14 bits."""
+    bfloat16 here, which is converted for a float16 model, because some versions of torch return wrong float16
+    results with a scale per row on some GPUs. Even without this bug, the last bits of a float16 result would
+    be inaccurate, because sums have only about 14 bits."""
     as_asked = dtype == torch.bfloat16
-    # `out` is not used for meta tensors, on which launches are enumerated, because they do not support this
-    # argument.
+    # `out` is not used for meta tensors, on which launches are enumerated, because they do not support it.
     direct = out is not None and as_asked and not extras.silu_mul and extras.residual is None and x.is_cuda
     product = torch._scaled_mm(
         x,
@@ -335,7 +332,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.T
 
 
 def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, extras: FusedOps) -> None:
-    """Raise ValueError if this GEMM cannot share a norm with the given arguments."""
+    """Raise ValueError if this GEMM cannot share a norm with these arguments."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
         raise ValueError(f"only plans of the form dot or tiles can share a norm, not {plan or 'the library'}")

@@ -1,5 +1,5 @@
-"""Contains the rules for GEMMs with few rows that have no measured entry in a `linear_table`. For each of
-these GEMMs, the rules either select cuBLAS or determine how the GEMM is divided into programs.
+"""The rules for GEMMs with few rows that have no measured entry in a `linear_table`. They either select
+cuBLAS or determine how the GEMM is divided into programs.
 
 The constants are the best values measured on an H200 for the shapes of an 8B decoder
 (docs/performance-notes-linear.md). This module does not import Triton, so plans can be created and tested on
@@ -16,27 +16,25 @@ import torch
 from kernels import DeferredNorm
 
 MAX_ROWS = 64
-"""Maximum number of rows for which a plan is chosen. With more rows, memory bandwidth no longer limits the
-GEMM, and cuBLAS is faster. For e4m3 weights with few outputs, the limit is twice as high, because cuBLAS
-reads these weights at only a third of the memory bandwidth."""
+"""Maximum number of rows for which a plan is chosen. With more, the GEMM is no longer limited by memory
+bandwidth, and cuBLAS is faster. For e4m3 weights with few outputs, the limit is twice as high, because cuBLAS
+reads them at only a third of the memory bandwidth."""
 
 MAX_SPLIT_PROGRAMS = 180
 """Upper limit on the number of programs of a split-K GEMM. The number of splits is doubled as long as the
-number of programs stays below this limit."""
+programs stay below it."""
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory available to a program on Hopper GPUs. The rules were derived from measurements on a
-Hopper GPU."""
+"""Shared memory, in bytes, available to a program on a Hopper GPU, where the rules were measured."""
 
 _SHARED_BESIDE = 2 << 10
-"""Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
+"""Upper bound on a program's shared memory, in bytes, in addition to its tiles."""
 
 WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
-"""Capacity of the split-K workspace: the maximum number of float32 partial sums, and the maximum number of
-tiles."""
+"""Capacity of the split-K workspace: the maximum numbers of float32 partial sums and of tiles."""
 
 ALIGNMENT = 64
-"""K, the inner dimension of a GEMM, must be a multiple of this number."""
+"""K, the inner dimension of a GEMM, must be a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +47,27 @@ class GemmPlan:
     into tensor-core registers (`linear_stream`). `tiles` is similar to `dot`, but its weight loads start
     before the previous kernel has ended. It needs a Hopper GPU (`linear_tiles`)."""
     rows: int
-    """Number of tokens in a tile, including padding."""
+    """Number of tokens per tile, including padding."""
     block_n: int
     """Number of weight rows per program."""
     block_k: int
-    """Number of columns of K in one pipeline step: per warp for `stream`, per program for the other
-    kernels."""
+    """Number of columns of K per pipeline step: per warp for `stream`, per program for the other kernels."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages: the number of steps whose weights can be in flight at the same time."""
+    """Number of pipeline stages: how many steps can have weights in flight at the same time."""
     split: int = 1
-    """Number of programs among which K is divided (split-K)."""
+    """Number of programs that K is divided among (split-K)."""
 
     @property
     def tiled(self) -> bool:
-        """Whether the tile of each program contains all tokens. Otherwise, the GEMM cannot share a norm with
-        another GEMM."""
+        """Whether each program's tile contains all tokens. Otherwise, the GEMM cannot share a norm."""
         return self.form in ("dot", "tiles")
 
 
 @dataclass(frozen=True, slots=True)
 class FusedOps:
-    """Arguments of the operations that are fused into a GEMM's prologue and epilogue.
-    `kernels.triton.linear.linear` documents the fields."""
+    """Arguments of the operations fused into a GEMM's prologue and epilogue, documented in
+    `kernels.triton.linear.linear`."""
 
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
@@ -84,14 +80,13 @@ class FusedOps:
 
 
 def fits_workspace(plan: GemmPlan, n: int) -> bool:
-    """Return whether the workspace is large enough for the partial sums of a split-K GEMM with `n`
-    outputs."""
+    """Return whether the workspace can hold the partial sums of a split-K GEMM with `n` outputs."""
     tiles = -(-n // plan.block_n)
     return tiles <= WORKSPACE_TILES and tiles * plan.split * plan.block_n * plan.rows <= WORKSPACE_SUMS
 
 
 def tile_bytes(plan: GemmPlan, itemsize: int) -> int:
-    """Return the bytes of shared memory that a program's tiles occupy, for weights of `itemsize` bytes."""
+    """Return the shared memory, in bytes, taken by a program's tiles with weights of `itemsize` bytes."""
     return plan.stages * (plan.block_n + plan.rows) * plan.block_k * itemsize
 
 
@@ -122,7 +117,7 @@ def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     whole = _power_of_2(k)
     if dtype.itemsize == 1:
         return GemmPlan("gemv", 1, 8, min(2048, whole), warps=4)
-    # If the weight has many rows or long rows, a program loads up to 4096 columns at a time. Otherwise, K is
+    # If the weight has many or long rows, a program loads up to 4096 columns at a time. Otherwise, K is
     # divided into at least two steps, so that the first step's weights can be loaded before waiting for the
     # previous kernel.
     block_k = 4096 if k >= 8192 or (n >= _MANY and k >= 4096) else max(256, min(2048, whole // 2))

@@ -2,10 +2,10 @@
 """Contains the Triton kernels for GEMMs with few rows: `gemv` for one row on the CUDA cores, and `dot` for
 more rows on the tensor cores.
 
-In `gemv`, each program multiplies a few weight rows by one token, which the program normalises and quantises
-itself. In `dot`, the weight is the 64-row operand of the tensor-core instruction. The tokens, padded to a
-power of two, are the other operand. K may be split over programs (split-K). The program that finishes a tile
-last adds the float32 partial sums in the order of the splits, so results do not depend on timing.
+In `gemv`, each program multiplies a few weight rows by one token, which it normalises and quantises itself.
+In `dot`, the weight is the 64-row operand of the tensor-core instruction. The tokens, padded to a power of
+two, are the other operand. K may be split over programs (split-K). The program that finishes a tile last adds
+the float32 partial sums in the order of the splits, so results do not depend on timing.
 
 `kernels.triton.linear` documents the fused operations and the rounding.
 """
@@ -23,24 +23,24 @@ from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOp
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory that the programs of a split-K GEMM share. Each stream needs a separate workspace. All GEMMs of
-    a stream can share one workspace, because they run one after another. A GEMM that starts early (PDL)
-    accesses the workspace only after the previous kernel has finished."""
+    """Memory shared by the programs of a split-K GEMM. Each stream needs its own, which all of its GEMMs can
+    share, because they run one after another. A GEMM that starts early (PDL) accesses the workspace only
+    after the previous kernel has finished."""
 
     partials: torch.Tensor
-    """Partial sums of the splits, float32."""
+    """The splits' partial sums, float32."""
     arrived: torch.Tensor
-    """Number of finished splits of each tile, int32. It is zero between launches."""
+    """Each tile's number of finished splits, int32. Zero between launches."""
 
 
 def allocate_workspace(device: torch.device) -> Workspace:
-    """Allocate a workspace large enough for every plan of `linear_plans.choose` and of a table."""
+    """Allocate a workspace large enough for every plan from `linear_plans.choose` or from a table."""
     partials = torch.empty(WORKSPACE_SUMS, dtype=torch.float32, device=device)
     return Workspace(partials, torch.zeros(WORKSPACE_TILES, dtype=torch.int32, device=device))
 
 
 def check_workspace(plan: GemmPlan, n: int) -> None:
-    """Raise ValueError if the workspace is too small for the partial sums of a GEMM with `n` outputs."""
+    """Raise ValueError if the workspace cannot hold the partial sums of a GEMM with `n` outputs."""
     if plan.split > 1 and not fits_workspace(plan, n):
         raise ValueError(
             f"the partial sums of {plan} for {n} outputs do not fit into the workspace "
@@ -52,7 +52,7 @@ def check_workspace(plan: GemmPlan, n: int) -> None:
 
 
 def check_results(out: torch.Tensor, residual: torch.Tensor | None, shape: tuple[int, int]) -> None:
-    """Raise ValueError unless the result and the residual, if there is one, are contiguous with this
+    """Raise ValueError unless the result, and the residual if there is one, are contiguous with this
     shape."""
     for name, tensor in (("out", out), ("residual", residual)):
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
@@ -68,7 +68,7 @@ def launch_gemv(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMV of one row. If `weight_scale` is given, the kernel quantises x."""
+    """Launch the GEMV of one row. With `weight_scale`, the kernel quantises x."""
     _gemv[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,
         weight,
@@ -107,9 +107,9 @@ def launch_dot(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, x and
-    the weight both have scales. x must already be normalised. If `fused.squares` is given, x contains the
-    values of a deferred norm, and this GEMM multiplies its result by each token's factor."""
+    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If that is e4m3, both have
+    scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's values,
+    and this GEMM multiplies its result by each token's factor."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
@@ -168,8 +168,8 @@ def weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def gated(acc, dtype: tl.constexpr):
-    """Return silu(gate) × up, `[n / 2, rows]` float32, for the sums `acc [n, rows]` of the weight rows that
-    `weight_rows` returns. The operands are rounded to `dtype` as in `reference.silu_mul`."""
+    """Return silu(gate) × up, `[n / 2, rows]` float32, for the sums `acc [n, rows]` of the rows returned by
+    `weight_rows`. The operands are rounded to `dtype` as in `reference.silu_mul`."""
     width: tl.constexpr = acc.shape[0] // 2
     rows: tl.constexpr = acc.shape[1]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, rows]), 0, 2, 1))
@@ -234,7 +234,7 @@ def _write_deferred_norm(
 @triton.jit
 def widen(values, FP8: tl.constexpr):
     """Convert values to float32. e4m3 values are first converted to float16, because a single instruction
-    converts two e4m3 values to float16."""
+    converts two of them."""
     if FP8:
         values = values.to(tl.float16)
     return values.to(tl.float32)
@@ -278,7 +278,7 @@ def _dot(
     GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by all tokens. A program sums over 1 / SPLIT of K."""
+    """Multiply BLOCK_N weight rows by all tokens. Each program sums over 1 / SPLIT of K."""
     depth: tl.constexpr = K // SPLIT
     tile = tl.program_id(0) // SPLIT
     split = tl.program_id(0) % SPLIT
@@ -294,8 +294,7 @@ def _dot(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if PARTS:
-        # Load the squares before the GEMM and sum them after the GEMM, so that the loads overlap with the
-        # GEMM.
+        # Load the squares before the GEMM and sum them afterwards, so that the loads overlap with the GEMM.
         which = tl.arange(0, PARTS)
         there = (which < parts)[:, None] & live[None, :]
         squared = tl.load(x_squares + which[:, None] * rows + row[None, :], mask=there, other=0.0)
@@ -311,7 +310,7 @@ def _dot(
         sums = partials + tile * SPLIT * size
         cell = tl.arange(0, BLOCK_N)[:, None] * ROWS + row[None, :]
         tl.store(sums + split * size + cell, acc)
-        # All threads must have stored their sums before one thread increments the counter.
+        # All threads must have stored their sums before any thread increments the counter.
         tl.debug_barrier()
         last = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if last:
@@ -370,7 +369,7 @@ def _gemv(
     PDL: tl.constexpr,
 ):
     """Multiply BLOCK_N weight rows by one token, over all of K. The first block of weights is loaded before
-    the wait for the previous kernel."""
+    waiting for the previous kernel."""
     tile = tl.program_id(0)
     weight_row = weight_rows(tile, columns, BLOCK_N, SILU)
     k = tl.arange(0, BLOCK_K)
@@ -386,7 +385,7 @@ def _gemv(
 
     inverse = 1.0
     if NORM or QUANTISE:
-        # Load the whole row at once, because a loop over parts of the row would need more registers.
+        # Load the whole row at once, because a loop over parts of it would need more registers.
         column = tl.arange(0, WHOLE)
         row = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
         if NORM:

@@ -1,10 +1,8 @@
 """Reads and writes tables of GEMM measurements. For each shape and row count, a table contains the fastest
-plan, or records that the library (cuBLAS) is faster than every plan. For MoE layers, it contains the
-plans of the experts' two GEMMs.
-
-A table belongs to one GPU model. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The backend
-loads it once and passes it to every GEMM. For shapes and row counts without an entry, the rules in
-`linear_plans` choose the plan. This module needs neither Triton nor a GPU.
+plan, or records that the library (cuBLAS) is faster than every plan. For MoE layers, it contains the plans
+for the experts' two GEMMs. Each table is for one GPU model. `python -m engine.tune` writes it to
+`kernels/tuned/<gpu>.json`. The backend loads it once and passes it to every GEMM. For shapes and row counts
+without an entry, the rules in `linear_plans` choose the plan. This module needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans
 from kernels.triton.linear_plans import GemmPlan
 
 FOLDER = Path(__file__).resolve().parents[1] / "tuned"
-"""Folder of the shipped tables."""
+"""Folder with the shipped tables."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
-"""Supported weight dtypes by their names in a table."""
+"""Supported weight dtypes, by their names in a table."""
 
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
@@ -56,15 +54,15 @@ class PlanEntry:
     """The fastest kernel for one GEMM with up to a given number of rows."""
 
     plan: GemmPlan | None
-    """The plan. None selects the library's GEMM."""
+    """The plan, or None for the library's GEMM."""
     us: float
-    """Time that the GEMM adds to a decoder layer, in microseconds, including any separate launches that it
+    """Time, in microseconds, that the GEMM adds to a decoder layer, including any separate launches it
     needs."""
     library_us: float
-    """Time that the library's GEMM adds to a decoder layer, in microseconds."""
+    """Time, in microseconds, that the library's GEMM adds to a decoder layer."""
     layer_us: float | None = None
-    """Time for a whole decoder layer, including attention, in microseconds. It is None if the plan was chosen
-    to minimise `us`. Otherwise, the plans of the layer were chosen together to minimise this time."""
+    """Time, in microseconds, for a whole decoder layer, including attention, if the layer's plans were chosen
+    together to minimise it. None if the plan was chosen to minimise `us`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +73,26 @@ class ExpertsEntry:
     us: float
     """Time for the layer's norm, router and experts, in microseconds."""
     rules_us: float
-    """Time for the layer's norm, router and experts with the rule-based plans, in microseconds."""
+    """The same time with the rule-based plans, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The GEMM measurements of one GPU model. With an empty table, `Table()`, the rules choose every plan."""
+    """One GPU model's GEMM measurements. With an empty table, `Table()`, the rules choose every plan."""
 
     gpu: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
     """Date and software versions of the measurement."""
     products: Mapping[Product, Mapping[int, PlanEntry]] = field(default_factory=dict)
-    """Entries by GEMM, and then by the maximum row count to which an entry applies, in ascending order."""
+    """Entries by GEMM, then by the maximum row count they apply to, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
-    """Bytes of shared memory available to a program on the GPU. The rules respect this limit."""
+    """Shared memory, in bytes, available to a program on the GPU. The rules respect this limit."""
     experts: Mapping[ExpertsShape, Mapping[int, ExpertsEntry]] = field(default_factory=dict)
-    """Entries by MoE layer, and then by the maximum number of tokens to which an entry applies, in ascending
-    order."""
+    """Entries by MoE layer, then by the maximum token count they apply to, in ascending order."""
 
     def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
-        """Return the plans of an MoE layer. The plans come from the entry with the smallest sufficient number
-        of tokens. If there is no such entry, the rules choose the plans."""
+        """Return an MoE layer's plans from the entry with the smallest sufficient token count or, if there is
+        none, from the rules."""
         for most, entry in self.experts.get(shape, {}).items():
             if tokens <= most:
                 return entry.plans
@@ -103,13 +100,13 @@ class Table:
         return experts_plans.choose(tokens, *sizes, shape.dtype, self.shared_bytes)
 
     def with_experts(self, shape: ExpertsShape, tokens: int, entry: ExpertsEntry) -> Table:
-        """Return a copy of this table with one entry of an MoE layer added or replaced."""
+        """Return a copy of this table with an MoE layer's entry added or replaced."""
         entries = {**self.experts.get(shape, {}), tokens: entry}
         return replace(self, experts={**self.experts, shape: dict(sorted(entries.items()))})
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
-        """Return the plan of a GEMM, or None if the library computes it. The plan comes from the entry with
-        the smallest sufficient row count. If there is no such entry, the rules choose the plan."""
+        """Return a GEMM's plan from the entry with the smallest sufficient row count or, if there is none,
+        from the rules. Returns None if the library computes the GEMM."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
                 return entry.plan
@@ -121,7 +118,7 @@ class Table:
         return replace(self, products={**self.products, product: dict(sorted(entries.items()))})
 
     def to_json(self) -> str:
-        """Return the table as sorted JSON with one line per entry, so that two tables can be compared line by
+        """Return the table as sorted JSON with one line per entry, so that tables can be compared line by
         line."""
         lines = ["{", f' "gpu": {json.dumps(self.gpu)},']
         lines += [f' "{name}": {json.dumps(value)},' for name, value in self.about.items()]
@@ -150,14 +147,14 @@ class Table:
 
 
 def table_path(gpu: str) -> Path:
-    """Return the path of a GPU's table. The file name is derived from the name that the driver reports for
-    the GPU: "NVIDIA H200" becomes `nvidia-h200.json`."""
+    """Return the path of a GPU's table. The file name is derived from the GPU name reported by the driver:
+    "NVIDIA H200" becomes `nvidia-h200.json`."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
 def load_table(gpu: str, shared_bytes: int = linear_plans.HOPPER_SHARED) -> Table:
-    """Load the tuning table shipped for a GPU, or an empty table if none is shipped. `shared_bytes` is the
-    GPU's shared memory per program. Raises TableError if the table is invalid."""
+    """Load the table shipped for a GPU, or an empty one if there is none. `shared_bytes` is the GPU's shared
+    memory per program. Raises TableError if the table is invalid."""
     path = table_path(gpu)
     table = read_table(path) if path.exists() else Table(gpu)
     return replace(table, shared_bytes=shared_bytes)
@@ -247,8 +244,8 @@ def _experts_fields(entry: ExpertsEntry) -> dict[str, Any]:
 
 
 def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
-    """Return the reason why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if the plan
-    can compute it."""
+    """Return the reason why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it
+    can."""
     if plan.form not in _FORMS:
         return f"form is {plan.form!r}; expected one of {', '.join(_FORMS)}"
     for name in _NUMBERS:
@@ -312,7 +309,7 @@ def _entry(where: str, product: Product, max_num_seqs: int, values: Any) -> Plan
             raise TableError(f"{where}: {name} is {values.get(name)!r}, not a number; {_REMEDY}")
     plan = None
     if values.get("form") != _LIBRARY:
-        # If a number is missing, its value is None, and `problem` reports that it is not a positive integer.
+        # A missing number has the value None, which `problem` reports as not being a positive integer.
         numbers = {name: values.get(name) for name in _NUMBERS}
         plan = GemmPlan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
         if (wrong := problem(plan, max_num_seqs, product)) is not None:

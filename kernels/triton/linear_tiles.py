@@ -1,14 +1,13 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (kernel code supports only + to extend lists)
-"""Computes GEMMs with few rows on Hopper GPUs. The loads of the weights start before the previous kernel has
-ended.
+"""Computes GEMMs with few rows on Hopper GPUs, loading weights before the previous kernel has ended.
 
 As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core instruction, the tokens are the
 other operand, and K may be split over programs. Unlike there, the copy engine (TMA) loads the tiles. The
 kernel is written in Gluon, Triton's lower-level language, which controls when each load starts. Each program
 first requests the weights of all its stages, then waits for the previous kernel, and only then requests x.
-Programs are small, so that programs of the next GEMM fit on a multiprocessor together with the running
-programs. They load their first weights while the running programs finish.
+Programs are small, so that those of the next GEMM fit on a multiprocessor alongside the running ones, and
+load their first weights while these finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
@@ -40,9 +39,9 @@ def launch_tiles(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, x and
-    the weight both have scales. x must already be normalised. If `fused.squares` is given, x contains the
-    values of a deferred norm, and this GEMM multiplies its result by each token's factor."""
+    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If that is e4m3, both have
+    scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's values,
+    and this GEMM multiplies its result by each token's factor."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
@@ -100,8 +99,8 @@ def _weight_tiles(plan: GemmPlan, weight: torch.Tensor, silu: bool) -> TensorDes
 
 
 def _shared(element_size: int, rank: int) -> gl.NVMMASharedLayout:
-    """Return the shared-memory layout for rows of 128 bytes, with the swizzling that the tensor cores
-    expect."""
+    """Return the shared-memory layout for rows of 128 bytes, with the swizzling expected by the tensor
+    cores."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
 
 
@@ -184,7 +183,7 @@ def _tiles(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by all tokens. A program sums over 1 / SPLIT of K."""
+    """Multiply BLOCK_N weight rows by all tokens. Each program sums over 1 / SPLIT of K."""
     values: gl.constexpr = w_tiles.dtype
     bits: gl.constexpr = values.primitive_bitwidth
     dtype: gl.constexpr = out.dtype.element_ty
@@ -212,7 +211,7 @@ def _tiles(
         _fetch_weights(w_tiles, tile, k, ready.index(stage), ws.index(stage), True, BLOCK_N, SILU)
 
     # Load weight scales, bias and gain before waiting for the previous kernel, because they do not depend on
-    # that kernel.
+    # it.
     index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
     if SILU:
         column = gl.minimum(tile * (BLOCK_N // 2) + index % (BLOCK_N // 2), columns - 1)
@@ -231,7 +230,7 @@ def _tiles(
         gain = gl.load(next_gain + gl.minimum(column, columns - 1))
 
     if PDL:
-        # Load a tile past the last row of x. This makes the copy engine fetch the descriptor of x before the
+        # Load a tile past the last row of x, to make the copy engine fetch the descriptor of x before the
         # wait. The load returns zeros and does not read x.
         mbarrier.expect(described, ROWS * BLOCK_K * bits // 8)
         tma.async_copy_global_to_shared(x_tiles, [ROWS, 0], described, xs.index(0))
@@ -278,7 +277,7 @@ def _tiles(
         sums = partials + tile * SPLIT * size
         cell = index[:, None] * ROWS + row[None, :]
         gl.store(sums + split * size + cell, acc)
-        # All threads must have stored their sums before one thread increments the counter.
+        # All threads must have stored their sums before any thread increments the counter.
         tl.debug_barrier()
         last = gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if last:

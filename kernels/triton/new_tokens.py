@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Contains the Triton functions that process the heads in the result of the qkv GEMM: QK-norm, RoPE, and
-conversion to the cache's dtype. These functions round at the same points as `fused.rope_cache_write`."""
+"""Triton functions that process the heads in the qkv GEMM's result: QK-norm, RoPE, and conversion to the
+cache's dtype. They round at the same points as `fused.rope_cache_write`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kernels.triton.fused import fp8_scale
 
 @triton.jit
 def angles(line, HEAD_DIM: tl.constexpr):
-    """Return the cosines and sines `[HEAD_DIM]` of one position from a row of `kernels.rope.cos_sin_table`.
-    The sines of the first half are negated. The rotated head is `head × cos + swapped × sin`, where `swapped`
-    is the head with its two halves exchanged."""
+    """Return one position's cosines and sines `[HEAD_DIM]` from a row of `kernels.rope.cos_sin_table`. The
+    sines of the first half are negated. The rotated head is `head × cos + swapped × sin`, where `swapped` is
+    the head with its two halves exchanged."""
     half: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, HEAD_DIM)
     cos = tl.load(line + dim % half)

@@ -5,8 +5,8 @@ that send and receive its words.
 Like NCCL's LL protocol and TensorRT-LLM's Lamport kernels, the protocol pushes data. Every rank owns an
 *arena*: device memory that all ranks have mapped. A rank writes its part of a message into its peers' arenas,
 and polls its own arena until its peers' parts have arrived. A 32-bit word that has not arrived contains a
-reserved value. A single store therefore transfers the data and also signals its arrival, so no barrier or
-fence is needed.
+reserved value, so a single store both transfers the data and signals its arrival, and no barrier or fence is
+needed.
 
 An arena can be reused without a barrier for two reasons:
 - Each program (CUDA block) of a grid has a separate region of the arena, and counts its calls in device
@@ -19,9 +19,9 @@ An arena can be reused without a barrier for two reasons:
 If a peer stopped, the other ranks would poll forever. The poll loop therefore also reads a flag. Once this
 flag is set, all calls return soon with undefined results, and the group of ranks must be recreated. The host
 sets a word in its own memory, and a thread that has polled for about 50 ms copies it to the flag, which is in
-device memory. Threads must not read the host's memory more often. Reads of one address are serialised, so the
-reads of the thousands of threads of a large grid would take about 1 ms. Two ranks would then keep delaying
-each other by 1 ms in every following call.
+device memory. Threads must not read host memory more often: reads of one address are serialised, so those of
+a large grid's thousands of threads would take about 1 ms, and two ranks would keep delaying each other by
+1 ms in every following call.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ EMPTY_WORD = -(1 << 31)
 +0.0 and -0.0. Payload words with this value are sent as zero."""
 
 PROGRAMS = 528
-"""Maximum number of programs in a grid. All programs must be resident at the same time, because each program
-waits for programs on other GPUs. On an H100 or H200, four of these programs fit on a multiprocessor."""
+"""Maximum number of programs in a grid. All of them must be resident at the same time, because each waits for
+programs on other GPUs. On an H100 or H200, four of them fit on a multiprocessor."""
 
 REGION_BLOCK = 512
 """Maximum number of 32-bit words in an item. A program sends one item at a time."""
@@ -53,30 +53,29 @@ class Arena:
     addresses: torch.Tensor
     """Start address of each rank's arena: [world] int64 on the device."""
     calls: torch.Tensor
-    """Number of calls in which each program has participated: [PROGRAMS] int32 on the device."""
+    """Number of calls that each program has taken part in: [PROGRAMS] int32 on the device."""
     stop_address: int
     """Address of the result of `stop_words`."""
     items: int
-    """Maximum number of items that one program can exchange in a call. An item consists of up to REGION_BLOCK
-    words."""
+    """Maximum number of items that a program can exchange per call. An item has up to REGION_BLOCK words."""
 
     @property
     def max_words(self) -> int:
-        """Maximum message size, in 32-bit words, if the message's rows can be divided evenly into items of
+        """Maximum message size, in 32-bit words, if the message's rows divide evenly into items of
         REGION_BLOCK words."""
         return self.items * PROGRAMS * REGION_BLOCK
 
 
 def stop_words(host_address: int, device: torch.device) -> torch.Tensor:
-    """Return the words with which the host ends all polling on a device: [2] int64 on the device. The words
-    contain the flag, and the address of an int32 word in page-locked host memory. To end all polling, the
-    host sets the int32 word to 1."""
+    """Return the words with which the host ends all polling on a device: [2] int64 on the device. They
+    contain the flag, and the address of an int32 word in page-locked host memory, which the host sets to 1 to
+    end all polling."""
     return torch.tensor([0, host_address], dtype=torch.int64, device=device)
 
 
 def arena_words(world: int, items: int) -> int:
-    """Return the size of an arena in 32-bit words. Before the first call, every word must be set to
-    EMPTY_WORD."""
+    """Return the size of an arena in 32-bit words. Every word must be set to EMPTY_WORD before the first
+    call."""
     return PROGRAMS * 2 * world * items * REGION_BLOCK
 
 
@@ -113,8 +112,8 @@ setp.eq.u32 missing, stop, 0;
 st.relaxed.gpu.global.u32 [$8], stop;
 done:
 }""")
-"""Assembly code that polls the four consecutive words of each thread. Every 1,024th poll also reads the flag,
-and every 65,536th poll also reads the host's word (`stop_words`)."""
+"""Assembly code that polls each thread's four consecutive words. Every 1,024th poll also reads the flag, and
+every 65,536th the host's word (`stop_words`)."""
 
 _PUSH = gl.constexpr("""{
 st.relaxed.sys.global.v4.b32 [$4], {$8, $9, $10, $11};
@@ -124,7 +123,7 @@ mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
 
 @gluon.jit
 def signal(text: gl.constexpr):
-    """Execute an instruction that has no operands."""
+    """Execute an instruction without operands."""
     gl.inline_asm_elementwise(text, "=r", [], gl.int32, False, 1)
 
 
@@ -157,7 +156,7 @@ def begin_call(
 
     Returns four values: the number of earlier calls; the address in this rank's arena at which the words from
     rank 0 arrive; the address to which this rank's words are written, relative to the start of a peer's
-    arena; and the number of bytes from one rank's words to the next rank's words.
+    arena; and the number of bytes from one rank's words to the next.
     """
     own = gl.load(addresses + RANK)
     if PDL:
@@ -187,7 +186,7 @@ def send_to_peers(addresses, sent, words, RANK: gl.constexpr, WORLD: gl.constexp
 
 @gluon.jit
 def receive(address, stop):
-    """Wait until words have arrived, replace them by the reserved value, and return the received words."""
+    """Wait until words have arrived, replace them with the reserved value, and return them."""
     words = poll(address, stop)
     send(address, words * 0 + EMPTY)
     return words

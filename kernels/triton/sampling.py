@@ -1,11 +1,11 @@
-"""Samples tokens on a GPU without a sort. Implements the variants greedy, plain (temperature) and full, and
-the logits processors that run before them.
+"""Samples tokens on a GPU without sorting: the variants greedy, plain (temperature) and full, and the logits
+processors that run before them.
 
-This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. The
-noise differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total. A draw
-therefore differs from the reference only if the difference between two scores, or between a token and the
-boundary of the nucleus, is within these errors. A NaN logit is treated as infinity. Every operation has a
-parameter `pdl` (programmatic dependent launch). If it is None, PDL is used on devices that support it.
+This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. Noise
+matches the reference to within 4e-6, and probability mass to within 2e-6 of the total. A draw therefore
+differs from the reference only if two scores, or a token and the boundary of the nucleus, differ by no more
+than that. A NaN logit is treated as infinity. Every operation has a parameter `pdl` (programmatic dependent
+launch). If it is None, PDL is used on devices that support it.
 
 Algorithm
 
@@ -44,20 +44,20 @@ from kernels.triton.sampling_search import settle_kernel
 
 _CHUNK = 4096
 _CHUNK_WARPS = 8
-"""Number of columns and number of warps per program of *scan* and *above*. Both numbers affect the order in
-which values are summed."""
+"""Number of columns and of warps per program of *scan* and *above*. Both affect the order in which values are
+summed."""
 _DECIDE_WARPS = 8
 _SETTLE_TILE = 2048
 _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
 _FEW = 64
 """Maximum top-k for which *decide* selects a row's token from a few groups instead of scanning the whole row.
-*decide* then reads at most this many groups and compares at most twice as many tokens."""
+It then reads at most this many groups and compares at most twice as many tokens."""
 _GROUP = 128
-"""Number of logits in a group. *scan* stores the largest logit of each group."""
+"""Number of logits per group. *scan* stores each group's largest logit."""
 _THRESHOLDS = 2
-"""Number of thresholds that *settle* tests per read. More thresholds need more registers and instructions;
-fewer thresholds need more reads."""
+"""Number of thresholds that *settle* tests per read. More need more registers and instructions; fewer need
+more reads."""
 
 
 def greedy(logits: Logits, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +92,7 @@ def full(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torc
     summaries = torch.empty((rows, 8), dtype=torch.float32, device=device)
     states = torch.empty(rows, dtype=torch.int32, device=device)
     above = torch.empty((4, rows, chunks), dtype=torch.float32, device=device)
-    # The list of each row has space for _FEW groups and twice as many tokens.
+    # Each row's list has space for _FEW groups and twice as many tokens.
     group_lists = torch.empty((rows, 3 * _FEW), dtype=torch.int32, device=device)
     parameters = (draws.slots, draws.floats, draws.floats.stride(0), draws.top_k)
     combine_kernel[(rows,)](
@@ -261,9 +261,8 @@ def _scan_rows(
     pdl: bool,
     groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch *scan* and return six results for each chunk: [6, rows, chunks] float32. The results are the
-    best score, its token id (int32 bits), its logit, the largest logit, the sum of exp, and the second best
-    score."""
+    """Launch *scan* and return six results per chunk, [6, rows, chunks] float32: the best score, its token id
+    (int32 bits), its logit, the largest logit, the sum of exp, and the second best score."""
     chunks = triton.cdiv(logits.columns, _CHUNK)
     partials = torch.empty((6, rows, chunks), dtype=torch.float32, device=logits.values.device)
     if rows == 0:

@@ -1,7 +1,6 @@
 # mypy: allow-untyped-defs
-"""Contains the sampling kernels that finish most rows of the variant "full". They determine the tokens that
-top-k, top-p and min-p keep, and the best score among these tokens. `kernels.triton.sampling` explains the
-algorithm."""
+"""Contains the sampling kernels that finish most "full" rows: they determine the tokens kept by top-k, top-p
+and min-p, and the best score among them. `kernels.triton.sampling` explains the algorithm."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ def combine_kernel(
     best = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
     logit = tl.max(tl.where(tokens == token, logits, float("-inf")), axis=0)
-    # The second best score of the row is the higher of two scores: the best score of the other chunks, and
-    # the second best score of the chunk that contains the best score.
+    # The row's second best score is either the best score of any other chunk, or the second best score of the
+    # chunk with the best score, whichever is higher.
     bound = tl.max(tl.where(tokens == token, seconds, float("-inf")), axis=0)
     scores = tl.where(tokens == token, float("-inf"), scores)
     next_best = tl.max(scores, axis=0)
@@ -131,8 +130,8 @@ def above_kernel(
     EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each of the row's two candidates, sum exp(logit - largest) over the chunk's tokens that are more
-    likely than the candidate. If the row has a top-k, also count these tokens."""
+    """For each of the row's two candidates, sum exp(logit - largest) over the chunk's more likely tokens. If
+    the row has a top-k, also count them."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -296,9 +295,9 @@ def _settle_few(
     """Sample a row with a small top-k. Return whether the row is finished, the best score and its token.
 
     At least k tokens reach the k-th largest of the groups' maximum logits, so top-k keeps only tokens that
-    reach this value. These tokens are collected and compared with each other. For each of them, the
-    comparison finds the count and mass of the more likely tokens. The row stays unfinished if ties make the
-    lists too long (more than FEW groups or 2 × FEW tokens).
+    reach it. They are collected and compared with each other, to find the count and mass of the tokens more
+    likely than each. The row stays unfinished if ties make the lists too long (more than FEW groups or 2 ×
+    FEW tokens).
     """
     group = tl.arange(0, GROUPS)
     highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))
@@ -365,7 +364,7 @@ def _settle_few(
 
 @triton.jit
 def _entries(values, edited, at, copy, columns, tokens, start, count, EDITED: tl.constexpr):
-    """Return the logits of 16 columns from a list, beginning with entry `start` of the list."""
+    """Return 16 columns' logits from a list, beginning with its entry `start`."""
     entry = start + tl.arange(0, 16)
     column = tl.load(tokens + entry, mask=entry < count, other=columns)
     return read(values, edited, at, copy, column, columns, EDITED)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 """Contains the noise functions, the logit loads, and the sampling kernels *scan*, *pick*, *edit* and
-*scatter*. `kernels.triton.sampling` explains the algorithm."""
+*scatter*. For the algorithm, see `kernels.triton.sampling`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def _fmix32(x):
 
 @triton.jit
 def _log2(x, NVIDIA: tl.constexpr):
-    """Return the base-2 logarithm. It uses NVIDIA's approximate hardware logarithm, which takes 1 instruction
-    instead of 25. The error is at most 2^-22: an absolute error for arguments near 1, otherwise a relative
-    error."""
+    """Return the base-2 logarithm, using NVIDIA's approximate hardware logarithm, which takes 1 instruction
+    instead of 25. The error is at most 2^-22: absolute for arguments near 1, otherwise relative."""
     if NVIDIA:
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -44,7 +43,7 @@ def _log2(x, NVIDIA: tl.constexpr):
 
 @triton.jit
 def gumbel(key, token_hash, NVIDIA: tl.constexpr):
-    """Return the noise of `kernels.sampling.gumbel_noise`, with an error of at most 4e-6."""
+    """Return the same noise as `kernels.sampling.gumbel_noise`, to within 4e-6."""
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32) | 1
     bits = _fmix32((token_hash.to(tl.uint32, bitcast=True) ^ low) * high) & 0x7FFFFFFF
@@ -67,8 +66,8 @@ def gumbel(key, token_hash, NVIDIA: tl.constexpr):
 
 @triton.jit
 def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDITED: tl.constexpr):
-    """Return the offset of sampling row i's logits, and the offset of its edited copy. The second offset is
-    negative if there is no copy."""
+    """Return the offset of sampling row i's logits, and that of its edited copy, which is negative if there
+    is none."""
     at = i * stride
     if INDEXED:
         at = tl.load(index + i).to(tl.int64) * stride
@@ -80,8 +79,8 @@ def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDI
 
 @triton.jit
 def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
-    """Load logits as float32. Columns past the last one are loaded as -inf. NaN is replaced by infinity,
-    because computing a maximum could otherwise ignore the NaN."""
+    """Load logits as float32. Columns past the last one are loaded as -inf. NaN is replaced with infinity,
+    because computing a maximum might ignore a NaN."""
     inside = column < columns
     if EDITED:
         if copy >= 0:
@@ -95,20 +94,19 @@ def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """Replace -inf by 0. Subtracting -inf from -inf would give NaN."""
+    """Replace -inf with 0, because subtracting -inf from -inf would give NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def flip(bits):
-    """Map the bits of float32 numbers to integers with the same order as the numbers. The function is its own
-    inverse."""
+    """Map float32 bits to integers with the same order as the numbers. The function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def rank_of(x):
-    """Map float32 numbers to integers with the same order. Both zeros are mapped to the same integer."""
+    """Map float32 numbers to integers with the same order. Both zeros map to the same integer."""
     return tl.where(x == 0.0, 0, flip(x.to(tl.int32, bitcast=True)))
 
 
@@ -145,7 +143,7 @@ def scan_kernel(
     PDL: tl.constexpr,
 ):
     """Scan one chunk of one row. DRAW = 0 selects the largest logit, DRAW = 1 also adds noise, and DRAW = 2
-    also stores the values that top-k, top-p and min-p need."""
+    also stores the values needed by top-k, top-p and min-p."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -169,7 +167,7 @@ def scan_kernel(
         if noise != 0.0:
             key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
             score = x + noise * gumbel(key, tl.load(hashes + column, mask=column < columns, other=0), NVIDIA)
-    # Combine reductions over a chunk where possible, because each reduction costs one or two barriers.
+    # Combine a chunk's reductions where possible, because each costs one or two barriers.
     if DRAW == 2:
         best, largest = tl.split(tl.max(tl.join(score, x), axis=0))
     else:
@@ -250,7 +248,7 @@ def edit_kernel(
     PDL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Copy a chunk of a row's logits, and apply penalties like `kernels.sampling.penalize_`."""
+    """Copy a chunk of a row's logits, and apply penalties as `kernels.sampling.penalize_` does."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -279,8 +277,7 @@ def edit_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def scatter_kernel(edited, columns, rows, ids, values, count, BAN: tl.constexpr, PDL: tl.constexpr):
-    """Add a bias to the logit of each given pair of row and token id or, if BAN is true, set the logit to
-    -inf."""
+    """Add a bias to the logit of each given (row, token id) pair or, if BAN is true, set it to -inf."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

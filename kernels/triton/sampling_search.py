@@ -1,7 +1,6 @@
 # mypy: allow-untyped-defs
-"""Contains the sampling kernel *settle*, which searches for the boundary between kept and excluded tokens. It
-processes the rows of the variant "full" that the other kernels have not finished. `kernels.triton.sampling`
-explains the algorithm."""
+"""Contains the sampling kernel *settle*, which searches for the boundary between kept and excluded tokens in
+the "full" rows that the other kernels have not finished. `kernels.triton.sampling` explains the algorithm."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ def settle_kernel(
     at, copy = place_of(stride, index, edited_index, columns, i, INDEXED, EDITED)
     key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
 
-    # If both top-k and top-p apply, first search for the boundary of top-k, because top-p refers to the mass
-    # above this boundary.
+    # If both top-k and top-p apply, first find the boundary of top-k, because top-p refers to the mass above
+    # it.
     outside = count >= limit
     low = tl.where(outside, logit, float("-inf"))
     high = tl.where(outside, largest, logit)
@@ -87,8 +86,7 @@ def settle_kernel(
     target = tl.where(both, top_p * mass_over, target)
     limit = tl.where(both, 1e9, limit)
 
-    # Derive the initial bounds from the candidate's logit and from the count and mass of the more likely
-    # tokens.
+    # Derive the initial bounds from the candidate's logit, and the count and mass of the more likely tokens.
     low = tl.where(both, low, float("-inf"))
     survived = logit > low
     kept = survived & (count < limit) & (mass < target)
@@ -110,7 +108,7 @@ def settle_kernel(
     step = 0
     while done == 0:
         # Draw as soon as the count and mass of the tokens above `low` exceed the limits by at most a factor
-        # of 1.5, because such a draw will probably be accepted.
+        # of 1.5, because the draw will then probably be accepted.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(
@@ -147,8 +145,8 @@ def _draw_over(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """Return the best score among the tokens whose logit is above `low` and at least `lowest`. Also return
-    its token and logit."""
+    """Return the best score among the tokens whose logit is above `low` and at least `lowest`, with its token
+    and logit."""
     scores = tl.full([TILE], float("-inf"), tl.float32)
     tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     logits = tl.full([TILE], float("-inf"), tl.float32)
@@ -187,17 +185,16 @@ def _narrow(
     STAGES: tl.constexpr,
     EDITED: tl.constexpr,
 ):
-    """Narrow the range between `low` and `high` with one read of the row.
-
-    Also return `over`, the factor by which the tokens above the new `low` exceed the limits (by count or by
-    mass, whichever is larger). `over` is 0 if no token is left between `low` and `high`. `mass_over` is the
-    mass above `low`. The argument refers to the old `low`, and the result to the new `low`. extra: another
-    threshold to test, or `high` for no other threshold.
+    """Narrow the range between `low` and `high` by reading the row once. Also return `over`, the factor by
+    which the tokens above the new `low` exceed the limits (by count or by mass, whichever is larger). `over`
+    is 0 if no token is left between `low` and `high`. `mass_over` is the mass above `low`. The argument
+    refers to the old `low`, and the result to the new `low`. extra: another threshold to test, or `high` for
+    no other threshold.
     """
     j = tl.arange(0, THRESHOLDS)
-    # In the first steps, the thresholds are equally spaced between the bounds, which converges quickly for
-    # typical logits. In later steps, equally many float32 numbers lie between two thresholds, which converges
-    # for all logits.
+    # In the first steps, thresholds are equally spaced between the bounds, which converges quickly for
+    # typical logits. In later steps, they have equally many float32 numbers between them, which converges for
+    # all logits.
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
     if step >= 8:
@@ -235,8 +232,8 @@ def _narrow(
     mass_over = tl.where(new_low > low, tl.max(tl.where(at_low, mass, 0.0), axis=0), mass_over)
     count_over = tl.max(tl.where(at_low, count, 0.0), axis=0)
 
-    # If only one distinct value is left between `low` and `high`, the tokens above it are exactly the tokens
-    # at or above `high`.
+    # If only one distinct value is left between `low` and `high`, the tokens above it are exactly those at or
+    # above `high`.
     value = tl.max(between_max, axis=0)
     single = tl.min(between_min, axis=0) == value
     top_count = tl.sum(top_counts, axis=0)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Adds partial results, which the other ranks have copied into this rank's memory, to the residual."""
+"""Adds partial results, copied into this rank's memory by the other ranks, to the residual."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def sum_parts(
     """Write `residual` plus the sum of all ranks' parts to `out`. The parts are added in rank order and
     rounded once.
 
-    parts: [ranks, at least `rows`, hidden]. The entry of this rank is not read. Instead, `own` is used:
-    [rows, hidden]. residual, out: [rows, hidden], contiguous, with the same dtype. `out` may be `residual`.
+    parts: [ranks, at least `rows`, hidden]. This rank's entry is not read; `own` is used instead: [rows,
+    hidden]. residual, out: [rows, hidden], contiguous, with the same dtype. `out` may be `residual`.
     """
     count = own.numel()
     _sum_parts[(triton.cdiv(count, _BLOCK),)](

@@ -1,2 +1,1 @@
-"""Selects the fastest kernel for each linear on a GPU: generates candidate plans, times them and chooses the
-fastest."""
+"""Selects the fastest kernel for each linear on a GPU, by generating and timing candidate plans."""

@@ -9,15 +9,15 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Row counts that the tuner measures. The result for a row count also applies to all smaller row counts down
-to the previous entry."""
+"""Row counts measured by the tuner. Each result also applies to all smaller row counts, down to the previous
+entry."""
 
 _MANY = 16384
 """Number of outputs from which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
-"""Maximum shared memory per program, in bytes, with which two programs of the `tiles` kernel fit on one
-multiprocessor. Programs of the next GEMM can then load weights while programs of the current GEMM finish."""
+"""Maximum shared memory per program, in bytes, at which two programs of the `tiles` kernel fit on a
+multiprocessor. Programs of the next GEMM can then load weights while those of the current one finish."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
@@ -25,7 +25,7 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
     hopper: whether the GPU is a Hopper GPU. On other GPUs, `tiles` kernels crash the compiler.
 
-    A candidate may need more shared memory than the GPU has. The tuner skips a candidate whose launch fails.
+    A candidate may need more shared memory than the GPU has; the tuner skips it when its launch fails.
     """
     if rows == 1:
         plans = [*_gemvs(product), *_streams(product)]
@@ -42,9 +42,9 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
 
 def shared_bytes(plan: GemmPlan, product: Product) -> int:
-    """Return the approximate shared memory of a program in bytes, accurate to one or two kilobytes. The
-    kernels `tiles` and `dot` use shared memory for pipeline stages, and `stream` for the input row in
-    float16. `gemv` uses almost no shared memory."""
+    """Return a program's approximate shared memory in bytes, to within one or two kilobytes. The kernels
+    `tiles` and `dot` use shared memory for pipeline stages, and `stream` for the input row in float16. `gemv`
+    uses almost no shared memory."""
     if plan.form == "gemv":
         return 0
     if plan.form == "stream":
@@ -71,8 +71,8 @@ def _streams(product: Product) -> Iterable[GemmPlan]:
 
 
 def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Yield `dot` plans with weight tiles that are 128, 256 or 512 bytes wide. For GEMMs with few outputs,
-    some plans also split K."""
+    """Yield `dot` plans with weight tiles 128, 256 or 512 bytes wide. For GEMMs with few outputs, some plans
+    also split K."""
     bytes_256 = 256 // product.dtype.itemsize
     if product.n >= _MANY:
         for stages in (3, 4, 5):
@@ -99,7 +99,7 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
     """Yield `tiles` plans with weight tiles of 64 rows by 128 or 256 bytes, or of 128 rows by 128 bytes. Each
-    plan has the largest number of stages with which two programs still fit on a multiprocessor."""
+    has as many stages as let two programs fit on a multiprocessor."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))

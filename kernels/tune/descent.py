@@ -2,11 +2,9 @@
 
 A plan that is fast in isolation may be slow within a layer. With programmatic dependent launch (PDL), each
 linear loads weights while the previous kernel finishes, so neighbouring kernels compete for the
-multiprocessors. The search therefore changes the plan of one linear at a time, and keeps the new plan only if
-the *layer* becomes faster. It stops after a round with almost no gain. The search finds only a local minimum,
-so it is run from several starting points.
-
-The measurement function is a parameter, so this module needs no GPU.
+multiprocessors. The search therefore changes one linear's plan at a time, and keeps the new plan only if the
+*layer* becomes faster. It stops after a round with almost no gain. It finds only a local minimum, so it is
+run from several starting points. The measurement function is a parameter, so this module needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,30 +17,29 @@ from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product
 
 Choice = Mapping[Product, GemmPlan | None]
-"""The plan of each linear. None selects the library's GEMM."""
+"""Each linear's plan. None selects the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Function that measures choices of plans in interleaved runs. It returns the layer's time with each choice,
-in microseconds, or infinity for a choice that cannot run."""
+"""Function that measures choices of plans in interleaved runs. It returns the layer's time with each choice
+in microseconds, or infinity if the choice cannot run."""
 Replay = Callable[[Sequence[int]], list[float]]
-"""Function that executes the runners with the given indices, in this order, and returns the time of each
-execution in microseconds."""
+"""Function that runs the runners with the given indices, in this order, and returns each run's time in
+microseconds."""
 
 ENOUGH = 0.003
-"""Minimum relative gain. The search stops after a round with a smaller gain. If the total gain is smaller
-than this value, the original choice is kept."""
+"""Minimum relative gain. The search stops after a round that gains less, and keeps the original choice if the
+total gain is less."""
 NOISE = 0.001
-"""Expected relative difference between two measured medians of the same choice of plans, if the runs are
-interleaved."""
+"""Expected relative difference between two measured medians of the same choice in interleaved runs."""
 
 _SCREENING, _MORE = 4, 12
-"""Number of rounds with all runners, and number of additional rounds with only the runners that are almost as
-fast as the fastest."""
+"""Number of rounds with all runners, and of additional rounds with only those almost as fast as the
+fastest."""
 _NEAR = 0.015
 
 
 def race(replay: Replay, runners: int) -> list[float]:
-    """Return each runner's median time. Runs are interleaved, and every other round runs in reverse order.
-    After the first rounds, slow runners are dropped."""
+    """Return each runner's median time. Runs are interleaved, with every other round in reverse order. Slow
+    runners are dropped after the first rounds."""
     times: list[list[float]] = [[] for _ in range(runners)]
 
     def run(those: list[int], turns: int) -> None:
@@ -59,11 +56,9 @@ def race(replay: Replay, runners: int) -> list[float]:
 
 
 def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare) -> Choice:
-    """Return the local minimum that a descent from `start` reaches.
-
-    Linears are visited in the order of `options`. A new plan replaces the current plan only if it is faster
-    in two comparisons: a comparison of all plans, and a comparison of only these two plans. A linear is
-    visited again only if the plan of another linear has changed since the previous visit.
+    """Return the local minimum reached by a descent from `start`. Linears are visited in the order of
+    `options`. A new plan replaces the current one only if it is faster in two comparisons: one of all plans,
+    and one of just these two. A linear is revisited only if another linear's plan has changed since.
     """
     best, judged = dict(start), dict[Product, Choice]()
     while True:
@@ -87,8 +82,8 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
 def search(
     starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
-    """Run a descent from each starting point. Return the fastest local minimum, its time in microseconds, and
-    the time of the first starting point in microseconds. The first starting point must be the current choice,
+    """Run a descent from each starting point. Return the fastest local minimum, and the times of that minimum
+    and of the first starting point, in microseconds. The first starting point must be the current choice,
     which is kept unless a minimum is faster by more than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:

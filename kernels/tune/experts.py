@@ -1,9 +1,9 @@
 """Searches for the fastest plans of the two GEMMs of mixture-of-experts layers.
 
-A layer is timed as a whole: norm, router, experts and residual. The search first varies the plan of one GEMM
-while the other GEMM keeps its rule-based plan. It then times combinations of the best plans of both GEMMs.
-Different kernels process few tokens and many tokens (`kernels.triton.experts_plans`). For some token counts,
-the search tries both kinds of kernels.
+A layer is timed as a whole: norm, router, experts and residual. The search first varies one GEMM's plan while
+the other keeps its rule-based one, then times combinations of both GEMMs' best plans. Few tokens and many
+tokens use different kernels (`kernels.triton.experts_plans`); for some token counts, the search tries both
+kinds.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kernels.triton.linear_table import ExpertsEntry
 from kernels.tune.graphs import Graphs
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Token counts that the tuner measures. Other counts use the next larger entry."""
+"""Token counts measured by the tuner. Other counts use the next larger entry."""
 
 MAX_ERROR = 1e-2
 """Maximum relative error ‖out − ref‖ / ‖ref‖ of a pair of plans. FP8 plans reach 4e-3."""
 
 _LAYERS = 8
-"""Number of layers in a captured graph. The layers have different tokens, so different experts are read."""
+"""Number of layers in a captured graph. They have different tokens, so that different experts are read."""
 
 _COPIES = 2
-"""Number of copies of the experts. Because of the copies, and because the layers choose different experts, no
-weight is in the L2 cache when it is read."""
+"""Number of copies of the experts. As the layers also choose different experts, no weight is in the L2 cache
+when it is read."""
 
 _REPLAYS = 5
-"""Number of timed replays of a graph. The minimum is used."""
+"""Number of timed replays of a graph, of which the minimum is used."""
 
 _FINALISTS = 3
-"""Number of plans per GEMM that are timed together with the best plans of the other GEMM."""
+"""Number of plans per GEMM that are timed together with the other GEMM's best plans."""
 
 _NOISE = 0.005
 """Relative difference below which the rule-based plans are kept."""
@@ -49,19 +49,18 @@ _GEMV_UP_TO, _DOT_UP_TO, _GROUPED_FROM = 4, 64, 16
 """Token counts for which each kernel variant is tried."""
 
 _MAX_SUMS = 160
-"""Maximum number of registers per thread for the sums of a tile. With more registers for sums, too few
-registers would remain for everything else."""
+"""Maximum number of registers per thread for a tile's sums. More would leave too few for everything else."""
 
 EPS = 1e-6
 
 Report = Callable[[str], None]
 Timed = list[tuple[LayerPlans, float]]
-"""Pairs of plans with the resulting time of the layer in microseconds, the fastest pair first."""
+"""Pairs of plans with the layer's time in microseconds, fastest first."""
 
 
 class ExpertsChain:
-    """A sequence of layers with random experts and tokens. With the device "meta", its launches can be
-    recorded, but not timed.
+    """A sequence of layers with random experts and tokens. On the device "meta", its launches can be recorded
+    but not timed.
 
     dtype: the model's dtype. pdl: whether the GPU supports programmatic dependent launch.
     """
@@ -89,8 +88,8 @@ class ExpertsChain:
         return min(self._graphs.microseconds([graph], [0] * _REPLAYS)) / _LAYERS
 
     def error(self, plans: LayerPlans) -> float:
-        """Return the relative error of a layer's result. The reference implementation uses the experts that
-        the layer has chosen, because its own choice might differ if some logits are almost equal."""
+        """Return the relative error of a layer's result. The reference implementation uses the experts chosen
+        by the layer, because its own choice might differ if some logits are almost equal."""
         x, layer = self._inputs[0], self._layers[0]
         activation, found = self._compute(x, layer, plans)
         rows = reference.rms_norm(x, self._gain, EPS).repeat_interleave(layer.top_k, dim=0)
@@ -119,7 +118,7 @@ class ExpertsChain:
     def _weight(self, count: int, rows: int, columns: int) -> Weight:
         if self.shape.dtype == self._dtype:
             return self._random(count, rows, columns, scale=columns**-0.5)
-        # e4m3 weights are converted one expert at a time, because the converted weights need more memory.
+        # e4m3 weights are converted one expert at a time, because the converted weights take more memory.
         values = torch.empty((count, rows, columns), dtype=self.shape.dtype, device=self.device)
         for expert in values if self.device.type != "meta" else ():
             expert.copy_(self._random(rows, columns, scale=100.0).clamp_(-448, 448))
@@ -132,14 +131,13 @@ class ExpertsChain:
 
 
 def search(chain: ExpertsChain, shared_bytes: int, report: Report) -> ExpertsEntry:
-    """Return the fastest plans of a layer. Report the three fastest pairs of plans, and the rule-based
-    pair."""
+    """Return a layer's fastest plans. Report the three fastest pairs of plans, and the rule-based pair."""
     tried = families(chain.shape, chain.tokens, shared_bytes)
     timed = [timing for family in tried for timing in _best(chain, family)]
     timed.sort(key=lambda one: one[1])
     timed = [(plans, us) for plans, us in timed if chain.error(plans) < MAX_ERROR]
     rule = rules(chain.shape, chain.tokens, shared_bytes)
-    # Time the finalists and the rule-based plans again, because the GPU's clock may have drifted.
+    # Time the finalists and the rule-based plans again, because the GPU clock may have drifted.
     again = _time(chain, [rule, *(plans for plans, _ in timed[:_FINALISTS])], rounds=3)
     rule_us = dict(again)[rule]
     best, us = again[0]
@@ -163,15 +161,14 @@ def rules(shape: ExpertsShape, tokens: int, shared_bytes: int) -> LayerPlans:
 
 
 class Family:
-    """Candidate plans for both GEMMs, which can be combined freely, and the plans from which the search
-    starts."""
+    """Candidate plans for both GEMMs, which can be combined freely, and the plans that the search starts
+    from."""
 
     def __init__(self, ups: Sequence[ExpertsPlan], downs: Sequence[ExpertsPlan], start: LayerPlans) -> None:
         self.ups, self.downs, self.start = ups, downs, start
 
     def changes(self) -> list[LayerPlans]:
-        """Return the starting plans, and for each candidate, a copy of the starting plans that contains the
-        candidate."""
+        """Return the starting plans and, for each candidate, a copy of them with that candidate."""
         ups = [replace(self.start, up=up) for up in self.ups]
         downs = [replace(self.start, down=down) for down in self.downs]
         return list(dict.fromkeys([self.start, *ups, *downs]))
@@ -227,16 +224,15 @@ def _many(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) -
             plan = ExpertsPlan("grouped", row, block_n, width // size, warps, stages, programs)
             used = plan.programs * plan.stages * (block_n + row) * width
             sums = row * block_n // (32 * warps)
-            # Skip programs that use less than half of the shared memory, because they keep too few bytes in
-            # flight.
+            # Skip programs that use less than half of the shared memory: they keep too few bytes in flight.
             if sums <= min(_MAX_SUMS, plan.max_registers - 40) and 2 * used >= shared_bytes:
                 plans.append(plan)
     return [plan for plan in plans if problem(plan, tokens, shape, n, k, shared_bytes) is None]
 
 
 def _best(chain: ExpertsChain, tried: Family) -> Timed:
-    """Return the times of pairs of plans. Starting from the family's pair, the search first replaces each of
-    the two plans by every candidate. It then combines the best candidates for both GEMMs."""
+    """Return the times of pairs of plans. Starting from the family's pair, first replace each of the two
+    plans with every candidate, then combine both GEMMs' best candidates."""
     timed = _time(chain, tried.changes())
     ups = _first(plans.up for plans, _ in timed if plans.down == tried.start.down)
     downs = _first(plans.down for plans, _ in timed if plans.up == tried.start.up)
@@ -248,7 +244,7 @@ def _first(plans: Iterable[ExpertsPlan]) -> list[ExpertsPlan]:
 
 
 def _time(chain: ExpertsChain, tried: Sequence[LayerPlans], rounds: int = 1) -> Timed:
-    """Return each pair of plans with its minimum time. Plans that fail to launch are left out."""
+    """Return each pair of plans with its minimum time, except those that fail to launch."""
     timed: dict[LayerPlans, float] = {}
     for plans in [plans for _ in range(rounds) for plans in tried]:
         try:

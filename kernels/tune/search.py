@@ -1,8 +1,6 @@
-"""Searches for the fastest plan of each linear. The search first varies the plan of one linear at a time. It
-then times the best plans of all linears together.
-
-Plans are timed in a chain: a sequence of decoder operations that run one after another. The implementation of
-`Chain` defines the operations. This module handles only the linears that look up their plan in the table.
+"""Searches for each linear's fastest plan. The search first varies one linear's plan at a time, then times
+all linears' best plans together. Plans are timed in a chain: a sequence of decoder operations, defined by the
+implementation of `Chain`. This module handles only the linears that look up their plan in the table.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ MAX_ERROR = 1e-2
 """Maximum relative error ‖out − ref‖ / ‖ref‖ of a plan. FP8 linears with several rows reach 4e-3."""
 
 _FINALISTS = 3
-"""Number of plans per linear that are timed again, together with the fastest plans of the other linears."""
+"""Number of plans per linear that are timed again, together with the other linears' fastest plans."""
 
 _ROUNDS = 2
-"""Number of repetitions of each final measurement. The minimum time is used."""
+"""Number of repetitions of each final measurement, of which the minimum is used."""
 
 _NOISE = 0.002
 """Expected relative difference between two measurements of the same plan."""
@@ -34,7 +32,7 @@ _NOISE = 0.002
 Report = Callable[[str], None]
 Microseconds = Callable[[GemmPlan | None], float]
 Timed = list[tuple[GemmPlan | None, float]]
-"""Plans and their times in microseconds, the fastest first. The plan None is the library's GEMM."""
+"""Plans and their times in microseconds, fastest first. The plan None is the library's GEMM."""
 
 
 class Chain(Protocol):
@@ -42,12 +40,12 @@ class Chain(Protocol):
 
     rows: int
     products: list[Product]
-    """The linears that look up their plan in the table. Linears whose results are added to the residual are
-    listed first."""
+    """The linears that look up their plan in the table, those whose results are added to the residual
+    first."""
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
-        """Return the time for one layer with the plans of `table`, in microseconds. If `without` is given,
-        that linear's operations are omitted. Exceptions from launches propagate."""
+        """Return the time for one layer with the plans of `table`, in microseconds, omitting the operations
+        of the linear `without` if given. Exceptions from launches propagate."""
 
     def error(self, table: Table, rows: int) -> float:
         """Return the largest relative error ‖out − ref‖ / ‖ref‖ of any operation on `rows` rows with the
@@ -111,8 +109,8 @@ def measure_entries(
 
 
 def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> bool:
-    """Return whether a plan's results match the reference implementation, both for the chain's row count and
-    for about half as many rows. The library's GEMM is not checked. Exceptions from launches propagate."""
+    """Return whether a plan's results match the reference implementation for the chain's row count and for
+    about half as many rows. The library's GEMM is not checked. Exceptions from launches propagate."""
     if plan is None:
         return True
     table = check_table(chain, product, plan, hopper)
@@ -120,25 +118,25 @@ def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool
 
 
 def check_table(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> Table:
-    """Return a table for checking one plan. For the other linears, the table contains plans that share norms,
-    so that shared norms are also checked."""
+    """Return a table for checking one plan. The other linears' plans share norms, so that shared norms are
+    checked too."""
     others = {one: _sharing_plan(one, chain.rows, hopper) for one in chain.products}
     return table_of({**others, product: plan}, chain.rows)
 
 
 def rule_plans(products: Iterable[Product], rows: int) -> dict[Product, GemmPlan | None]:
-    """Return the rule-based plan of each linear. A rule-based plan is used if the table has no entry."""
+    """Return each linear's rule-based plan, which is used if the table has no entry."""
     return {one: linear_plans.choose(rows, one.n, one.k, one.dtype) for one in products}
 
 
 def tried_plans(product: Product, rows: int, hopper: bool) -> list[GemmPlan | None]:
-    """Return the plans that `search` tries: the library's GEMM, the rule-based plan and the candidates."""
+    """Return the plans tried by `search`: the library's GEMM, the rule-based plan and the candidates."""
     rule = linear_plans.choose(rows, product.n, product.k, product.dtype)
     return list(dict.fromkeys([None, rule, *candidates(product, rows, hopper)]))
 
 
 def table_of(plans: Mapping[Product, GemmPlan | None], rows: int) -> Table:
-    """Return a table that contains these plans for up to `rows` rows."""
+    """Return a table with these plans for up to `rows` rows."""
     table = Table()
     for product, plan in plans.items():
         table = table.with_entry(product, rows, PlanEntry(plan, 0.0, 0.0))
@@ -146,7 +144,7 @@ def table_of(plans: Mapping[Product, GemmPlan | None], rows: int) -> Table:
 
 
 def is_known(known: Table, products: Iterable[Product], rows: int) -> bool:
-    """Return whether a table has an entry with exactly this row count for every linear."""
+    """Return whether a table has an entry for exactly this row count for every linear."""
     return all(rows in known.products.get(product, {}) for product in products)
 
 
@@ -156,8 +154,7 @@ def plan_text(plan: GemmPlan | None) -> str:
 
 
 def _sharing_plan(product: Product, rows: int, hopper: bool) -> GemmPlan | None:
-    """Return a plan that can share a norm with another linear, or None if there is no such plan for this
-    GPU."""
+    """Return a plan that can share a norm with another linear, or None if this GPU has none."""
     rule = linear_plans.choose(max(rows, 8), product.n, product.k, product.dtype)
     if rule is not None and rule.tiled:
         return rule
@@ -173,7 +170,7 @@ def _least(chain: Chain, plans: Choice, without: Product | None = None) -> float
 
 
 def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -> Timed:
-    """Return each plan's minimum time over several rounds. Plans that fail to launch on this GPU are omitted.
+    """Return each plan's minimum time over several rounds, except for plans that fail to launch on this GPU.
     The library's GEMM must launch, so its errors propagate."""
     timed: dict[GemmPlan | None, float] = {}
     for plan in [plan for _ in range(rounds) for plan in plans]:
@@ -186,8 +183,8 @@ def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -
 
 
 def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
-    """Return the fastest plan, or `plan` if the difference is within the measurement noise. The table
-    therefore changes only if the gain is real."""
+    """Return the fastest plan, or `plan` if the difference is within measurement noise, so that the table
+    changes only for a real gain."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 
 

@@ -1,4 +1,4 @@
-"""Selects a few plans per linear for the search over complete layers (`kernels.tune.descent`)."""
+"""Selects a few plans per linear for the search over whole layers (`kernels.tune.descent`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kernels.tune.descent import Choice
 from kernels.tune.search import rule_plans
 
 Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
-"""The plans that a search has tried, by linear (as text) and row count. The fastest plans come first."""
+"""The plans tried by a search, by linear (as text) and row count, fastest first."""
 
 _PROGRAMS = 200
-"""Target number of programs of a `tiles` plan. The fastest `tiles` plans on an H200 had 128 to 256 programs,
-which is one or two per multiprocessor."""
+"""Target number of programs of a `tiles` plan. The fastest ones on an H200 had 128 to 256 programs, which is
+one or two per multiprocessor."""
 _LIBRARY_FROM = 32
-"""Minimum row count for which the library's GEMM may be the fastest."""
+"""Minimum row count at which the library's GEMM may be the fastest."""
 
 
 def read_tried(path: Path) -> Tried:
@@ -50,18 +50,16 @@ def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
 def shortlist(
     product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
 ) -> list[GemmPlan | None]:
-    """Return `known` and additional plans, with at most `most` plans in total.
-
-    If a search has timed plans for this linear, the fastest of these plans are added. Otherwise, two kinds of
-    plans are added: `tiles` plans with about one wave of programs, and the plans that are most similar to a
-    known plan.
+    """Return `known` and additional plans, at most `most` in total. If a search has timed plans for this
+    linear, the fastest of them are added; otherwise, `tiles` plans with about one wave of programs, and the
+    plans most similar to a known one.
     """
     known, tiles = list(known), _tiles(product, rows, hopper)
     others = [one for one in candidates(product, rows, hopper) if one.form != "tiles"]
     if (str(product), rows) in tried:
         usable = {*tiles, *others, None}
         ranked = [plan for plan in tried[str(product), rows] if plan in usable]
-        # List candidates first that the search has not tried.
+        # List candidates that the search has not tried first.
         new = [plan for plan in tiles if plan not in ranked]
         return _some([*known, *new[:2], *ranked], most)
     like = next((plan for plan in known if plan is not None and plan.form != "tiles"), None)
@@ -73,9 +71,8 @@ def shortlist(
 
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
-    """Yield choices that together launch every kernel that any combination of these plans can launch. The
-    kernel of a linear depends on the linear's own plan and on the shared norm that the previous linear may
-    compute."""
+    """Yield choices that together launch every kernel that any combination of these plans can launch. A
+    linear's kernel depends on its own plan, and on the shared norm that the previous linear may compute."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
         others = {one: sharers.get(block_n, options[one][0]) for one, sharers in left.items()}
@@ -85,7 +82,7 @@ def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[C
 
 
 def _sharers(plans: Iterable[GemmPlan | None]) -> dict[int | None, GemmPlan | None]:
-    """Return one plan for each kind of shared norm that the plans produce. The key is the number of outputs
+    """Return one plan for each kind of shared norm produced by the plans. The key is the number of outputs
     per partial sum of squares (`block_n`), or None for plans that do not share a norm."""
     return {plan.block_n if plan is not None and plan.tiled else None: plan for plan in plans}
 
@@ -95,9 +92,9 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For a
-    single row, the candidates also include plans with tiles of 8 rows. Unlike plans for one row, these plans
-    can share norms with adjacent linears."""
+    """Return the `tiles` candidates, by tile size and then by how well they fill the GPU. For a single row,
+    they include plans with tiles of 8 rows: unlike one-row plans, these can share norms with adjacent
+    linears."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
