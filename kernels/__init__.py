@@ -306,8 +306,10 @@ class Ops(Protocol):
         """Return the norm for the all-reduce after `linear_add` to compute too, or None if the next GEMM
         computes it itself.
 
-        rows: number of rows of the result. weight: weight of the linear that computes the partial results,
-        which must be of the same type as the next linear's. gain, eps: parameters of the norm.
+        rows: number of rows of the result.
+        weight: weight of the linear that computes the partial results, which must be of the same type as the
+          next linear's.
+        gain, eps: parameters of the norm.
         """
 
     def norm_experts(
@@ -358,9 +360,10 @@ class Ops(Protocol):
 
         qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, the query, key and value heads of each token.
         positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
-        Slot -1 marks padding: no key or value is written, and that row of the result is undefined. A decode
-        sequence has one entry in each of these tensors, for the last of its `lens` tokens. window: each token
-        attends to itself and the window - 1 tokens before it, or to all tokens before it if window is None.
+          Slot -1 marks padding: no key or value is written, and that row of the result is undefined. A decode
+          sequence has one entry in each of these tensors, for the last of its `lens` tokens.
+        window: each token attends to itself and the window - 1 tokens before it, or to all tokens before it
+          if window is None.
         """
 
 

@@ -65,11 +65,12 @@ class CudaOps:
     and each stream needs its own.
 
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
-    before attention (`attention_prefill.Expansion`); 0 disables the conversion. table: the device's measured
-    GEMM plans, or None if rules choose all plans. pdl: whether the device supports programmatic dependent
-    launch (`kernels.PDL_FROM`). Kernels that use it do not compile for other devices. hopper_multiprocessors:
-    number of multiprocessors of a Hopper GPU (compute capability 9), which has a separate kernel for long
-    prompts; 0 for other GPUs.
+      before attention (`attention_prefill.Expansion`); 0 disables the conversion.
+    table: the device's measured GEMM plans, or None if rules choose all plans.
+    pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels that use it
+      do not compile for other devices.
+    hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), which has a
+      separate kernel for long prompts; 0 for other GPUs.
     """
 
     name = "cuda"

@@ -121,8 +121,8 @@ class SamplingOps(Protocol):
 
         index: [edited rows] int64, the sampling row of each edited row; -1 marks padding.
         counts: [count slots, vocabulary] int32, 2 × (occurrences in the output) + (1 if the token is in the
-        prompt).
+          prompt).
         count_slots: [edited rows] int64, the row of `counts` for each edited row; -1: no penalties.
         bias, banned: neither contains the same pair of row and token id twice; row -1 marks padding. `first`
-        of the logits must be 0, because token ids index the whole vocabulary.
+          of the logits must be 0, because token ids index the whole vocabulary.
         """

@@ -90,8 +90,8 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
-    block_tables: `[sequences, columns]` int64. lens: `[sequences]` int64, the number of cached tokens
-    including the new one, at least 1.
+    block_tables: `[sequences, columns]` int64.
+    lens: `[sequences]` int64, the number of cached tokens including the new one, at least 1.
     """
     pools = ((keys, k_scales), (values, v_scales))
     column_bytes = keys[0].numel() * q.element_size()
@@ -191,8 +191,8 @@ def paged_attention_prefill(
     """Compute one chunk's causal attention. Its keys and values must already be in the cache. The result has
     q's shape and dtype.
 
-    q: `[tokens, heads, head_dim]`, at positions context, context + 1, …. block_table: `[columns]` int64,
-    covering context + tokens positions.
+    q: `[tokens, heads, head_dim]`, at positions context, context + 1, ….
+    block_table: `[columns]` int64, covering context + tokens positions.
     """
     count, heads, head_dim = q.shape
     kv_heads = keys.shape[1]

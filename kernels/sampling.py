@@ -288,7 +288,8 @@ def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torc
     """Set logits below each row's k-th largest to −inf. Ties with it are kept, as in Hugging Face's
     implementation.
 
-    top_k: [rows] int64, at least 1. largest: the maximum of `top_k`, as a Python integer.
+    top_k: [rows] int64, at least 1.
+    largest: the maximum of `top_k`, as a Python integer.
     """
     if largest >= logits.shape[1]:
         top_k = top_k.clamp(max=logits.shape[1])
@@ -301,7 +302,8 @@ def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torc
 def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Set the scores of tokens less likely than min_p × the highest probability to −inf (Nguyen et al. 2024).
 
-    scores, logits: [rows, vocabulary] float32. min_p: [rows] float32; 0 keeps all tokens.
+    scores, logits: [rows, vocabulary] float32.
+    min_p: [rows] float32; 0 keeps all tokens.
     """
     lowest = logits.amax(dim=1) + min_p.log()
     return scores.masked_fill_(logits < lowest.unsqueeze(1), -torch.inf)

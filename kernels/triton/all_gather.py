@@ -50,11 +50,14 @@ def all_gather(
 ) -> torch.Tensor:
     """Return all ranks' words: [rows, world, width] int32, where rows is count / width.
 
-    x: [count] int32, contiguous, with the same count on every rank. width: number of words per row. out: a
-    contiguous tensor that receives the result; if None, it is allocated. fence: if true, this call also makes
-    all earlier memory writes on each rank's stream visible to the other ranks. A word with the value
-    EMPTY_WORD is received as 0. If words represent floats, at most the sign of a zero changes. Raises
-    ValueError if `fits` is False. Every rank must make the same calls in the same order.
+    x: [count] int32, contiguous, with the same count on every rank.
+    width: number of words per row.
+    out: a contiguous tensor that receives the result; if None, it is allocated.
+    fence: if true, this call also makes all earlier memory writes on each rank's stream visible to the other
+      ranks.
+
+    A word with the value EMPTY_WORD is received as 0. If words represent floats, at most the sign of a zero
+    changes. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
     if not fits(count, arena):
@@ -90,9 +93,11 @@ def all_gather(
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
     """For each row, return the id of the largest value over all ranks: [rows] int64.
 
-    values: [rows] float32. ids: [rows] int64 below 2³¹. Ties go to the lowest rank. The result is BAD_TOKEN
-    if a value is NaN or the largest value is infinite. Every rank must make the same calls in the same order.
-    `best_fits` must be True for the number of rows.
+    values: [rows] float32.
+    ids: [rows] int64 below 2³¹.
+
+    Ties go to the lowest rank. The result is BAD_TOKEN if a value is NaN or the largest value is infinite.
+    Every rank must make the same calls in the same order. `best_fits` must be True for the number of rows.
     """
     rows = len(values)
     result = torch.empty(rows, dtype=torch.int64, device=values.device)

@@ -66,10 +66,11 @@ def all_reduce_add(
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
     two_shot: if true, each item is summed by one rank, which sends the result to the others; the items are
-    divided evenly among the ranks. If false (one-shot), every rank sends all items to all others. Two-shot
-    mode transfers less data but waits twice. gain: [hidden], gain of the RMSNorm that follows. If given, the
-    call also computes `scaled` and `squares`. scaled: [rows, hidden], residual × gain. squares: [parts, rows]
-    float32, sums of residual² over `squares_parts` equal parts of each row.
+      divided evenly among the ranks. If false (one-shot), every rank sends all items to all others. Two-shot
+      mode transfers less data but waits twice.
+    gain: [hidden], gain of the RMSNorm that follows. If given, the call also computes `scaled` and `squares`.
+    scaled: [rows, hidden], residual × gain.
+    squares: [parts, rows] float32, sums of residual² over `squares_parts` equal parts of each row.
 
     Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
@@ -153,7 +154,8 @@ def receive_sum(
     """Receive one item from every peer, and add all ranks' items in rank order. If ADD is set, also add
     `residual`. Returns the rounded sums.
 
-    received: address of rank 0's item. stride: number of bytes from one rank's item to the next.
+    received: address of rank 0's item.
+    stride: number of bytes from one rank's item to the next.
     """
     low = (own_words * 0).to(gl.float32)
     high = low

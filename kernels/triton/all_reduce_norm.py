@@ -41,8 +41,10 @@ def all_reduce_norm_fp8(
     RMSNorm of the result: values `[rows, hidden]` e4m3 and scales `[rows, 1]` float32. Results are rounded as
     in `fused.rms_norm_fp8`.
 
-    x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks. gain:
-    [hidden]. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
+    x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
+    gain: [hidden].
+
+    Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     rows, hidden = x.shape
     if not fits(rows, hidden, arena):

@@ -165,17 +165,20 @@ def decode(
     """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
     q: `[sequences, heads, head_dim]`, heads contiguous. With `rotation`, q is the result of the qkv GEMM,
-    `[sequences, (heads + 2 kv_heads) × head_dim]`. keys, values: `[blocks, kv_heads, 64, head_dim]`,
-    contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
-    block_table: `[slots, columns]` int32 or int64. slots: `[sequences]`, the row of the block table for each
-    sequence. lens: `[sequences]`, number of cached tokens, including the new token. A length of 0 marks
-    padding: the result is zeros, and no other inputs of the padding are read. window: each token attends to
-    itself and the window - 1 tokens before it. rotation: if given, the call also writes the new keys and
-    values to the cache. Sequences must not share the blocks that receive their new tokens. With PDL and a
-    rotation, slots, lens, cos_sin, the block table and the cache may be read before the previous kernel has
-    finished. A kernel without PDL, e.g. a decoder's embedding, must therefore run between the writes to these
-    tensors and this kernel. config: launch parameters; if None, `config_for` chooses them. The last bits of
-    the result depend on `config.items`.
+      `[sequences, (heads + 2 kv_heads) × head_dim]`.
+    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with
+      `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
+    block_table: `[slots, columns]` int32 or int64.
+    slots: `[sequences]`, the row of the block table for each sequence.
+    lens: `[sequences]`, number of cached tokens, including the new token. A length of 0 marks padding: the
+      result is zeros, and no other inputs of the padding are read.
+    window: each token attends to itself and the window - 1 tokens before it.
+    rotation: if given, the call also writes the new keys and values to the cache. Sequences must not share
+      the blocks that receive their new tokens. With PDL and a rotation, slots, lens, cos_sin, the block table
+      and the cache may be read before the previous kernel has finished. A kernel without PDL, e.g. a
+      decoder's embedding, must therefore run between the writes to these tensors and this kernel.
+    config: launch parameters; if None, `config_for` chooses them. The last bits of the result depend on
+      `config.items`.
 
     The softmax is computed in float32. No length is read on the host, so the launch can be captured in a CUDA
     graph.

@@ -287,8 +287,9 @@ def expand(
     """Multiply FP8 pages by their scales and convert them to the queries' dtype. Page i of `pages`
     (`Expansion.pages` on the device) is written to scratch block i.
 
-    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous; k_scales, v_scales: `[blocks, kv_heads, 64]`
-    float32; scratch_keys, scratch_values: `[scratch blocks, kv_heads, 64, head_dim]` in the queries' dtype.
+    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous.
+    k_scales, v_scales: `[blocks, kv_heads, 64]` float32.
+    scratch_keys, scratch_values: `[scratch blocks, kv_heads, 64, head_dim]` in the queries' dtype.
     """
     _, kv_heads, _, head_dim = keys.shape
     if len(pages) > len(scratch_keys):
@@ -360,12 +361,15 @@ def prefill(
     """Compute the causal attention of chunks: `[tokens, heads, head_dim]` in q's dtype. The chunks' keys and
     values must already be in the cache. Tokens in no tile keep their previous values in `out`.
 
-    q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
-    contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
+    q: `[tokens, heads, head_dim]`, heads contiguous.
+    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with
+      `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
-    If block_table is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
-    `plan_tiles` on the device, contiguous. window: each token attends to itself and the window - 1 tokens
-    before it. The softmax is computed in float32.
+      If block_table is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`.
+    tiles: `plan_tiles` on the device, contiguous.
+    window: each token attends to itself and the window - 1 tokens before it.
+
+    The softmax is computed in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape

@@ -59,9 +59,12 @@ def prefill(
     q: `[tokens, heads, 128]` bfloat16 or float16, heads contiguous, token stride a multiple of 16 bytes.
     keys, values: `[blocks, kv_heads, 64, 128]`, contiguous, of the same dtype; heads / kv_heads divides 64.
     block_table: `[slots, columns]` int32 or int64. Each row covers the context + count tokens of its chunk.
-    If block_table is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`. tiles:
-    `plan_tiles` on the device, contiguous, each with at least one token. out: same shape and dtype as q.
-    multiprocessors: number of multiprocessors of the GPU. The softmax is computed in float32.
+      If block_table is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`.
+    tiles: `plan_tiles` on the device, contiguous, each with at least one token.
+    out: same shape and dtype as q.
+    multiprocessors: number of multiprocessors of the GPU.
+
+    The softmax is computed in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape

@@ -57,8 +57,9 @@ def place(
 ) -> None:
     """Fill `decodes` for the sequences in `slots`.
 
-    slots: [decodes] int64; -1 marks padding. last_tokens, lengths: [slots] int64, the input token and the
-    number of cached tokens of each slot. block_table: [slots, columns] int64.
+    slots: [decodes] int64; -1 marks padding.
+    last_tokens, lengths: [slots] int64, the input token and the number of cached tokens of each slot.
+    block_table: [slots, columns] int64.
     """
     _place[(triton.cdiv(len(slots), _BLOCK),)](
         slots,
@@ -88,8 +89,8 @@ def advance(
     """Store sampled tokens and their positions as the next inputs of their sequences. A bad token (negative
     id) is stored as token 0.
 
-    slots, token_ids, positions: [decodes] int64; slot -1 marks padding. last_tokens, lengths: [slots] int64,
-    the tables to update.
+    slots, token_ids, positions: [decodes] int64; slot -1 marks padding.
+    last_tokens, lengths: [slots] int64, the tables to update.
     """
     _advance[(triton.cdiv(len(slots), _BLOCK),)](
         slots, token_ids, positions, last_tokens, lengths, len(slots), BLOCK=_BLOCK, num_warps=4

@@ -61,8 +61,9 @@ def activate(
     """Normalise `x [tokens, hidden]`, choose each token's experts and compute their activations
     (`kernels.Ops.norm_experts`).
 
-    workspace: the stream's workspace. plans: the plans chosen by a table or by the rules for this number of
-    tokens. count: counts each expert's tokens; this call adds this layer's choices.
+    workspace: the stream's workspace.
+    plans: the plans chosen by a table or by the rules for this number of tokens.
+    count: counts each expert's tokens; this call adds this layer's choices.
     """
     weight, scale = _parts(experts.gate_up)
     first, dtype = _first(experts), x.dtype

@@ -48,11 +48,14 @@ def up(
 ) -> torch.Tensor:
     """Return `silu(gate) × up` of the chosen experts: `[tokens × top_k, intermediate]` in the model's dtype.
 
-    x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised. chosen: `[tokens, top_k]` int32; a
-    token's experts are distinct. weight: `[experts, 2 × intermediate, hidden]`. x_scale: `[tokens, 1]`, and
-    weight_scale: `[experts, 2 × intermediate]`, both float32: scales if x and weight are quantised. In this
-    case, dtype is the model's dtype. first: if given, the index of the first expert in `weight`. Results of
-    experts not in `weight` are undefined.
+    x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised.
+    chosen: `[tokens, top_k]` int32; a token's experts are distinct.
+    weight: `[experts, 2 × intermediate, hidden]`.
+    x_scale: `[tokens, 1]`, and weight_scale: `[experts, 2 × intermediate]`, both float32: scales if x and
+      weight are quantised. In this case, dtype is the model's dtype.
+    first: if given, the index of the first expert in `weight`.
+
+    Results of experts not in `weight` are undefined.
     """
     tokens, hidden = x.shape
     top_k = chosen.shape[1]
@@ -120,11 +123,14 @@ def down(
     residual.
 
     x: `[tokens × top_k, intermediate]`, the result of `up`. For `dot` with FP8 weights, it must be quantised,
-    with `x_scale [tokens × top_k, 1]`. chosen: `[tokens, top_k]` int32. weights: `[tokens, top_k]` float32.
-    weight: `[experts, hidden, intermediate]`. first: if given, the index of the first expert in `weight`.
-    Nothing is added for experts not in `weight`. dtype: the model's dtype, if x's differs. pdl: use
-    programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see the module
-    docstring).
+      with `x_scale [tokens × top_k, 1]`.
+    chosen: `[tokens, top_k]` int32.
+    weights: `[tokens, top_k]` float32.
+    weight: `[experts, hidden, intermediate]`.
+    first: if given, the index of the first expert in `weight`. Nothing is added for experts not in `weight`.
+    dtype: the model's dtype, if x's differs.
+    pdl: use programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see
+      the module docstring).
     """
     tokens, top_k = chosen.shape
     experts, columns, intermediate = weight.shape

@@ -82,8 +82,9 @@ def sort(
 ) -> Sorted:
     """Sort the choices made by `experts_route.route_many`. A token never chooses an expert twice.
 
-    experts: total number of experts on all ranks. rows: row counts of the tiles of `up` and `down`. first,
-    held: this rank's first expert and number of experts; by default, it has all experts.
+    experts: total number of experts on all ranks.
+    rows: row counts of the tiles of `up` and `down`.
+    first, held: this rank's first expert and number of experts; by default, it has all experts.
     """
     if routed.places is None or routed.counts is None:
         raise ValueError("routed has no counts; route the tokens with route_many")
@@ -138,8 +139,10 @@ def up(
     """Return `silu(gate) × up` of the choices in the order of `by_expert`: `[tokens × top_k, intermediate]`
     in the model's dtype.
 
-    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: the device's number of
-    multiprocessors. Results of experts on other ranks are undefined.
+    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`.
+    multiprocessors: the device's number of multiprocessors.
+
+    Results of experts on other ranks are undefined.
     """
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
@@ -162,8 +165,9 @@ def down(
     """Return `down(x)` in the order of the choices: `[tokens × top_k, hidden]` in the model's dtype.
 
     x: `[tokens × top_k, intermediate]` in the order of `by_expert`, in the weight's dtype; if it is
-    quantised, x_scale is `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale:
-    `[experts, hidden]`.
+      quantised, x_scale is `[tokens × top_k, 1]`.
+    weight: `[experts, hidden, intermediate]`.
+    weight_scale: `[experts, hidden]`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
     _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None)

@@ -79,10 +79,12 @@ def route(
     """Normalise a few tokens, `x [tokens, hidden]`, and choose their experts, in one launch. x must be
     contiguous.
 
-    router: `[experts, hidden]` of x's dtype. normalised: whether the softmax covers only the chosen experts'
-    logits, so that the weights add up to one, rather than all experts' logits. values: dtype of the
-    normalised values if they are quantised, or None for x's dtype. workspace: contains at least one counter
-    per token. count: counts each expert's tokens; this call adds the choices.
+    router: `[experts, hidden]` of x's dtype.
+    normalised: whether the softmax covers only the chosen experts' logits, so that the weights add up to one,
+      rather than all experts' logits.
+    values: dtype of the normalised values if they are quantised, or None for x's dtype.
+    workspace: contains at least one counter per token.
+    count: counts each expert's tokens; this call adds the choices.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)

@@ -66,14 +66,20 @@ def linear(
     """Return `rms_norm(x) @ weight.T + bias`, followed by SwiGLU and `+ residual`. Each operation is applied
     only if its argument is given.
 
-    x: `[rows, K]`; its rows may be strided. weight: `[N, K]` in x's dtype, contiguous. bias: `[N]`.
-    norm_weight: `[K]`. silu_mul: apply SwiGLU. The weight contains the gate's rows followed by the up
-    projection's rows, and the result is `silu(gate) × up`, `[rows, N / 2]`. residual, out: `[rows, N]`
-    (`N / 2` with silu_mul). Their rows may be strided, and both may be the same tensor. workspace: memory for
-    split-K GEMMs. If workspace is None, this call allocates one, at the cost of an extra launch. table: the
-    device's measured plans, or None if only the rules apply. plan: overrides the table's choice. pdl: use
-    programmatic dependent launch. weight, bias and next_gain are then read before the previous kernel has
-    finished, so the previous kernel must not write to them.
+    x: `[rows, K]`; its rows may be strided.
+    weight: `[N, K]` in x's dtype, contiguous.
+    bias: `[N]`.
+    norm_weight: `[K]`.
+    silu_mul: apply SwiGLU. The weight contains the gate's rows followed by the up projection's rows, and the
+      result is `silu(gate) × up`, `[rows, N / 2]`.
+    residual, out: `[rows, N]` (`N / 2` with silu_mul). Their rows may be strided, and both may be the same
+      tensor.
+    workspace: memory for split-K GEMMs. If workspace is None, this call allocates one, at the cost of an
+      extra launch.
+    table: the device's measured plans, or None if only the rules apply.
+    plan: overrides the table's choice.
+    pdl: use programmatic dependent launch. weight, bias and next_gain are then read before the previous
+      kernel has finished, so the previous kernel must not write to them.
 
     The following arguments let two GEMMs share a norm. They require a plan with `tiled` set. squares:
     `DeferredNorm.squares` of the deferred norm whose `values` are x. If it is given, eps is the norm's eps,

@@ -17,7 +17,8 @@ def sum_parts(
     rounded once.
 
     parts: [ranks, at least `rows`, hidden]. This rank's entry is not read; `own` is used instead: [rows,
-    hidden]. residual, out: [rows, hidden], contiguous, with the same dtype. `out` may be `residual`.
+      hidden].
+    residual, out: [rows, hidden], contiguous, with the same dtype. `out` may be `residual`.
     """
     count = own.numel()
     _sum_parts[(triton.cdiv(count, _BLOCK),)](

@@ -62,7 +62,8 @@ class ExpertsChain:
     """A sequence of layers with random experts and tokens. On the device "meta", its launches can be recorded
     but not timed.
 
-    dtype: the model's dtype. pdl: whether the GPU supports programmatic dependent launch.
+    dtype: the model's dtype.
+    pdl: whether the GPU supports programmatic dependent launch.
     """
 
     def __init__(
