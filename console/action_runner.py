@@ -256,9 +256,9 @@ class ActionRunner:
         self._app.read_again(self._app.session.view.lists())
         if isinstance(result, Done):
             self._app.session.say(result.message, "good")
-        elif action.name in _WITHOUT_RESULT:
-            self._say(action, parameters, "done", "good", place)
-        else:
+            return "done", ""
+        self._say(action, parameters, getattr(result, "state", "done"), "good", place)
+        if action.name not in _WITHOUT_RESULT:
             title = f"{action.title} {action.target_name(parameters)}"
             await self._app.push_screen_wait(TextDialog(title.rstrip(), result_lines(result)))
         return "done", ""

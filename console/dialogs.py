@@ -384,7 +384,7 @@ class TextDialog(Dialog[None]):
             yield Static(lines_of(self._lines))
 
     def key_hints(self) -> list[KeyHint]:
-        return [KeyHint("esc", "close")]
+        return [KeyHint("esc", "to close")]
 
     def action_line(self, lines: int) -> None:
         """Scroll by lines."""

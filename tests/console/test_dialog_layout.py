@@ -70,7 +70,7 @@ def test_keys_of_the_other_dialogs_are_visible(size: tuple[int, int]) -> None:
         choices = [Choice(str(number), f"Choice {number} {LONG}") for number in range(50)]
         for dialog, hint in (
             (ChoiceDialog(f"Actions (selected: {LONG})", choices), "type"),
-            (TextDialog(f"Failed {LONG}", [f"line {number} {LONG}" for number in range(50)]), "esc close"),
+            (TextDialog(f"Failed {LONG}", [f"line {number} {LONG}" for number in range(50)]), "esc to close"),
             (
                 TimeDialog(now=0.0, note="Recorded from 2026-11-20 10:00:00 to 2026-11-20 14:00:00"),
                 "enter open",
