@@ -223,6 +223,8 @@ class StatusReader:
                 drain.public_state,
                 f"taken out of service by an operator; put it back with: appliance resume --model {model}",
             )
+        if (drain := self.drains.of_service) is not None:
+            return drain.public_state, drain.reason
         # A model's state is the best state of any of its replicas, because one good replica is enough to
         # serve clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)

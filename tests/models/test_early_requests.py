@@ -19,21 +19,21 @@ from tests.models.test_park_asleep import Site, run, site  # noqa: F401
 
 
 def readiness_of(made: Site) -> Readiness:
-    drains: Any = SimpleNamespace(of=lambda model: None)
+    drains: Any = SimpleNamespace(of=lambda model: None, of_service=None)
     fronts: Any = SimpleNamespace(fronts=[])
     routing: Any = SimpleNamespace(problems={})
     traffic: Any = None
     return Readiness(lambda: made.settings, traffic, made.manager, routing, fronts, drains)
 
 
-def state_of(made: Site) -> tuple[str, str]:
+def state_of(made: Site, drains: Any = None) -> tuple[str, str]:
     """Return the state of the model, and its explanation, as operators see them."""
     readiness = readiness_of(made)
     others = dict.fromkeys(("traffic", "fronts", "problems", "trail", "databases", "sockets", "clock"))
     reader = StatusReader(
         settings=lambda: made.settings,
         models=made.manager,
-        drains=readiness.drains,
+        drains=drains or readiness.drains,
         readiness=readiness,
         started_at=0.0,
         **others,  # type: ignore[arg-type]
@@ -71,6 +71,15 @@ def test_a_parked_model_that_sleeps_is_shown_as_sleeping(site: Site) -> None:  #
     async def scenario() -> None:
         await site.park()
         assert state_of(site)[0] == "sleeping" and readiness_of(site).silence("m") == ""
+
+    run(site, scenario)
+
+
+def test_a_model_is_drained_with_the_whole_service(site: Site) -> None:  # noqa: F811
+    async def scenario() -> None:
+        drains: Any = readiness_of(site).drains
+        drains.of_service = SimpleNamespace(public_state="drained", reason="the service is draining")
+        assert state_of(site, drains) == ("drained", "the service is draining")
 
     run(site, scenario)
 
