@@ -366,7 +366,7 @@ class FakeSource:
         waits = [sim.now - one.arrived for one in sim.queue]
         classes = []
         for number, target in enumerate((0.5, 2.0, 30.0, None)):
-            mine = [sim.now - one.arrived for one in sim.queue if one.number == number]
+            mine = [sim.now - one.arrived for one in sim.queue if one.number == number and not one.held]
             classes.append(
                 ClassStatus(
                     name=f"P{number}",

@@ -144,7 +144,10 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     queue = snapshot.queue
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
-    lines = [heading("Queue", width, f"{queue.waiting:,}{limit} waiting · {queue.running:,} running")]
+    # Requests that wait for the end of a drain are in no class's queue.
+    held = queue.waiting - sum(one.waiting for one in queue.classes)
+    waiting = f"{queue.waiting:,}{limit} waiting" + (f", {held:,} held" if held > 0 and queue.classes else "")
+    lines = [heading("Queue", width, f"{waiting} · {queue.running:,} running")]
     columns = (("class", -6), ("waiting", 8), ("oldest", 8), ("expect", 8), ("target", 8))
     lines.append(titles(*(columns if wide else columns[:-1])))
     for one in queue.classes:

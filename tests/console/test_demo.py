@@ -12,6 +12,8 @@ from appliance.actions.parameters import DrainService, ResumeService, SuspendTen
 from appliance.alert_rules import BUILT_IN
 from appliance.snapshot import Alert, Snapshot
 from console.fake import FIXED_TIME, FakeSource
+from console.lines import plain
+from console.session import ConsoleSession
 from console.source import ListRow
 
 _RULES = {rule.name: rule for rule in BUILT_IN}
@@ -156,6 +158,10 @@ def test_the_demo_keeps_the_grace_period_of_a_drain_and_holds_requests() -> None
     [drain] = snapshots[-1].drains
     assert drain.state == "drained" and drain.ended > 0 and drain.grace_left_s == 0
     assert drain.held == snapshots[-1].queue.waiting > 0
+    made = ConsoleSession(fake)
+    made.accept(snapshots[-1])
+    text = "\n".join(plain(row) for row in made.lines(120, 40))
+    assert f"{drain.held} of 2,048 waiting, {drain.held} held · 0 running" in text
     assert fake.simulation.counts["refused"] == 0
     asyncio.run(fake.act(ResumeService()))
     after = fake.step()
