@@ -169,7 +169,9 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
     elif one.detail:
         lines += wrap(one.detail, width, "warn")
     if one.last_error:
-        lines += wrap(f"last error: {one.last_error}", width, "bad")
+        is_ready = one.state == "ready"
+        name = "last error, before the latest start" if is_ready else "last error"
+        lines += wrap(f"{name}: {one.last_error}", width, "dim" if is_ready else "bad")
     if one.remedy:
         lines += wrap(f"next step: {one.remedy}", width, "warn")
     for degraded in one.degraded:

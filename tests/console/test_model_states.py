@@ -9,6 +9,23 @@ from console.lines import plain
 from tests.console.frames import SIZES, session
 
 
+def test_the_last_error_of_a_replica_that_is_ready_again_is_not_shown_as_a_current_one() -> None:
+    made = session()
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    first, *others = snapshot.models
+    for state, expected in (
+        ("ready", "last error, before the latest start: killed"),
+        ("loading", "last error: k"),
+    ):
+        replicas = [msgspec.structs.replace(one, state=state, last_error="killed") for one in first.replicas]
+        models = [msgspec.structs.replace(first, replicas=replicas), *others]
+        made.context.snapshot = msgspec.structs.replace(snapshot, models=models)
+        made.run("screen models")
+        [row] = [row for row in made.lines(120, 40) if plain(row).startswith("last error")]
+        assert plain(row).startswith(expected) and row[0].role == ("dim" if state == "ready" else "bad")
+
+
 @pytest.mark.parametrize("size", [*SIZES, (59, 17)])
 def test_a_model_that_is_not_in_memory_is_not_shown_as_loading(size: tuple[int, int]) -> None:
     made = session()
