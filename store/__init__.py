@@ -1,5 +1,5 @@
-"""The durable state of the service in three SQLite files: the request log, the stored prompts and answers,
-and the tenants and keys with their audit chain.
+"""The service's durable state, in three SQLite files: the request log, stored prompts and answers, and
+tenants and keys with their audit chain.
 
 `history.db` (`store.requests`), `contents.db` (`store.contents`) and `control.db` (`store.control`,
 `store.audit`) each have one writer thread (`store.writer`). All other code opens the files with

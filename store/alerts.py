@@ -1,5 +1,5 @@
-"""The alerts in `history.db`: every alert with its start, end and acknowledgement, and the silences that
-operators have set. `AlertLog` writes through the database's writer thread and never blocks."""
+"""The alerts in `history.db`, with their start, end and acknowledgement, and operators' silences. `AlertLog`
+writes through the database's writer thread and never blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from store.structs import Silence
 from store.writer import Writer
 
 MAX_ALERTS = 10_000
-"""Maximum number of ended alerts that are kept."""
+"""Maximum number of ended alerts kept."""
 
 
 class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table `alerts`. The fields are its columns. Times are in unix seconds."""
+    """A row of the `alerts` table. The fields are its columns. Times are in unix seconds."""
 
     id: str
     rule: str
@@ -40,7 +40,7 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     scope: str = "[]"
     """JSON list of the kinds and names of the components that the alert concerns."""
     suppressed_by: str = ""
-    """Id of the alert that caused this alert and therefore suppresses it."""
+    """Id of the alert that caused and therefore suppresses this one."""
     suppressed: int = 0
     """Number of alerts that this alert suppresses because it caused them."""
     acknowledged_by: str = ""
@@ -100,7 +100,7 @@ class AlertReader:
 
     def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
         """Return up to `limit` alerts that were active at a time (unix seconds) or ended at most `ended_s`
-        seconds before that time, newest first. Suppressed alerts are left out."""
+        seconds earlier, newest first, without suppressed ones."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) AND suppressed_by = '' "
             "ORDER BY since DESC LIMIT ?",

@@ -4,8 +4,8 @@
 A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. This JSON
 (RFC 8259, sorted keys, no spaces, ASCII) contains all non-null columns except the two hashes. Changing,
 removing or inserting a row therefore breaks every later hash. Older rows keep their hashes when a later
-version adds a column, because the column is null in these rows. Only a chain head that was recorded elsewhere
-(`store.heads`) reveals that the whole chain was rewritten or that rows were removed from its end.
+version adds a column, because the column is null in these rows. Rewriting the whole chain or removing rows
+from its end is revealed only by a chain head recorded elsewhere (`store.heads`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ INTENT: Final = "intent"
 RESULT: Final = "result"
 
 KEY_ACTION = "audit.key"
-"""Value of `action` in a row that names a new signing key. From that row on, chain heads are signed with the
-new key."""
+"""The `action` of rows that name a new signing key. From such a row on, chain heads are signed with the new
+key."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """The newest row of a chain. A copy kept elsewhere can later prove that no row up to this one has
-    changed."""
+    """A chain's newest row. A copy kept elsewhere can later prove that no row up to this one has changed."""
 
     seq: int
     hash: str
@@ -45,7 +44,7 @@ class Actor(NamedTuple):
     """The person or process that performs an action."""
 
     name: str
-    """The name of the actor: `uid:1000`, `key:key_0a1b` or `service`."""
+    """The actor's name: `uid:1000`, `key:key_0a1b` or `service`."""
     host: str | None = None
     """The machine from which the action was requested."""
     act: str | None = None
@@ -53,7 +52,7 @@ class Actor(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A row that has not been appended to the chain yet. All values are stored as text; None means no value.
+    """A row not yet appended to the chain. All values are stored as text; None means no value.
 
     `at` is UTC in ISO 8601 with microseconds; `params`, `before` and `after` are canonical JSON.
     """
@@ -127,7 +126,7 @@ def new_act() -> str:
 
 
 def as_actor(actor: Actor | str) -> Actor:
-    """Return `actor` as an `Actor`. A string is taken as the actor's name."""
+    """Return `actor` as an `Actor`. A string is the actor's name."""
     return Actor(actor) if isinstance(actor, str) else actor
 
 
@@ -167,7 +166,7 @@ def outcome(
 
 
 def row_hash(row: AuditRow) -> str:
-    """Compute a row's expected hash (hex) from its other stored fields."""
+    """Compute a row's hash (hex) from its other stored fields."""
     content = {
         name: value for name, value in row._asdict().items() if value is not None and name not in _HASHES
     }
@@ -175,10 +174,8 @@ def row_hash(row: AuditRow) -> str:
 
 
 def append(connection: sqlite3.Connection, entry: Entry) -> Head:
-    """Append an entry to the chain. Call this within the transaction that makes the change, so that the
-    change and its entry are committed together.
-
-    Raises `ValueError` outside a transaction.
+    """Append an entry to the chain, within the transaction that makes the change, so that both are committed
+    together. Raises `ValueError` outside a transaction.
     """
     if not connection.in_transaction:
         raise ValueError(
@@ -186,8 +183,8 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
             "transaction as the change that it records"
         )
     previous = head(connection)
-    # Choose a seq higher than any seq used before. Numbers are then never reused, even if the chain has lost
-    # its last rows.
+    # Choose a seq higher than any used before, so that none is reused even if the chain has lost its last
+    # rows.
     seq = max(previous.seq, highest_seq_given(connection)) + 1
     unhashed = AuditRow(seq=seq, previous_hash=previous.hash, hash="", **entry._asdict())
     row = unhashed._replace(hash=row_hash(unhashed))
@@ -215,8 +212,8 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """Return the seq of the newest row that names the key with this id as the signing key. Returns 0 if no
-    row names the key. In that case, heads have been signed with this key from the start."""
+    """Return the seq of the newest row that names the key with this id as the signing key, or 0 if none does.
+    Heads have then been signed with this key from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
@@ -243,8 +240,8 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and check that the chain contains every head in `recorded` (heads that were kept
-    outside the database). Returns the fault with the lowest seq.
+    """Check the whole chain, and that it contains every head in `recorded` (heads kept outside the database).
+    Returns the fault with the lowest seq.
 
     Without recorded heads, two kinds of tampering go undetected: rewriting the whole chain, and removing the
     last rows while also lowering the number in `sqlite_sequence`.
@@ -253,8 +250,7 @@ def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Ver
 
 
 def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq: int = 0) -> Verdict:
-    """Check the given rows as `verify` checks the rows of a database. Rows up to `highest_seq` must be
-    present."""
+    """Check these rows as `verify` checks those of a database. Rows up to `highest_seq` must be present."""
     expected: dict[int, set[str]] = {}
     for known in recorded:
         if known.seq > 0:
@@ -304,7 +300,7 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: in
 
 
 def highest_seq_given(connection: sqlite3.Connection) -> int:
-    """Return the highest seq that the table has ever used, from `sqlite_sequence`."""
+    """Return the highest seq ever used in the table, from `sqlite_sequence`."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'audit'").fetchone()
     return 0 if row is None else int(row[0])
 

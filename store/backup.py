@@ -38,14 +38,14 @@ from store.spool import SPOOL_FILE
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# These files are copied before the databases, so the copied chain contains every copied chain head. An audit
-# entry that moves from the spool to the chain during the backup is in both copies.
+# These files are copied before the databases, so the copied chain contains every copied head. An audit entry
+# that moves from the spool to the chain during the backup is in both copies.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 
 
 class BackupFile(NamedTuple):
-    """A file of a backup."""
+    """A file in a backup."""
 
     name: str
     bytes: int
@@ -89,8 +89,8 @@ def back_up(
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
-    # isdir() returns False for a path in a folder that cannot be searched. Creating the target then raises
-    # the error.
+    # isdir() returns False for paths in a folder that cannot be searched; creating the target then raises the
+    # error.
     if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
@@ -134,7 +134,7 @@ def _fill(
         if (state_dir / name).exists() and not _is_reserve(state_dir / name):
             _copy(state_dir / name, folder / name)
     for name in _DATABASES:
-        # State directories of earlier versions do not contain `contents.db`.
+        # State directories from earlier versions have no `contents.db`.
         if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
             continue
         _copy_database(state_dir / name, folder / name)
@@ -171,7 +171,7 @@ def _copy_database(source: Path, target: Path) -> None:
     try:
         with closing(open_readonly(source)) as reader, closing(sqlite3.connect(target)) as copy:
             reader.backup(copy)
-            # Leave WAL mode: the copy then needs no -wal file and can be read without write permission.
+            # Leave WAL mode, so that the copy needs no -wal file and can be read without write permission.
             copy.execute("PRAGMA journal_mode=DELETE").fetchone()
     except sqlite3.Error as error:
         damaged = primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -198,8 +198,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Append to the copied heads file the heads that have been recorded since it was copied, except heads of
-    rows after `seq`."""
+    """Append the heads recorded since the heads file was copied, except those of rows after `seq`."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -1,7 +1,6 @@
-"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored
-and, if so, whether as hashes or as text with secrets removed. Prompts and answers are more sensitive than the
-request log, so they are in a separate file that only the service's user can open. Operators read them through
-an audited action of the service."""
+"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored,
+and whether as hashes or as text with secrets removed. They are more sensitive than the request log, so they
+have a separate file that only the service's user can open. Operators read them through an audited action."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from store.structs import KeptText
 from store.writer import Writer
 
 MAX_WAITING_BYTES = 32 << 20
-"""Maximum total size of the texts that wait in memory to be committed. Texts beyond this limit are dropped
-and counted."""
+"""Maximum total size of texts waiting in memory to be committed. Texts beyond this limit are dropped and
+counted."""
 
 
 class Content(KeptText, frozen=True, kw_only=True):
-    """One prompt or answer of a request: a row of the table `contents`. The fields are its columns."""
+    """A request's prompt or answer: a row of the `contents` table. The fields are its columns."""
 
     request_id: str
     tenant: str
@@ -49,13 +48,12 @@ class ContentLog:
 
     @property
     def dropped(self) -> int:
-        """Number of requests whose contents were dropped because too many texts were waiting or the database
+        """Number of requests whose contents were dropped, because too many texts were waiting or the database
         could not store them."""
         return self._dropped
 
     def keep(self, contents: Iterable[Content]) -> bool:
-        """Queue the contents of one request for writing. Never blocks. Returns False if the contents were
-        dropped."""
+        """Queue a request's contents for writing. Never blocks. Returns False if they were dropped."""
         rows = [msgspec.structs.astuple(content) for content in contents]
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         with self._lock:
@@ -80,7 +78,7 @@ def _insert(rows: list[tuple[object, ...]], connection: sqlite3.Connection) -> N
 
 
 def read_contents(path: Path, request_id: str) -> list[Content]:
-    """Return the stored contents of a request, prompts before answers, through a read-only connection. Raises
+    """Return a request's stored contents, prompts before answers, through a read-only connection. Raises
     `StoreError`."""
     with reading(path, CONTENTS) as connection:
         rows = connection.execute(

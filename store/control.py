@@ -32,11 +32,11 @@ from store.writer import Writer, WriterState
 T = TypeVar("T")
 
 BeforeAndAfter = tuple[Mapping[str, object] | None, Mapping[str, object] | None]
-"""Old and new values of a change, as JSON objects."""
+"""A change's old and new values, as JSON objects."""
 
 _MAX_OVERLAP_S = 366 * 86400.0
 _UNAUDITED = frozenset({"sha256"})
-"""Fields that are not audited. The hash of a key is not secret, but auditors have no use for it."""
+"""Fields that are not audited. A key's hash is not secret, but auditors have no use for it."""
 
 
 class CreatedKey(NamedTuple):
@@ -54,11 +54,9 @@ class RotatedKey(NamedTuple):
 
 
 class ControlStore:
-    """The control database at `path`. This object is the only one in the service that opens the file for
-    writing.
-
-    Changes return a future (await it with `asyncio.wrap_future`). The future resolves once the change is on
-    disk, or raises the `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
+    """The control database at `path`. Nothing else in the service opens the file for writing. Changes return
+    a future (await it with `asyncio.wrap_future`), which resolves once the change is on disk, or raises the
+    `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
     """
 
     trail: AuditTrail
@@ -70,7 +68,7 @@ class ControlStore:
         self._policies = Policies()
 
     def start(self) -> None:
-        """Open the database, creating or migrating it if necessary, and read its records. Raises
+        """Open the database, creating or migrating it if necessary, and load its records. Raises
         `StoreError`."""
         self._writer.start()
         try:
@@ -103,7 +101,7 @@ class ControlStore:
 
     @property
     def stalled_s(self) -> float:
-        """Time that the writer has spent on its current operation, in seconds."""
+        """Time the writer has spent on its current operation, in seconds."""
         return self._writer.stalled_s
 
     # ── reading from memory ──
@@ -118,8 +116,8 @@ class ControlStore:
         return list(self._policies.keys.values())
 
     def lookup(self, key: str) -> KeyRecord | None:
-        """Return the record of the currently valid key with this secret, or None if no valid key has this
-        secret. Takes microseconds and needs no I/O.
+        """Return the record of the valid key with this secret, or None if there is none. Takes microseconds
+        and needs no I/O.
 
         The table is indexed by the SHA-256 of the secret, so lookup times reveal nothing about valid keys.
         """
@@ -138,14 +136,14 @@ class ControlStore:
         after_commit: Callable[[T], None] | None = None,
         values: Callable[[T], BeforeAndAfter] | None = None,
     ) -> Future[T]:
-        """Run `apply` on the writer thread and audit it in the same transaction. An exception in `apply`
-        rolls back the transaction.
+        """Run `apply` on the writer thread, audited in the same transaction. An exception in `apply` rolls it
+        back.
 
         - `actor` is the caller, whose intent `trail.intend` has recorded.
         - `action` is the action's name in the action registry, and `params` are its parameters without
           secrets.
         - `values` returns the old and new values.
-        - `after_commit` updates the copy in memory before the future resolves.
+        - `after_commit` updates the in-memory copy before the future resolves.
         """
         changed: Future[T] = Future()
         changed.set_running_or_notify_cancel()
@@ -173,14 +171,14 @@ class ControlStore:
         return changed
 
     def write(self, apply: Callable[[sqlite3.Connection], T], after_commit: Callable[[T], None]) -> Future[T]:
-        """Run `apply` on the writer thread, in a transaction without an audit row. Use this only for a change
-        that an action's audit rows already describe."""
+        """Run `apply` on the writer thread, in a transaction without an audit row. Use this only for changes
+        already described by an action's audit rows."""
         return self._writer.call(apply, after_commit, within_s=WITHIN_S)
 
     def record(
         self, *, actor: Actor | str, action: str, params: Mapping[str, object], result: str
     ) -> Future[None]:
-        """Audit an action that was refused or that changes nothing in this database. `result` is `ok` or the
+        """Audit an action that was refused or changes nothing in this database. `result` is `ok` or the
         reason for the refusal."""
         return self.trail.conclude(actor, action, params, result)
 
@@ -213,7 +211,8 @@ class ControlStore:
         )
 
     def suspend_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Suspend a tenant, so that its requests are refused. The future raises `UnknownTenantError`."""
+        """Suspend a tenant, so that its requests are refused. The future raises `UnknownTenantError` if there
+        is no such tenant."""
         return self._decide(
             actor,
             "tenants.suspend",
@@ -222,7 +221,8 @@ class ControlStore:
         )
 
     def resume_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Accept a suspended tenant's requests again. The future raises `UnknownTenantError`."""
+        """Accept a suspended tenant's requests again. The future raises `UnknownTenantError` if there is no
+        such tenant."""
         return self._decide(
             actor,
             "tenants.resume",
@@ -231,9 +231,8 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Delete a tenant. The records of its old keys and requests keep the tenant's name.
-
-        The future raises `UnknownTenantError`, or `ConflictError` while the tenant has a valid key or a peer.
+        """Delete a tenant. Its old keys and requests keep its name in their records. The future raises
+        `UnknownTenantError` if there is no such tenant, and `ConflictError` if it has a valid key or a peer.
         """
         return self._decide(
             actor,
@@ -259,7 +258,8 @@ class ControlStore:
         )
 
     def unmap_peer(self, *, actor: Actor | str, kind: PeerKind, number: int) -> Future[Change]:
-        """Remove the mapping of a user or group. The future raises `UnknownPeerError`."""
+        """Remove a user or group mapping. The future raises `UnknownPeerError` if there is no such
+        mapping."""
         return self._decide(
             actor,
             "peers.unmap",
@@ -273,10 +273,9 @@ class ControlStore:
         self, *, actor: Actor | str, name: str, tenant: str, **fields: object
     ) -> Future[CreatedKey]:
         """Create a key for `tenant`. `fields` contains the declared fields that differ from the default. The
-        future returns the key with its secret, which is shown only once. The future raises
-        `UnknownTenantError` if there is no such tenant.
-
-        Raises `ValueError` for an invalid value, such as an unprintable name or an expiry time in the past.
+        future returns the key with its secret, which is shown only once, or raises `UnknownTenantError` if
+        there is no such tenant. Raises `ValueError` for an invalid value, such as an unprintable name or an
+        expiry time in the past.
         """
         now, secret = time.time(), keys.new_secret()
         plain = KeyRecord(id=keys.new_id(), name="", tenant=tenant, prefix="", sha256="", created_at=now)
@@ -309,8 +308,7 @@ class ControlStore:
         self, *, actor: Actor | str, key_id: str, overlap_s: float, expires_at: float | None = None
     ) -> Future[RotatedKey]:
         """Replace a key with a new one that has the same rights. The old key stays valid for at most
-        `overlap_s` seconds. Without `expires_at`, the new key gets the lifetime that the old key was created
-        with.
+        `overlap_s` seconds. Without `expires_at`, the new key gets the old key's original lifetime.
 
         Raises `ValueError` for an invalid `overlap_s`. The future raises `ValueError` for an invalid expiry
         time, `UnknownKeyError` if there is no such key, and `ConflictError` if the key is revoked or expired,
@@ -373,7 +371,7 @@ class ControlStore:
         apply: Callable[[sqlite3.Connection], list[Change]],
         outcome: Callable[[list[Change]], T],
     ) -> Future[T]:
-        """Apply changes to records, audit the old and new values, and update the copy in memory after the
+        """Apply changes to records, audit the old and new values, and update the in-memory copy after the
         commit."""
         changes: list[Change] = []
 
@@ -395,9 +393,9 @@ class ControlStore:
 
 
 def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
-    """Return the old and new values to audit. For a changed record, these are the fields that differ; for a
-    created or deleted record, all fields. In a rotation, the second change creates the new key, whose fields
-    are audited as `successor`."""
+    """Return the old and new values to audit: for a changed record, the fields that differ; for a created or
+    deleted one, all fields. In a rotation, the second change creates the new key, whose fields are audited as
+    `successor`."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}

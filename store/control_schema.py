@@ -116,7 +116,7 @@ FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM key
 )
 
 
-# AUTOINCREMENT keeps the highest seq ever used in sqlite_sequence, which makes the removal of the last rows
+# AUTOINCREMENT keeps the highest seq ever used in sqlite_sequence, which makes removal of the last rows
 # detectable.
 _AUDIT = (
     """
@@ -142,7 +142,7 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 )
 
 
-# These columns are null in rows that earlier versions wrote. Null columns are not hashed, so such rows keep
+# These columns are null in rows written by earlier versions. Null columns are not hashed, so those rows keep
 # their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
@@ -233,9 +233,8 @@ CREATE TABLE shadows (
 def _added_fields(
     table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
 ) -> Iterator[Migration]:
-    """Yield a migration for each field that `record` declares after the field `after`. Each migration adds
-    the field's column to `table` and to the table's view. Hand-written migrations create the columns of all
-    earlier fields."""
+    """Yield a migration for each field that `record` declares after the field `after`, which adds the field's
+    column to `table` and its view. Hand-written migrations create the columns of all earlier fields."""
     names = record.__struct_fields__
     hints, fields, added = get_type_hints(record), declared(record), ""
     for name in names[names.index(after) + 1 :]:

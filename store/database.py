@@ -3,7 +3,7 @@
 SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at the same time.
 Therefore only the writer's connection may write or checkpoint, and a lock file enforces this across
 processes. Readers open the file with `mode=ro`, which allows neither. Memory-mapped reads stay disabled,
-because a truncated file would kill the process instead of raising an error.
+because with them a truncated file would kill the process instead of raising an error.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ Synchronous = Literal["FULL", "NORMAL"]
 _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 PAGE_CACHE_BYTES = 512 << 10
-"""Maximum size of a writer's page cache. With SQLite's default of 2 MiB, an idle service fills the cache so
-slowly that it seems to leak memory. Other pages are read from the kernel's page cache."""
+"""Maximum size of a writer's page cache. SQLite's default of 2 MiB fills so slowly in an idle service that it
+looks like a memory leak. Other pages are read from the kernel's page cache."""
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _CHECKED_INSTRUCTIONS = 20_000
-"""Number of SQLite instructions between two checks of a query's time limit. These instructions take about a
-millisecond."""
+"""Number of SQLite instructions between two checks of a query's time limit, about a millisecond's worth."""
 _COPIED_PAGES = 1000
 """Number of pages that `write_back` copies between two calls of `progress`."""
 
@@ -77,8 +76,8 @@ class WritableDatabase:
 
     def displaced(self) -> str:
         """Return a message if a file of the open database was deleted or replaced on disk, otherwise an empty
-        string. No data has been lost at this point: the connection still writes to the original file, which
-        no longer has a name."""
+        string. No data is lost at this point: the connection still writes to the original file, which no
+        longer has a name."""
         for path, found in self._identities().items():
             known = self._files[path]
             if known is None:
@@ -90,9 +89,9 @@ class WritableDatabase:
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
-        """Write the content of the deleted or replaced file back to its path, and continue with the new file.
-        If another program has put a file at the path, rename that file and return its new name; otherwise
-        return an empty string.
+        """Write the deleted or replaced file's content back to its path, and continue with the new file. If
+        another program has put a file at the path, rename that file and return its new name; otherwise return
+        an empty string.
 
         `progress` is called every few pages. Raises `StoreError` if the content cannot be written; the open
         file then still contains it.
@@ -130,8 +129,7 @@ class WritableDatabase:
 
     def _move_aside(self) -> str:
         """Rename the file that another program has put at the path, and return its new name. Also remove the
-        original database's -wal and -shm files, because SQLite would otherwise apply them to the file that is
-        written back."""
+        original database's -wal and -shm files, which SQLite would otherwise apply to the restored file."""
         known, found = self._files[self.path], _identity(self.path)
         foreign = found is not None and found != known
         aside = self.path.with_name(f"{self.path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
@@ -155,8 +153,8 @@ class WritableDatabase:
         """Checkpoint, leave WAL mode and close the connection. The file then needs no -wal file and can be
         read without write permission.
 
-        Leaving WAL mode needs exclusive access. If a reader keeps the file open, the file stays in WAL mode.
-        This is logged but harmless, because the next startup can open a file in WAL mode.
+        Leaving WAL mode needs exclusive access. If a reader has the file open, it stays in WAL mode, which is
+        logged but harmless: the next startup can open it.
         """
         try:
             self._leave_wal()
@@ -191,9 +189,8 @@ class WritableDatabase:
 
 def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connection:
     """Open a read-only connection, whether or not the file is in use. The caller must close it soon, because
-    an open reader keeps the writer from leaving WAL mode when the service stops.
-
-    If `schema` is given, a file with another schema version is refused. Raises `StoreError`.
+    an open reader keeps the writer from leaving WAL mode when the service stops. If `schema` is given, a file
+    with a different schema version is refused. Raises `StoreError`.
     """
     try:
         path.stat()
@@ -210,9 +207,9 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
-        # A database in WAL mode, such as a copy, may have no -wal and -shm files and be in a folder where
-        # this process cannot create them. If so, the database file is complete and no process is writing to
-        # it, so open the file as immutable.
+        # A database in WAL mode, such as a copy, may lack -wal and -shm files and be in a folder where this
+        # process cannot create them. The database file is then complete and not being written, so open it as
+        # immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:
@@ -226,8 +223,8 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
             check_not_newer(connection, path, schema)
             if schema_version(connection) < len(schema.migrations):
                 raise SchemaVersionError(
-                    f"{path} has schema version {schema_version(connection)}, but this version of "
-                    f"Appliance reads {len(schema.migrations)}",
+                    f"{path} has schema version {schema_version(connection)}, but this release of "
+                    f"Appliance needs schema version {len(schema.migrations)}",
                     "start the service once, which upgrades the file",
                 )
         except SchemaVersionError:
@@ -258,8 +255,7 @@ def reading(path: Path, schema: Schema, limit_s: float | None = None) -> Iterato
 
 
 def integrity_problems(path: Path) -> list[str]:
-    """Return the problems found by SQLite's full integrity check, which reads the whole file. The list is
-    empty if there are none."""
+    """Return the problems found by SQLite's full integrity check, which reads the whole file."""
     connection = open_readonly(path)
     try:
         found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
@@ -352,10 +348,8 @@ def _create(path: Path, mode: int = 0o640) -> int:
 
 
 def _lock(path: Path) -> int:
-    """Acquire the writer's lock and return its file descriptor. The lock is released when the descriptor is
-    closed or the process exits.
-
-    The lock is on a separate file, because opening and closing the database file would drop SQLite's own
+    """Acquire the writer's lock and return its file descriptor. Closing the descriptor or exiting releases
+    the lock. It is on a separate file, because opening and closing the database file would drop SQLite's own
     POSIX locks on it.
     """
     descriptor = _create(path.with_name(path.name + "-lock"))

@@ -1,4 +1,4 @@
-"""The exceptions that this package raises."""
+"""This package's exceptions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 class StoreError(Exception):
-    """Base class of the errors that this package defines. The message names the path and the problem, and
-    ends with the remedy, if there is one."""
+    """Base class of this package's errors. The message names the path and the problem, and ends with the
+    remedy, if any."""
 
     def __init__(self, description: str, remedy: str = "") -> None:
         super().__init__(f"{description}: {remedy}" if remedy else description)
@@ -18,7 +18,7 @@ class StoreError(Exception):
 
 
 class MissingDatabaseError(StoreError):
-    """The file does not exist, or the folder in which to create it does not exist."""
+    """The file, or the folder in which to create it, does not exist."""
 
 
 class CorruptDatabaseError(StoreError):
@@ -99,7 +99,7 @@ _OWN_FAULTS = frozenset(
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether the error was caused by the database operation itself and would therefore occur on every
+    """Return whether the error was caused by the operation itself and would therefore occur on every
     attempt."""
     if not isinstance(error, sqlite3.Error):
         return True

@@ -27,7 +27,7 @@ from store.heads import (
 from store.spool import SPOOL_FILE
 
 AUDIT_FILES = ("control.db", KEY_FILE, HEADS_FILE, SPOOL_FILE)
-"""The files of a state directory that hold the audit trail."""
+"""The files in a state directory that hold the audit trail."""
 
 
 class Recorded(NamedTuple):
@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     head: Head
     source: str
     signed: SignedHead | None = None
-    """The head with its signature. None if an auditor recorded the head without its signature."""
+    """The head with its signature, or None if an auditor recorded the head without one."""
 
 
 class Findings(NamedTuple):
@@ -50,7 +50,7 @@ class Findings(NamedTuple):
     sources: dict[str, int]
     """Number of recorded heads that the chain was checked against, by source."""
     confirmed_seq: int
-    """Seq of the newest row that is confirmed by a recorded head."""
+    """Seq of the newest row confirmed by a recorded head."""
     spooled: int
 
     @property
@@ -112,8 +112,8 @@ WHERE (first.phase IS NOT 'result'
 """
 
 _MAX_ACTION_ROWS = 10_000
-"""`read_changed_actions` finds the result of an action only if it is at most this many rows after the intent.
-The limit avoids reading the whole chain."""
+"""`read_changed_actions` finds an action's result only if it is at most this many rows after the intent. The
+limit avoids reading the whole chain."""
 
 
 def read_actions(
@@ -125,8 +125,8 @@ def read_actions(
     limit_s: float | None = None,
 ) -> list[ActionRecord]:
     """Return the newest `limit` matching actions, oldest first, through a read-only connection. If `before`
-    is given, return only actions whose first row is older than the row with this seq. `limit_s` is the time
-    limit of the call. Raises `StoreError`."""
+    is given, return only actions whose first row precedes the row with this seq. `limit_s` is the call's time
+    limit. Raises `StoreError`."""
     sql, values = _ACTIONS, list[Any]()
     if before is not None:
         sql += " AND first.seq < ?"
@@ -162,8 +162,7 @@ def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) 
 
 
 def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
-    """Return whether an action matches the conditions. The conditions have the same meaning as in
-    `read_actions`."""
+    """Return whether an action matches the conditions, as in `read_actions`."""
     actor, action, since, until = wanted
     by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
     named = (
@@ -176,7 +175,7 @@ def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:
-    """Return the actions that are waiting in the spool in `folder`, oldest first. Raises `StoreError`."""
+    """Return the actions waiting in the spool in `folder`, oldest first. Raises `StoreError`."""
     found: dict[str, ActionRecord] = {}
     for entry in read_spool(folder):
         intended = found.get(entry.act or "")
@@ -199,7 +198,7 @@ def spooled_actions(folder: Path) -> list[ActionRecord]:
 
 
 def read_audit_head(path: Path) -> Head:
-    """Return the head of the chain, to be recorded outside the file. Raises `StoreError`."""
+    """Return the chain's head, to be recorded outside the file. Raises `StoreError`."""
     with reading(path, CONTROL) as connection:
         return audit.head(connection)
 
@@ -211,7 +210,7 @@ def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
 
 
 def read_spool(folder: Path) -> list[Entry]:
-    """Return the entries that are waiting in the spool in `folder`. Raises `StoreError`."""
+    """Return the entries waiting in the spool in `folder`. Raises `StoreError`."""
     try:
         return spool.read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
@@ -228,7 +227,7 @@ def read_heads(path: Path) -> list[Recorded]:
 
 
 def recorded_in(lines: Iterable[str], source: str) -> list[Recorded]:
-    """Return the chain heads found in the lines of a text."""
+    """Return the chain heads in a text's lines."""
     return [Recorded(signed.head, source, signed) for signed in heads_in(lines)]
 
 
@@ -276,8 +275,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
 
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
-    """Return the seq of the newest recorded head that is not newer than row `seq`. The heads file is read
-    again, because a running service may have added heads since it was last read."""
+    """Return the seq of the newest recorded head up to row `seq`. The heads file is reread, because a running
+    service may have added heads."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:
@@ -316,7 +315,7 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     if verdict.problem is not None:
         problems.insert(0, f"row {verdict.broken_seq}: {verdict.problem}")
     elif replaced:
-        # The signatures of these heads can no longer be checked, but their hashes must still match.
+        # These heads' signatures can no longer be checked, but their hashes must still match.
         older = checked(replaced)
         if older.problem is not None:
             problems.insert(

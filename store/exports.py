@@ -25,7 +25,7 @@ _FIRST_BYTE = b"{"
 
 
 class Trailer(NamedTuple):
-    """The last line of an export. `content` is the text that the signature covers."""
+    """An export's last line. `content` is the signed text."""
 
     head: Head
     rows: int
@@ -68,8 +68,8 @@ def is_export(path: Path) -> bool:
 
 
 def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
-    """Return the rows and the trailer of an export. The trailer is None if the end of the file is missing.
-    Raises `StoreError`."""
+    """Return an export's rows and trailer. The trailer is None if the end of the file is missing. Raises
+    `StoreError`."""
     rows: list[AuditRow] = []
     digest = hashlib.sha256()
     try:
@@ -92,7 +92,7 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
 
 
 def problems_of(trailer: Trailer | None, found: Head, key: SigningKey | None) -> list[str]:
-    """Check an export's trailer against `found`, the head of the export's chain, and return the problems."""
+    """Check an export's trailer against `found`, its chain's head, and return the problems."""
     if trailer is None:
         return ["the export is incomplete: its last line, the trailer, is missing"]
     problems = []

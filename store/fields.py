@@ -1,8 +1,6 @@
-"""Declarations of the fields of tenants, keys and quotas. Each field is declared once, in its record in
-`store.policies`.
-
-A record's annotation gives the name, the type and the default; `Field` gives the rest. Everything else is
-derived from the declaration: checks (`store.rules`), columns (`store.schemas`), parameters of actions
+"""Field declarations for tenants, keys and quotas. Each field is declared once, in its record in
+`store.policies`. The annotation gives its name, type and default; `Field` gives the rest. Everything else is
+derived from the declaration: checks (`store.rules`), columns (`store.schemas`), action parameters
 (`appliance.actions`), command-line options and tables, and the tables in the documentation
 (`scripts/generated_tables.py`).
 """
@@ -32,8 +30,8 @@ CLASSES = 4
 
 
 class Field(NamedTuple):
-    """The declaration of a field, apart from its name, type and default. Operators can set only fields that
-    have a `Field`."""
+    """A field's declaration, apart from its name, type and default. Operators can set only fields that have
+    one."""
 
     help: str
     """One sentence that describes the field, without the final full stop."""
@@ -42,7 +40,7 @@ class Field(NamedTuple):
     high: float = MAX_COUNT
     """Upper bound of a number's range; both bounds are inclusive."""
     none: str = ""
-    """Meaning of None, for a field that can be None."""
+    """Meaning of None, for an optional field."""
 
 
 class Declared(NamedTuple):
@@ -81,7 +79,7 @@ class Declared(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Kind of the field, which determines how its values are parsed and displayed."""
+        """The field's kind, which determines how values are parsed and displayed."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             return "list"
@@ -135,7 +133,7 @@ def _is_text(value: str) -> bool:
 
 
 def declared(record: type[msgspec.Struct]) -> Mapping[str, Declared]:
-    """Return the fields of a record that have a `Field`, by name, in the order of declaration."""
+    """Return a record's fields that have a `Field`, by name, in declaration order."""
     return _declared(record)
 
 
@@ -159,7 +157,7 @@ def is_optional(hint: Any) -> bool:
 
 
 def without_none(hint: Any) -> Any:
-    """Return the type without its alternative None."""
+    """Return the type without None."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint
     (inner,) = (each for each in get_args(hint) if each is not type(None))

@@ -6,7 +6,7 @@ to the database:
 
 In the log, ` of ` and the path of the state directory follow, because a journal may also contain the heads of
 other services. `sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its first startup and
-only its user can read. `key` is the id of that key; a replaced key has another id.
+only its user can read. `key` is that key's id, which changes when the key is replaced.
 
 The signature proves that this service wrote the head. It does not protect against attackers who can read the
 key, because they can sign any head. Only a head that was copied off the machine before the attack, for
@@ -102,7 +102,7 @@ def make_or_read_key(folder: Path) -> SigningKey:
     path = folder / KEY_FILE
     if not path.exists():
         secret = secrets.token_bytes(_KEY_BYTES)
-        # Create the file atomically, because the next startup could not use a partial key.
+        # Create the file atomically, so that a crash cannot leave a partial key.
         fresh = folder / f"{KEY_FILE}.new"
         try:
             fresh.unlink(missing_ok=True)
@@ -161,8 +161,7 @@ class HeadKeeper:
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """The reason why the latest head could not be written to the file and is only in the log; None if it
-        was written."""
+        """The reason why the latest head could not be written to the file and is only in the log, or None."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
         self._key = key
@@ -173,8 +172,8 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file if it does not exist. The service creates the file before the chain has any rows.
-        If the chain has rows but the file is missing, somebody must have removed the file."""
+        """Create the file if it does not exist. The service creates it before the chain has any rows, so if
+        the chain has rows but no file, the file was removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
@@ -194,13 +193,13 @@ class HeadKeeper:
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """Return the newest signed head of a row after `newest` (the last row of the chain), or None if there
-        is no such head. A head beyond the end of the chain shows that the chain has lost rows."""
+        """Return the newest signed head of a row after `newest` (the chain's last row), or None. A head
+        beyond the end of the chain shows that the chain has lost rows."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
 
     def _filed(self) -> list[SignedHead]:
-        """Return the heads in the file; an empty list if the file cannot be read."""
+        """Return the heads in the file, or none if it cannot be read."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as lines:
                 return list(heads_in(lines))
@@ -208,8 +207,8 @@ class HeadKeeper:
             return []
 
     def saw(self, head: Head) -> None:
-        """Keep the newest head of the chain in memory. Record it if it is the first head, or if the chain has
-        grown by `ROWS_BETWEEN_HEADS` rows since the last recorded head."""
+        """Keep the chain's newest head in memory. Record it if it is the first, or if the chain has grown by
+        `ROWS_BETWEEN_HEADS` rows since the last recorded head."""
         self.newest = head
         if self.recorded is None or head.seq - self.recorded.seq >= ROWS_BETWEEN_HEADS:
             self.record()

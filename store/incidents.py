@@ -1,9 +1,7 @@
-"""Incident files: a slice of the recorded history in one SQLite file, which can be read on another machine
-without the service.
-
-An incident file has the tables of `history.db` with the rows of the slice, so the readers of `history.db` can
-read it. Additional tables hold data from other files: operators' actions and log lines, as JSON documents in
-a format that only the caller knows.
+"""Incident files: a slice of the recorded history in one SQLite file, which can be read on a different
+machine without the service. An incident file has the tables of `history.db` with the slice's rows, so readers
+of `history.db` can read it. Additional tables hold data from other files: operators' actions and log lines,
+as JSON documents whose format only the caller knows.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ class IncidentTooLargeError(StoreError):
 
 
 class IncidentWriter:
-    """Writes an incident file. Use it as a context manager: the file gets its final name only if the block
-    ends without an error. Raises `StoreError`."""
+    """Writes an incident file. Use as a context manager: the file gets its final name only if the block
+    succeeds. Raises `StoreError`."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         """Raises `StoreError` if `path` exists or cannot be written. The file can grow to `limit_bytes`."""
@@ -118,8 +116,8 @@ class IncidentWriter:
     def samples(
         self, resolution_s: int, rows: Iterable[tuple[int, int, int, bytes]], layouts: Mapping[int, bytes]
     ) -> None:
-        """Add rows of a telemetry table. Each row is a tuple: time in milliseconds, layout id, number of
-        samples, and packed numbers. `layouts` maps layout ids to layout documents."""
+        """Add telemetry rows. Each is a tuple: time in milliseconds, layout id, number of samples, and packed
+        numbers. `layouts` maps layout ids to layout documents."""
         table = next(one.table for one in RESOLUTIONS if one.seconds == resolution_s)
         ids = {one: self._layout(document) for one, document in layouts.items()}
         self._insert(
@@ -128,8 +126,8 @@ class IncidentWriter:
         )
 
     def details(self, rows: Iterable[tuple[int, bool, bytes]]) -> None:
-        """Add rows of the table of details. Each row is a tuple: time in milliseconds, whether the document
-        is a full frame, and the document."""
+        """Add detail rows. Each is a tuple: time in milliseconds, whether the document is a full frame, and
+        the document."""
         self._insert(f"INSERT OR IGNORE INTO {DETAILS} (at, whole, document) VALUES (?, ?, ?)", list(rows))
 
     def requests(self, rows: Iterable[LoggedRequest]) -> None:
@@ -192,7 +190,7 @@ class IncidentReader:
         self.path = path
 
     def facts(self) -> dict[str, str] | None:
-        """Return the properties of the slice by name, or None if the file is not an incident file."""
+        """Return the slice's properties by name, or None if the file is not an incident file."""
         with closing(open_readonly(self.path)) as connection:
             if not _is_incident(connection):
                 return None

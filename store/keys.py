@@ -1,5 +1,5 @@
-"""Operations that change keys. Each operation runs inside the caller's transaction. This module generates the
-secrets of keys; the database stores only hashes of the secrets."""
+"""Operations that change keys, run inside the caller's transaction. Key secrets are generated here; the
+database stores only their hashes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def new_secret() -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with every secret shortened to the prefix shown in lists. Users sometimes type a secret
-    where a key id is expected."""
+    """Return the text with every secret shortened to the prefix shown in lists, because users sometimes type
+    a secret where a key id is expected."""
     return _SECRET.sub(lambda found: found[0][:_SHOWN_PREFIX_CHARS] + "...", text)
 
 
@@ -43,7 +43,7 @@ def sha256(secret: str) -> str:
 
 
 def of_secret(record: KeyRecord, secret: str) -> KeyRecord:
-    """Return a copy of the record with the prefix and hash of this secret."""
+    """Return a copy of the record with this secret's prefix and hash."""
     return msgspec.structs.replace(record, prefix=secret[:_SHOWN_PREFIX_CHARS], sha256=sha256(secret))
 
 
@@ -74,8 +74,8 @@ def rotate(
     expires_at: float | None,
 ) -> tuple[Change, Change]:
     """Replace a key with a new one that has the same rights. The old key stays valid for at most `overlap_s`
-    seconds. Without `expires_at`, the new key gets the lifetime that the old key was created with. Returns
-    the changes to the old key and to the new one.
+    seconds. Without `expires_at`, the new key gets the old key's original lifetime. Returns the changes to
+    the old key and to the new one.
 
     Raises ValueError for an invalid expiry time, UnknownKeyError if there is no such key, and ConflictError
     if the key is not valid or was rotated before.

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 class Migration(NamedTuple):
-    """One step of a schema. A step never changes once it has been released; later changes are added as new
-    steps."""
+    """One step of a schema. Released steps never change; later changes are added as new steps."""
 
     name: str
     statements: tuple[str, ...]
@@ -72,8 +71,7 @@ def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[
 
 def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
     def apply(database: Database, /) -> None:
-        # Execute one statement at a time, because executescript() would commit the surrounding transaction
-        # first.
+        # Execute one statement at a time: executescript() would commit the surrounding transaction first.
         for statement in statements:
             database.conn.execute(statement)
         # Store the number of applied migrations instead of the number of the last one, because two files may

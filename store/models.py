@@ -17,11 +17,11 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
     sha256: str
     """SHA-256 (hex) of the file."""
     samples: str = ""
-    """SHA-256 (hex) of samples of a file that is too large to be read before each start. Empty for smaller
-    files, and for versions that were added by releases of the product that did not store samples."""
+    """SHA-256 (hex) of samples of a file too large to be read before each start. Empty for smaller files, and
+    for versions added by releases that did not store samples."""
     mtime_ns: int = 0
-    """When the file was last modified, in nanoseconds of unix time; 0 for versions that were added by
-    releases of the product that did not store this time."""
+    """When the file was last modified, in nanoseconds of unix time; 0 for versions added by releases that did
+    not store this time."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +51,8 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the model, keyed by their names in settings files. Omitted settings have their default
     values."""
     loaded_at: float | None = None
-    """When an operator loaded the version; None if it is not loaded. After a restart of the service, loaded
-    versions are loaded again."""
+    """When an operator loaded the version, or None if it is not loaded. Restarting the service reloads loaded
+    versions."""
 
 
 class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of a name's requests over several models or versions."""
+    """How a name's requests are distributed over several models or versions."""
 
     name: str
     """A model in the registry, or an alias."""

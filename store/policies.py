@@ -24,7 +24,7 @@ INTERACTIVE = 1
 BACKGROUND = CLASSES - 1
 KeyScope = Literal["inference", "admin", "read"]
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
-"""Permissions that a key can have: use the inference API, perform all operator actions, or read the service's
+"""A key's possible permissions: use the inference API, perform all operator actions, or read the service's
 state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
 """How prompts and answers are stored: not at all, as SHA-256 hashes, or as redacted text."""
@@ -39,7 +39,7 @@ PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""Smallest and largest possible limit. A float can represent every whole number up to the largest limit."""
+"""Smallest and largest possible limit. A float can represent every whole number up to the largest."""
 _MAX_DAYS = 36525.0
 
 
@@ -117,7 +117,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 RATE_LIMITS: Mapping[str, Declared] = {
     field.name: field for field in declared(Quota).values() if "/" in field.field.unit
 }
-"""The fields of a quota that limit requests or tokens per minute or day, by name."""
+"""The quota fields that limit requests or tokens per minute or day, by name."""
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     weight: Annotated[
         float,
-        # With a smaller weight, a tenant's share would be too small to measure.
+        # A smaller weight would make a tenant's share too small to measure.
         Field(
             "Weight in fair sharing, relative to other tenants with requests of the same class",
             low=0.001,
@@ -189,7 +189,7 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a key, without its secret or hash. Times are in unix seconds."""
+    """A key's fields, without its secret or hash. Times are in unix seconds."""
 
     id: str
     name: Annotated[str, Field("Purpose or user of the key")]
@@ -257,8 +257,7 @@ class Policies:
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 
     def latest(self, key: KeyRecord) -> KeyRecord:
-        """Follow the rotations of a key, and return the newest key. Old and new keys share the limits of the
-        newest key."""
+        """Follow a key's rotations and return the newest key, whose limits it shares with the old ones."""
         while key.replaced_by is not None and (successor := self.keys.get(key.replaced_by)) is not None:
             key = successor
         return key

@@ -1,9 +1,9 @@
-"""Stores in `history.db` how much of each quota remains, so a restart does not refill the quotas. The
+"""Stores how much of each quota remains in `history.db`, so that a restart does not refill quotas. The
 remaining amounts (levels) are written as a snapshot every few seconds instead of after each request.
 
 After a crash, the usage since the last snapshot is read from the request log, whose rows contain the tokens
-of each request (`quota_tokens`). `QuotaState.used` lists the usage that the levels do not include. The
-request log's writer also writes the snapshots, so each snapshot records the last row that it includes.
+of each request (`quota_tokens`). `QuotaState.used` lists the usage not included in the levels. The request
+log's writer also writes the snapshots, so each snapshot records the last row that it includes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """The remaining amount of each limit of one tenant or key.
-
-    Requests whose rows are still open have not been subtracted; their rows record their usage.
+    """The remaining amount of each of a tenant's or key's limits. Requests with open rows have not been
+    subtracted; their rows record their usage.
     """
 
     scope: QuotaScope
     name: str
-    """The name of the tenant, or the id of the key."""
+    """The tenant's name or the key's id."""
     at: float
     """Time when the levels were stored, in unix seconds."""
     remaining: dict[str, float] = {}
-    """Remaining amounts of the limits that are set, by name (`RATE_LIMITS`)."""
+    """Remaining amounts of the limits that are set, by limit name (`RATE_LIMITS`)."""
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -49,7 +48,7 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class QuotaState(msgspec.Struct, frozen=True):
-    """The quota state that is read at startup."""
+    """The quota state read at startup."""
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
@@ -71,9 +70,9 @@ class QuotaLog:
         self._writer = writer
 
     def save(self, levels: Iterable[QuotaLevels], deleted: Iterable[tuple[str, str]] = ()) -> bool:
-        """Store these levels, and delete the levels of the (scope, name) pairs in `deleted`. Never blocks;
-        returns False if the snapshot was dropped. Call this after submitting the rows of all requests that
-        the levels include, and before submitting any other rows."""
+        """Store these levels, and delete those for the (scope, name) pairs in `deleted`. Never blocks;
+        returns False if the snapshot was dropped. Call this after submitting the rows for every request
+        counted in the levels, and before submitting any others."""
         return self._writer.submit(partial(_save, list(levels), list(deleted)))
 
 
@@ -86,21 +85,21 @@ def _save(levels: list[QuotaLevels], deleted: list[tuple[str, str]], connection:
 
 
 def _levels(scope: QuotaScope, name: str, at: float, *amounts: float | None) -> QuotaLevels:
-    """Return the levels that a row contains."""
+    """Return a row's levels."""
     limits = zip(RATE_LIMITS, amounts, strict=True)
     remaining = {limit: amount for limit, amount in limits if amount is not None}
     return QuotaLevels(scope=scope, name=name, at=at, remaining=remaining)
 
 
 def read_quotas(path: Path) -> QuotaState:
-    """Return the state of all quotas in the file at `path`. Call this before the first request. Raises
+    """Return the quota state in the file at `path`. Call this before the first request. Raises
     `StoreError`."""
     with reading(path, HISTORY) as connection:
         levels = [
             _levels(*row) for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM quota_levels")
         ]
-        # A snapshot contains only the levels that changed since the previous snapshot. A level that is
-        # missing from the newest snapshot is therefore still current.
+        # A snapshot contains only the levels that changed since the previous one, so a level missing from the
+        # newest snapshot is still current.
         (sequence,) = connection.execute("SELECT max(sequence) FROM quota_levels").fetchone()
         if sequence is None:
             return QuotaState()

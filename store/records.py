@@ -47,7 +47,7 @@ _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
     SplitRecord: ("splits", ("name",)),
     ShadowRecord: ("shadows", ("name",)),
 }
-"""Table and primary key of each record type."""
+"""Each record type's table and primary key."""
 
 
 def insert(connection: sqlite3.Connection, record: Record) -> None:
@@ -106,7 +106,7 @@ def column_type(hint: Any) -> str:
 
 
 def column_value(value: object) -> object:
-    """Convert a field's value to its representation in SQLite."""
+    """Convert a field's value to its SQLite representation."""
     if isinstance(value, tuple | dict | msgspec.Struct):
         return msgspec.json.encode(value, order="sorted").decode()
     return value
@@ -125,7 +125,7 @@ def _record(kind: type[R], fields: dict[str, object]) -> R:
 
 @cache
 def _as_json(kind: type[Record]) -> tuple[str, ...]:
-    """Return the fields that are stored as JSON."""
+    """Return the fields stored as JSON."""
     found = []
     for name, hint in get_type_hints(kind).items():
         inner = without_none(hint)

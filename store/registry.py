@@ -30,14 +30,14 @@ from store.models import (
 
 
 class ModelRegistry:
-    """The registry of one service. Changes return a future, like those of `ControlStore`. Safe to call from
-    any thread."""
+    """A service's registry. Like those of `ControlStore`, changes return a future. Safe to call from any
+    thread."""
 
     def __init__(self, control: ControlStore) -> None:
         """`control` must have been started. Raises `StoreError`."""
         self._control = control
         self.current = read_registry(control.path)
-        """All current records. Every change replaces this object with a new one."""
+        """All current records. Every change replaces this object."""
 
     # ── versions ──
 
@@ -143,7 +143,7 @@ class ModelRegistry:
         self, *, actor: Actor | str, action: str, model: str, version: int
     ) -> Future[ModelRecord]:
         """Make a version the default of its model, and end any split of the model's name. The future raises
-        UnknownModelError."""
+        UnknownModelError if there is no such version."""
         before: dict[str, object] = {}
 
         def apply(connection: sqlite3.Connection) -> ModelRecord:
@@ -172,7 +172,7 @@ class ModelRegistry:
         self, *, actor: Actor | str, action: str, model: str, version: int, pinned: bool
     ) -> Future[VersionRecord]:
         """Set whether a version, once loaded, always stays loaded (the setting `pinned`). The future raises
-        UnknownModelError."""
+        UnknownModelError if there is no such version."""
         before: list[bool] = []
 
         def apply(connection: sqlite3.Connection) -> VersionRecord:
@@ -193,9 +193,9 @@ class ModelRegistry:
         )
 
     def set_loaded(self, model: str, version: int, loaded: bool) -> Future[Registry]:
-        """Store whether a version is to be loaded again after a restart of the service. This change has no
-        separate audit row, because the rows of the action that loads or unloads the version describe it. Does
-        nothing if the version has been removed."""
+        """Store whether a version is to be reloaded after a restart. This change has no audit row of its own,
+        because it is described by those of the action that loads or unloads the version. Does nothing if the
+        version has been removed."""
 
         def apply(connection: sqlite3.Connection) -> Registry:
             found = records.find(connection, VersionRecord, model, version)
@@ -321,7 +321,7 @@ class ModelRegistry:
         apply: Callable[[sqlite3.Connection], Any],
         values: Callable[[Any], tuple[Mapping[str, object] | None, Mapping[str, object] | None]],
     ) -> Future[Any]:
-        """Apply a change and audit it, and update the records in memory after the commit."""
+        """Apply and audit a change, and update the in-memory records after the commit."""
         after: list[Registry] = []
 
         def apply_and_read(connection: sqlite3.Connection) -> Any:
@@ -359,7 +359,7 @@ def _read(connection: sqlite3.Connection) -> Registry:
 
 
 def _end_split(connection: sqlite3.Connection, name: str) -> SplitRecord | None:
-    """Delete the split of a name. Return the deleted split, or None if the name has no split."""
+    """Delete a name's split and return it, or None if there is none."""
     split = records.find(connection, SplitRecord, name)
     if split is not None:
         records.delete(connection, split)
@@ -367,7 +367,7 @@ def _end_split(connection: sqlite3.Connection, name: str) -> SplitRecord | None:
 
 
 def _end_shadow(connection: sqlite3.Connection, name: str) -> ShadowRecord | None:
-    """Delete the shadow of a name. Return the deleted shadow, or None if the name has no shadow."""
+    """Delete a name's shadow and return it, or None if there is none."""
     shadow = records.find(connection, ShadowRecord, name)
     if shadow is not None:
         records.delete(connection, shadow)

@@ -22,17 +22,17 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# Clients can choose the text of some fields (model, error). Truncate long texts, so that rows waiting in
-# memory stay small.
+# Clients can choose some fields' text (model, error). Truncate long texts, so that rows waiting in memory
+# stay small.
 _TEXT_LIMIT_CHARS = 2000
 MAX_EXAMINED = 20_000
 """Maximum number of requests that `RequestReader.unfinished` examines."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
-    """The stored record of one request, without its prompt and answer. Times are in unix seconds. A row is
-    open while `finished_at` is None; fields such as `finish_reason` are set when the row is closed. The
-    fields are the columns of the table `requests` (`request_class` is the column `class`)."""
+    """A request's stored record, without prompt and answer. Times are in unix seconds. A row is open while
+    `finished_at` is None; fields such as `finish_reason` are set when the row is closed. The fields are the
+    columns of the table `requests` (`request_class` is the column `class`)."""
 
     request_id: str
     created_at: float
@@ -49,7 +49,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache. `prompt_tokens` includes these tokens."""
+    """Number of prompt tokens found in the prefix cache, included in `prompt_tokens`."""
     generated_tokens: int = 0
     billed_tokens: int = 0
     queue_ms: float | None = None
@@ -78,7 +78,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     retry_of: str | None = None
     """Id of the earlier request that answered the retry."""
     user: str | None = None
-    """Field `user` of the request body, in which the client identifies its end user."""
+    """The request body's `user` field, in which the client identifies its end user."""
     unit: str | None = None
     """The model that answered the request: its name in the settings, or NAME@VERSION for a version in the
     registry. It differs from `model` if `model` is an alias, a split name, or a model in the registry."""
@@ -93,8 +93,8 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Sequence number of the row's last change, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """Number of times that the request was closed again after its row had been closed. A value above 0
-    indicates a bug in the service."""
+    """Number of times the request was closed again after its row had been closed. Any such time is a bug in
+    the service."""
 
     def stored(self, sequence: int) -> tuple[object, ...]:
         """Return the values that `INSERT_LOGGED` stores, with the given sequence number."""
@@ -108,8 +108,7 @@ _INSERT = (
     f"ON CONFLICT (request_id) "
 )
 _OPEN = INSERT_LOGGED = _INSERT + "DO NOTHING"
-# Only the first call closes a row. Closing a closed row again changes nothing, so the number of changed rows
-# is 0.
+# Only the first call closes a row. Closing it again changes no rows.
 _END = (
     _INSERT
     + "DO UPDATE SET "
@@ -194,11 +193,11 @@ class RequestLog:
         try:
             return connection.execute(sql, values).rowcount
         except UnicodeEncodeError:
-            # A lone surrogate in a client's JSON must not prevent the row from being stored.
+            # A lone surrogate in a client's JSON must not keep the row from being stored.
             return connection.execute(sql, [_storable(value) for value in values]).rowcount
 
     def _next_sequence(self, connection: sqlite3.Connection) -> int:
-        # Sequence numbers of a rolled-back transaction are not reused, so a gap does not mean that a row is
+        # A rolled-back transaction's sequence numbers are not reused, so a gap does not mean that a row is
         # missing.
         if self._last_sequence is None:
             found = connection.execute("SELECT max(sequence) FROM requests").fetchone()[0]
@@ -263,9 +262,8 @@ class RequestReader:
     """
 
     def __init__(self, path: Path, *, limit_s: float | None = None, limit_bytes: int | None = None) -> None:
-        """`limit_s` is the time limit of a call. A call that exceeds it raises `SlowQueryError`.
-        `limit_bytes` limits the total size of a list's texts: the list ends with the row that exceeds the
-        limit."""
+        """`limit_s` is the time limit per call; slower calls raise `SlowQueryError`. `limit_bytes` limits the
+        total size of a list's texts: the list ends with the row that exceeds it."""
         self.path = path
         self._limit_s = limit_s
         self._limit_bytes = limit_bytes
@@ -273,7 +271,7 @@ class RequestReader:
     def query(
         self, wanted: RequestFilter, limit: int, before: RequestPosition | None = None
     ) -> list[LoggedRequest]:
-        """Return the newest `limit` requests, by `created_at`, that match every condition in `wanted`. If
+        """Return the newest `limit` requests, by `created_at`, that match all conditions in `wanted`. If
         `before` is given, return only requests before this position."""
         conditions, values = _where(wanted)
         if before is not None:
@@ -327,7 +325,7 @@ class RequestReader:
 
 
 def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
-    """Return the SQL conditions of a filter and their values."""
+    """Return a filter's SQL conditions and their values."""
     conditions, values = ["true"], []
     for field, value in msgspec.structs.asdict(wanted).items():
         if value is not None:
@@ -337,8 +335,8 @@ def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
 
 
 def _within(rows: Iterable[tuple[Any, ...]], limit_bytes: int) -> list[Any]:
-    """Return rows until the total size of their texts exceeds the limit. The row that exceeds it is still
-    returned."""
+    """Return rows until the total size of their texts exceeds the limit, including the row that exceeds
+    it."""
     found, size = [], 0
     for row in rows:
         found.append(row)

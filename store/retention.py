@@ -1,8 +1,6 @@
-"""Removes rows of the request log, telemetry and stored contents after their retention time, and returns free
-pages to the file system.
-
-Rows are removed in small batches, so that other operations never wait long. Functions that take a connection
-are meant to be submitted to the database's writer.
+"""Removes request log, telemetry and stored contents rows after their retention time, and returns free pages
+to the file system. Rows are removed in small batches, so that other operations never wait long. Functions
+that take a connection are meant to be submitted to the database's writer.
 """
 
 from __future__ import annotations
@@ -84,8 +82,8 @@ def remove_contents(
 
 
 def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]) -> Removed:
-    """Remove a batch of rows from the telemetry tables, and any layouts no longer used by a row. `before`
-    maps each table to the time (unix seconds) before which its rows are removed."""
+    """Remove a batch of rows from the telemetry tables, and any layouts no longer in use. `before` maps each
+    table to the time (unix seconds) before which its rows are removed."""
     removed = 0
     layouts: set[tuple[int]] = set()
     for table, until in before.items():
@@ -120,9 +118,9 @@ class Emptying:
 
 
 def empty_log(writer: Writer) -> Future[Emptying]:
-    """Copy the write-ahead log into the database and empty the log. Without this, the log would keep removed
-    data until new data overwrites it. Does not wait for readers, because waiting would block pending writes.
-    If `Emptying.done` is False, call this function again later. The future raises `StoreError`."""
+    """Copy the write-ahead log into the database and empty the log, which would otherwise keep removed data
+    until it is overwritten. Does not wait for readers, because that would block pending writes. If
+    `Emptying.done` is False, call this function again later. The future raises `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection
@@ -158,8 +156,8 @@ def _and_pages(connection: sqlite3.Connection, removed: int, more: bool) -> Remo
     free, pages = (
         int(connection.execute(f"PRAGMA {n}").fetchone()[0]) for n in ("freelist_count", "page_count")
     )
-    # Some of the free pages will soon be needed again. Return only the excess, and only after all rows have
-    # been removed.
+    # Some free pages will soon be needed again, so return only the excess, and only after all rows have been
+    # removed.
     if more or free <= max(BATCH_PAGES, pages * KEPT_FREE):
         return Removed(removed, 0, more)
     for _ in range(BATCH_PAGES):

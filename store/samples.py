@@ -1,8 +1,6 @@
-"""Telemetry samples. Each sample is a tree of structs, lists and values. It is stored in two parts: a row of
-numbers and a layout.
-
-The numbers change with every sample. The layout contains everything else: the names, the texts and the
-positions of the numbers. The layout rarely changes, so each layout is stored once and samples refer to it.
+"""Telemetry samples. A sample is a tree of structs, lists and values, stored in two parts: a row of numbers,
+which change with every sample, and a layout with everything else: names, texts and the positions of the
+numbers. Layouts rarely change, so each is stored once and samples refer to it.
 
 A metric is one of the numbers. Its name is its path in the tree, such as `queue.waiting` or
 `gpus[0].power_w`. Brackets contain the name or number of a list entry.
@@ -23,13 +21,13 @@ import msgspec
 Tree = dict[str, Any]
 
 _IDENTITY = ("id", "replica", "number", "name", "limit", "where", "model", "kind", "pid")
-"""Fields that identify an entry of a list. The first field with a value is used."""
+"""Fields that identify a list entry. The first one with a value is used."""
 _CONSTANT = "="
 """Key of the JSON object in which a layout stores a number. A layout stores only the numbers that identify
 list entries."""
 _DOUBLE_BYTES = 8
 _SINGLE_BITS = 23
-"""Number of mantissa bits of a single-precision number."""
+"""Number of mantissa bits in a single-precision number."""
 _LARGE = 1 << 24
 """Single precision represents all whole numbers up to this one."""
 _LEVEL = 1
@@ -56,7 +54,7 @@ class TelemetryLayout:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> TelemetryLayout:
-        """Return the layout whose compressed document is `packed`."""
+        """Return the layout with the compressed document `packed`."""
         return cls(zlib.decompress(packed))
 
     @cached_property
@@ -65,7 +63,7 @@ class TelemetryLayout:
 
     @cached_property
     def metrics(self) -> dict[str, int]:
-        """Position of each metric among the numbers, keyed by the metric's name."""
+        """Each metric's index among the numbers, by metric name."""
         names = [name for name, value in self._leaves if type(value) in (int, float)]
         return {name: position for position, name in enumerate(names)}
 
@@ -89,20 +87,20 @@ class TelemetrySample(msgspec.Struct, frozen=True):
     numbers: array[float]
 
     def value(self, metric: str) -> float | None:
-        """Return the value of a metric, or None if it is unknown."""
+        """Return a metric's value, or None if unknown."""
         position = self.layout.metrics.get(metric)
         if position is None or math.isnan(value := self.numbers[position]):
             return None
         return value
 
     def tree(self) -> Tree:
-        """Return the tree from which the sample was made."""
+        """Return the original tree of the sample."""
         return self.layout.tree(self.numbers)
 
 
 class Splitter:
-    """Splits trees into samples. A metric that has had a value remains a metric while its value is None.
-    Otherwise, every change between a number and None would create a new layout."""
+    """Splits trees into samples. Once a metric has had a value, it remains a metric while its value is None;
+    otherwise, every change between a number and None would create a new layout."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, int | float] = {}
@@ -169,8 +167,8 @@ def rounded(numbers: array[float], mantissa_bits: int = 23) -> array[float]:
 
 
 def pack(rows: Sequence[array[float]]) -> bytes:
-    """Compress rows of numbers. Bytes of equal significance are stored together, because they compress better
-    that way."""
+    """Compress rows of numbers. Bytes of equal significance are stored together, because that compresses
+    better."""
     raw = b"".join(row.tobytes() for row in rows)
     return zlib.compress(b"".join(raw[byte::_DOUBLE_BYTES] for byte in range(_DOUBLE_BYTES)), _LEVEL)
 
@@ -189,8 +187,8 @@ def unpack(packed: bytes, rows: int) -> list[array[float]]:
 
 
 def unpack_metric(packed: bytes, rows: int, position: int) -> list[float]:
-    """Unpack one number of each row packed by `pack`, without unpacking the other numbers. Raises ValueError
-    if the bytes are damaged."""
+    """Unpack one number of each row packed by `pack`, without unpacking the others. Raises ValueError if the
+    bytes are damaged."""
     shuffled = _decompressed(packed, rows)
     count = len(shuffled) // _DOUBLE_BYTES
     length = count // rows

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from store.migrations import Migration, Schema
 
-# Times are unix seconds. A request is open while finished_at is null. Every change to a row gets a number,
-# and sequence is the number of the row's last change. A reader that follows the log selects the rows with a
-# higher sequence than that of the last row it has read.
+# Times are unix seconds. A request is open while finished_at is null. Every change to a row gets a number;
+# sequence is that of the row's last change. A reader that follows the log selects rows with a higher sequence
+# than the last row it has read.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -49,9 +49,9 @@ CREATE TABLE requests (
     "CREATE INDEX requests_created_at ON requests (created_at)",
     "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
     "CREATE INDEX requests_model ON requests (model, created_at)",
-    # These partial indexes always stay small or empty. The first index contains the open rows, which must be
-    # closed at startup after a crash. The second index contains the rows that were closed more than once
-    # (double_ends), which indicates a bug.
+    # These partial indexes always stay small or empty. The first contains open rows, which must be closed at
+    # startup after a crash; the second contains rows that were closed more than once (double_ends), which
+    # indicates a bug.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """
@@ -172,7 +172,7 @@ ADD_USAGE = (
 """Adds the ended request with the given id to the daily usage."""
 
 # Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
-# the format of store.samples.pack. The indexes serve to find layouts that are no longer used by any row.
+# the format of store.samples.pack. The indexes serve to find layouts no longer used by any row.
 _TELEMETRY = (
     """
 CREATE TABLE telemetry_layouts (
@@ -251,7 +251,7 @@ CREATE TABLE silences (
 
 _ALERT_DESCRIPTION = ("ALTER TABLE alerts RENAME COLUMN what TO description",)
 
-# This database stores the prompts and answers that tenants' log policies require. Only the service's user can
+# This database stores prompts and answers as required by tenants' log policies. Only the service's user can
 # read the file.
 _CONTENTS = (
     """

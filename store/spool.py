@@ -41,7 +41,7 @@ class SpoolState(NamedTuple):
     """Number of entries that are not in the file. If the service is killed, these entries exist only in its
     log."""
     path: Path | None
-    """File that contains the spooled entries; None if the file contains no entries."""
+    """File with the spooled entries, or None if it has none."""
     since: str | None
     """Time of the oldest entry, in the format of `Entry.at`."""
     dropped: int
@@ -95,8 +95,8 @@ class Spool:
         self._dropped = 0
 
     def start(self) -> None:
-        """Read the entries left by an earlier run of the service, and reserve space. Raises OSError if the
-        file cannot be read."""
+        """Read the entries left by an earlier run, and reserve space. Raises OSError if the file cannot be
+        read."""
         self._entries, self._end, self._mac = read_spool(self._path, self._key)
         # If space cannot be reserved, the file grows when entries are written.
         with contextlib.suppress(OSError):
@@ -131,10 +131,9 @@ class Spool:
             return list(self._entries)
 
     def drop(self, count: int) -> None:
-        """Remove the oldest `count` entries, which have been appended to the chain.
-
-        The file is cleared only when no entry is waiting. Until then it also contains entries that are
-        already in the chain. A later startup recognises these entries by their action id (`act`).
+        """Remove the oldest `count` entries, which have been appended to the chain. The file is cleared only
+        when no entry is waiting. Until then, it also contains entries already in the chain, which a later
+        startup recognises by their action id (`act`).
         """
         with self._lock:
             del self._entries[:count]
@@ -196,7 +195,7 @@ class Spool:
                 written += os.pwrite(descriptor, line[written:], self._end + written)
             os.fdatasync(descriptor)
         except OSError:
-            # Remove the partial line. Otherwise, the next attempt would be appended to it.
+            # Remove the partial line, which the next attempt would otherwise be appended to.
             with contextlib.suppress(OSError):
                 os.pwrite(descriptor, bytes(len(line)), self._end)
             raise

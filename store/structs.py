@@ -12,7 +12,7 @@ class KeptText(msgspec.Struct, frozen=True):
 
     part: Literal["prompt", "answer"]
     number: int
-    """Index of this text among the request's prompts or answers."""
+    """Index among the request's prompts or answers."""
     sha256: str
     """SHA-256 (hex) of `text`. If only hashes are kept, it is the SHA-256 of the whole original text. For a
     conversation, the original text is its JSON without spaces; for token ids, it is the decoded text."""
@@ -30,7 +30,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a database writer."""
 
     lag_rows: int
-    """Number of operations that wait to be committed."""
+    """Number of operations waiting to be committed."""
     lag_ms: float
     """Age of the oldest waiting operation; an age up to the commit interval is normal."""
     last_error: str | None
@@ -45,8 +45,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of operations dropped because the database cannot store them. Each of these indicates a bug and
     is logged."""
     restored: str = ""
-    """How the file was deleted or replaced while it was open, and how the writer restored it. Empty if it
-    was neither deleted nor replaced."""
+    """How the open file was deleted or replaced, and how the writer restored it, or empty."""
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +53,9 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     rule: str
-    """Pattern for the rule's name, in which `*` stands for any characters."""
+    """Pattern for the rule's name; `*` stands for any characters."""
     subject: str
-    """Pattern for the alerts' subject, in which `*` stands for any characters."""
+    """Pattern for the alerts' subject; `*` stands for any characters."""
     until: float
     """End of the silence, in unix seconds."""
     reason: str = ""

@@ -1,8 +1,6 @@
-"""Telemetry in `history.db`: the state of the service in every second of the last hour, and at coarser
-resolutions before that.
-
-There is one table per resolution. Coarse rows contain the mean, the minimum and the maximum of each metric,
-so that short incidents remain visible. `TelemetryLog` writes through the writer thread and never blocks.
+"""Telemetry in `history.db`: the service state in every second of the last hour, and at coarser resolutions
+before that, with one table per resolution. Coarse rows contain each metric's mean, minimum and maximum, so
+that short incidents remain visible. `TelemetryLog` writes through the writer thread and never blocks.
 `store.telemetry_reader` reads the tables. The details of a second, such as the unfinished requests, are
 documents in a format that only the caller knows.
 """
@@ -21,8 +19,8 @@ from store.samples import TelemetryLayout, TelemetrySample, pack, rounded, unpac
 from store.writer import Writer
 
 _MAX_FAILING_S = 60.0
-"""Time after which samples are dropped while the database refuses writes, because they would take memory that
-waiting rows of the request log need."""
+"""Time after which samples are dropped while the database refuses writes, because waiting request log rows
+need the memory."""
 _MAX_WAITING_ROWS = 10_000
 _COARSE_BITS = 10
 """Number of significant bits kept for metrics that vary within an interval. The error is below 0.05%."""
@@ -53,7 +51,7 @@ RESOLUTIONS = (
 """The tables, finest first."""
 COARSE = RESOLUTIONS[1:]
 DETAILS = "telemetry_details"
-"""The table with the details of each second. Its rows are kept as long as those of the finest resolution."""
+"""The table of each second's details. Its rows are kept as long as those of the finest resolution."""
 
 
 class TelemetryLog:
@@ -102,8 +100,8 @@ class TelemetryLog:
 
 
 def combine(samples: Sequence[TelemetrySample]) -> list[array[float]]:
-    """Return the mean, minimum and maximum of each metric over the samples. The last sample's layout
-    determines the metrics and their order. A metric that is unknown in every sample is NaN."""
+    """Return each metric's mean, minimum and maximum over the samples. The last sample's layout determines
+    the metrics and their order. A metric unknown in all samples is NaN."""
     layout = samples[-1].layout
     columns = zip(*(_aligned(sample, layout) for sample in samples), strict=True)
     means, lows, highs = array("d"), array("d"), array("d")
@@ -152,7 +150,7 @@ def unpack_interval(packed: bytes) -> list[array[float]]:
 
 
 def _aligned(sample: TelemetrySample, layout: TelemetryLayout) -> Iterable[float]:
-    """Return the sample's numbers in the order of `layout`."""
+    """Return the sample's numbers in the order given by `layout`."""
     if sample.layout is layout or sample.layout.document == layout.document:
         return sample.numbers
     return _mapped(sample, layout)

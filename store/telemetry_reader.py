@@ -1,5 +1,5 @@
-"""Reads the telemetry in `history.db` from any process: the state of the service at a given time, time series
-of metrics, and all samples in order."""
+"""Reads the telemetry in `history.db` from any process: the service state at a given time, time series of
+metrics, and all samples in order."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from store.schemas import HISTORY
 from store.telemetry import DETAILS, RESOLUTIONS, Resolution, unpack_interval
 
 _VALID_S = 2.5
-"""A one-second sample is valid until the next sample, but no longer than this many seconds."""
+"""A one-second sample is valid until the next one, but for at most this many seconds."""
 _PAGE_ROWS = 600
 """Maximum number of rows read through one connection. A reader that keeps its connection open prevents the
 service from leaving WAL mode when it stops."""
 
 
 class RecordedSample(NamedTuple):
-    """A recorded sample with the range of each metric."""
+    """A recorded sample with each metric's range."""
 
     sample: TelemetrySample
-    """The values of one second, or the means of an interval that begins at `sample.at`."""
+    """The values of one second, or the means of an interval starting at `sample.at`."""
     resolution_s: int
     low: array[float]
     """The minimum of each metric in the interval."""
@@ -36,7 +36,7 @@ class RecordedSample(NamedTuple):
 
 
 class SeriesPoint(NamedTuple):
-    """The value of a metric in one second, or in an interval that begins at `at`."""
+    """A metric's value in one second, or in an interval starting at `at`."""
 
     at: float
     mean: float
@@ -63,7 +63,7 @@ class StoredSample(NamedTuple):
 
 
 class StoredDetails(NamedTuple):
-    """A row of the table of details as stored. `at` is in unix milliseconds."""
+    """A row of the details table as stored. `at` is in unix milliseconds."""
 
     at: int
     whole: bool
@@ -79,7 +79,7 @@ class TelemetryReader:
     cannot be read."""
 
     def __init__(self, path: Path, *, limit_s: float | None = None) -> None:
-        """`limit_s` is the time limit of a query. A query that exceeds it raises `SlowQueryError`."""
+        """`limit_s` is the time limit per query; slower queries raise `SlowQueryError`."""
         self.path = path
         self._limit_s = limit_s
         self._layouts: dict[int, TelemetryLayout] = {}
@@ -90,7 +90,7 @@ class TelemetryReader:
         return RESOLUTIONS[0]
 
     def span(self) -> tuple[float, float] | None:
-        """Return the times of the oldest and the newest sample, or None if there are none."""
+        """Return the times of the oldest and newest samples, or None if there are none."""
         with self._reading() as connection:
             spans = [_span(connection, resolution) for resolution in RESOLUTIONS]
         known = [end for end in spans if end is not None]
@@ -297,8 +297,8 @@ class TelemetryReader:
 
 
 def _span(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, int] | None:
-    # Use two queries. SQLite answers each of them from one end of the index, but it would read all rows to
-    # answer a single query for both the minimum and the maximum.
+    # Use two queries. SQLite answers each from one end of the index, but would read all rows for a single
+    # query for both minimum and maximum.
     table = resolution.table
     first = connection.execute(f"SELECT min(at) FROM {table}").fetchone()[0]
     last = connection.execute(f"SELECT max(at) FROM {table}").fetchone()[0]

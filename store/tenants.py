@@ -1,5 +1,4 @@
-"""Operations that change tenants and the mappings of users and groups to tenants. Each runs inside the
-caller's transaction."""
+"""Operations that change tenants and the user and group mappings, run inside the caller's transaction."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
 
 
 def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, object]) -> Change:
-    """Set fields of a tenant. Raises ValueError if a value is invalid, and UnknownTenantError if there is no
-    such tenant."""
+    """Set tenant fields. Raises ValueError if a value is invalid, and UnknownTenantError if there is no such
+    tenant."""
     before = find(connection, name)
     after = replaced(before, changes)
     check_tenant(after)
@@ -86,7 +85,7 @@ def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
 
 
 def unmap_peer(connection: sqlite3.Connection, kind: PeerKind, number: int) -> Change:
-    """Remove the mapping of a user or group. Raises UnknownPeerError."""
+    """Remove a user or group mapping. Raises UnknownPeerError."""
     before = records.find(connection, PeerRecord, kind, number)
     if before is None:
         raise UnknownPeerError(

@@ -1,6 +1,5 @@
-"""The audit trail of the running service. Entries are appended to the chain, and the chain's heads are
-recorded regularly. While the database refuses writes, entries are stored in the spool and moved to the chain
-later.
+"""The running service's audit trail. Entries are appended to the chain, whose heads are recorded regularly.
+While the database refuses writes, entries are stored in the spool and moved to the chain later.
 
     acting, recorded = trail.intend(actor, action, params)   before anything is done
     trail.append(connection, entry)                          within the transaction of a change, or
@@ -29,7 +28,7 @@ WITHIN_S = 5.0
 """Maximum time, in seconds, that a write to the control database waits before it starts. A change that has
 waited longer fails with an error; an audit entry that has waited longer is spooled."""
 _LOOKED_THROUGH = 10_000
-"""Number of the newest rows that are searched at startup for intents without a result."""
+"""Number of newest rows searched at startup for intents without a result."""
 
 
 _SERVICE = "service"
@@ -57,8 +56,8 @@ class Appended(NamedTuple):
 
 
 class AuditTrail:
-    """Records audit entries in the chain or the spool. Any thread may call the methods, except `append` and
-    `committed`. These two may only be called by operations of `writer`."""
+    """Records audit entries in the chain or the spool. Safe to call from any thread, except that only
+    operations of `writer` may call `append` and `committed`."""
 
     def __init__(self, writer: Writer, spool: Spool, heads: HeadKeeper) -> None:
         self._writer = writer
@@ -68,9 +67,8 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append the entries that an earlier run left in the spool. Append a result for each intent that an
-        earlier run left without one. Then record the head. If the database refuses writes, all of this
-        happens later."""
+        """Append the entries that an earlier run left in the spool and results for the intents that it left
+        without one, then record the head. If the database refuses writes, all of this happens later."""
         self._heads.start()
         self._call(self._begin).exception()
 
@@ -147,9 +145,8 @@ class AuditTrail:
     def committed(self, appended: Appended) -> None:
         """Record the new head and remove the appended entries from the spool. Call this after the transaction
         has been committed."""
-        # Record the head before removing entries from the spool. In the reverse order, a crash between the
-        # two steps would leave rows with neither a recorded head nor a spooled entry, as if heads had been
-        # removed.
+        # Record the head before removing entries from the spool. Otherwise, a crash in between would leave
+        # rows with neither a recorded head nor a spooled entry, as if heads had been removed.
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)
@@ -157,7 +154,7 @@ class AuditTrail:
         self._refused = None
 
     def refused(self, entry: Entry, error: BaseException) -> None:
-        """Spool an entry after its transaction failed because the database refused it."""
+        """Spool an entry whose transaction was refused by the database."""
         news, self._refused = self._refused is None, str(error)
         self._spool.put(entry)
         if news:

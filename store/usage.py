@@ -1,5 +1,5 @@
-"""The daily usage in `history.db`: one row for each day, tenant, key and model. The transaction that closes a
-request also updates its usage row, so the usage stays exact after the request's row has been removed."""
+"""Daily usage in `history.db`, with one row per day, tenant, key and model. The transaction that closes a
+request also updates its usage row, so usage stays exact after the request's row has been removed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class UsageFilter(NamedTuple):
 
 
 class DailyUsage(NamedTuple):
-    """The usage of one tenant, key and model on one day."""
+    """One tenant's, key's and model's usage on one day."""
 
     day: str
     tenant: str
@@ -47,8 +47,8 @@ def add_ended(connection: sqlite3.Connection, request_id: str) -> None:
 
 
 def read_usage(path: Path, wanted: UsageFilter, limit: int, limit_s: float | None) -> list[DailyUsage]:
-    """Return the first `limit` matching rows, oldest day first. `limit_s` is the time limit of the call.
-    Raises `StoreError`."""
+    """Return the first `limit` matching rows, oldest day first. `limit_s` is the call's time limit. Raises
+    `StoreError`."""
     given = [(sql, value) for sql, value in zip(_CONDITIONS, wanted, strict=True) if value is not None]
     where = " AND ".join(["true", *(sql for sql, _ in given)])
     sql = f"SELECT {', '.join(DailyUsage._fields)} FROM usage WHERE {where} ORDER BY 1, 2, 3, 4 LIMIT ?"

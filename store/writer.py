@@ -43,9 +43,9 @@ _BATCH_ROWS = 500
 _LOOK_EVERY_S = 2.0
 """Interval at which an idle writer checks whether its file has been deleted or replaced on disk."""
 _PROGRESS_EVERY_S = 0.1
-"""Interval at which `close` checks whether the writer makes progress."""
+"""Interval at which `close` checks whether the writer is making progress."""
 
-# After these errors, the connection is usable again as soon as their cause has been removed.
+# After these errors, the connection is usable again once their cause is gone.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
@@ -54,22 +54,20 @@ class _Item(NamedTuple):
     submitted_at: float
     """Time of the submission, from `time.monotonic()`."""
     future: Future[Any] | None
-    """Future for the result. If it is set, a caller is waiting, so the item is committed immediately."""
+    """Future for the result. If set, a caller is waiting, so the item is committed immediately."""
     once: bool
     """Whether the operation runs in a separate transaction and only once. If it fails, it is not retried, and
     the future raises the error."""
     after_commit: Callable[[Any], None] | None
     begin_by: float | None = None
-    """Latest time at which the operation may start, on the clock `time.monotonic()`. If the operation has not
-    started by then, it fails."""
+    """Latest time at which the operation may start, from `time.monotonic()`. If it has not started by then,
+    it fails."""
 
 
 class Writer:
-    """Owns the writing connection to the database at `path`. The connection is used by a separate thread,
-    which runs from `start()` to `close()`.
-
-    All methods may be called from any thread. `submit` holds a lock only for microseconds, so it may be
-    called on an event loop.
+    """Owns the writing connection to the database at `path`, used by a separate thread that runs from
+    `start()` to `close()`. All methods may be called from any thread. `submit` holds a lock only for
+    microseconds, so it may be called on an event loop.
     """
 
     def __init__(
@@ -114,9 +112,9 @@ class Writer:
     def start(self) -> None:
         """Open the database, creating or migrating it if necessary, and start writing.
 
-        Raises `StoreError` for a problem that an operator must fix. A full or failing disk raises no error.
-        In that case, the writer keeps operations in memory, reports the fault in `state()` and in the log,
-        and opens the database as soon as the disk allows it.
+        Raises `StoreError` for a problem that an operator must fix. A full or failing disk raises no error:
+        the writer keeps operations in memory, reports the fault in `state()` and in the log, and opens the
+        database as soon as the disk allows.
         """
         self._thread.start()
         self._opened.result()
@@ -177,8 +175,8 @@ class Writer:
             self._condition.notify_all()
         if self._thread.ident is None:
             return
-        # In addition to the time for the next commit, allow time for a checkpoint and for readers to close
-        # the file. Time during which this thread is not scheduled is not counted.
+        # Besides the next commit, allow time for a checkpoint and for readers to close the file. Time during
+        # which this thread is not scheduled is not counted.
         limit_s = left_s = timeout_s + 10.0
         while self._thread.is_alive() and left_s > 0:
             before = self._busy_since, self._committed_rows
@@ -275,7 +273,7 @@ class Writer:
         with self._condition:
             while True:
                 now = time.monotonic()
-                # While it is closing, the writer gives up only if the disk refuses writes.
+                # While closing, the writer gives up only if the disk refuses writes.
                 give_up_at = self._close_by if self._refused else None
                 if give_up_at is not None and now >= give_up_at:
                     return None
@@ -331,8 +329,8 @@ class Writer:
                 self._note_failure(str(self._explained(error)))
 
     def _write_one_by_one(self, database: WritableDatabase, batch: list[_Item]) -> None:
-        # One operation in the batch can never be written. Write each operation separately, so that the faulty
-        # one does not block the rest.
+        # One operation in the batch can never be written. Write each separately, so that the faulty one does
+        # not block the rest.
         for item in batch:
             try:
                 self._commit(database, [item])
