@@ -1,5 +1,5 @@
-"""Background tasks and timers on the event loop, the delay before a process is restarted, and limits on
-processing time."""
+"""Background tasks and timers on the event loop, delays before process restarts, and limits on processing
+time."""
 
 from __future__ import annotations
 
@@ -124,12 +124,11 @@ class Backoff:
 
 
 class TimeBudgets:
-    """Limits the share of a thread's time that each user may take on average. All times are in seconds on the
-    same clock."""
+    """Limits each user's average share of a thread's time. All times are in seconds on the same clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
-        """`max_share` is between 0 and 1. A user that has been idle for `burst_s` seconds may immediately use
-        its share of these seconds."""
+        """`max_share` is between 0 and 1. A user that has been idle for `burst_s` seconds may use its share
+        of them immediately."""
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
@@ -141,11 +140,11 @@ class TimeBudgets:
         return max(0.0, self._rests_until.get(user, 0.0) - now)
 
     def charge(self, user: str, taken_s: float, now: float) -> None:
-        """Count time that the user has used."""
+        """Count time used by the user."""
         since = max(self._rests_until.get(user, 0.0), now - self._burst_s)
         self._rests_until[user] = since + taken_s / self._max_share
 
     def forget_unused(self, now: float) -> None:
-        """Forget users that have been idle for so long that their full burst is available again."""
+        """Forget users whose full burst is available again."""
         earliest = now - self._burst_s
         self._rests_until = {user: until for user, until in self._rests_until.items() if until > earliest}

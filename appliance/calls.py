@@ -120,7 +120,7 @@ CONFIGURATION: Call[Configuration] = Call("GET", "/config", Configuration)
 
 
 def act(parameters: msgspec.Struct) -> Call[Any]:
-    """Return the call that performs the action whose parameters are passed (`appliance.actions`). Raises
+    """Return the call that performs the action with these parameters (`appliance.actions`). Raises
     AdminError."""
     action = action_of(parameters)
     try:
@@ -197,14 +197,14 @@ def follow_log(query: LogQuery) -> Call[LogLine]:
 
 
 def events(hz: int = 2) -> Call[Frame]:
-    """Return the call that streams the state of the service at `hz` frames per second."""
+    """Return the call that streams the service state at `hz` frames per second."""
     from appliance.events.frames import EventsQuery, Frame
 
     return Call("GET", _with("/events", EventsQuery(hz=hz)), Frame)
 
 
 def past_snapshot(query: SnapshotQuery) -> Call[PastSnapshot]:
-    """Return the call that reads the recorded state of the service at a given time."""
+    """Return the call that reads the recorded service state at a given time."""
     from appliance.history.pages import PastSnapshot
 
     return Call("GET", _with("/telemetry/snapshot", query), PastSnapshot)
@@ -232,7 +232,7 @@ def alert_log(query: AlertLogQuery) -> Call[AlertLogPage]:
 
 
 def usage(query: UsageQuery) -> Call[UsageReport]:
-    """Return the call that reports the usage."""
+    """Return the call that reports usage."""
     from appliance.pages import UsageReport
 
     return Call("GET", _with("/usage", query), UsageReport)

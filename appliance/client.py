@@ -59,7 +59,7 @@ class AdminClient:
     """
 
     def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:
-        """`key` must have the `read` or `admin` scope. Only users who are not operators need a key."""
+        """`key` must have the `read` or `admin` scope; operators need no key."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -121,18 +121,17 @@ class AdminClient:
         return self.call(calls.act(CancelRequest(request_id=request_id)))
 
     def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Perform the action whose parameters are passed (`appliance.actions`)."""
+        """Perform the action with these parameters (`appliance.actions`)."""
         return self.call(calls.act(parameters))
 
     def call(self, call: Call[Answer]) -> Answer:
-        """Perform a call and return its answer."""
+        """Make a call and return its result."""
         with self._sent(call, call_timeout_s(call, self._timeout_s)) as response:
             content = response.read()
         return call.decode(response.status, content, str(self.socket))
 
     def follow(self, call: Call[Answer]) -> Iterator[Answer]:
-        """Perform a call whose answer is a stream, and yield the values of the stream. Returns when the
-        service ends the stream because the service is stopping."""
+        """Make a call whose response is a stream, and yield the stream's values until the service stops."""
         with self._sent(call, STREAM_TIMEOUT_S) as response:
             if response.status != 200:
                 call.decode(response.status, response.read(), str(self.socket))
@@ -141,7 +140,7 @@ class AdminClient:
                     yield value
 
     def snapshots(self, hz: int = 2) -> Iterator[Snapshot]:
-        """Yield snapshots of the service, `hz` times a second. Returns when the service stops."""
+        """Yield snapshots of the service, `hz` times a second, until the service stops."""
         from appliance.events.frames import SnapshotAssembler
 
         assembler = SnapshotAssembler()
@@ -150,15 +149,15 @@ class AdminClient:
 
     @contextlib.contextmanager
     def _sent(self, call: Call[Answer], timeout_s: float | None) -> Iterator[HTTPResponse]:
-        """Send a call. The connection is closed at the end of the `with` block."""
+        """Send a call. Leaving the `with` block closes the connection."""
         # Import http.client only here, because the import takes 20 ms and some callers need only the types.
         import http.client
 
         headers = dict(self._headers)
         if call.body is not None:
             headers["content-type"] = "application/json"
-        # Open a new connection for each call. The service closes idle connections, and could do so at the
-        # moment when a request is sent.
+        # Open a new connection for each call: the service closes idle connections, and could do so just as a
+        # request is sent.
         connection = unix_connection(self.socket, timeout_s)
         try:
             try:

@@ -1,4 +1,4 @@
-"""Formats and parses measured values, numbers of bytes, time spans and times."""
+"""Formats and parses measured values, byte counts, time spans and times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The run directory, which contains the sockets of a service. A lock ensures that only one service uses the
-directory."""
+"""The run directory, which contains a service's sockets. A lock ensures that only one service uses it."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class RunDirError(Exception):
 
 
 class LockHolder(msgspec.Struct, kw_only=True):
-    """The process that holds the lock of a run directory, or that held it last."""
+    """The process that holds, or last held, the lock of a run directory."""
 
     pid: int
     state_dir: str
@@ -77,7 +76,7 @@ class RunDirLock:
             shutil.rmtree(left, ignore_errors=True)  # left behind by a service that was killed
 
     def release(self) -> None:
-        """Release the directory for use by another service."""
+        """Release the directory for use by other services."""
         self._holder.stopped = True
         with contextlib.suppress(OSError):
             self._write()

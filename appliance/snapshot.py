@@ -1,4 +1,4 @@
-"""The state of the service at one moment, as shown by the console, `appliance top` and the event stream.
+"""The service state at one moment, as shown by the console, `appliance top` and the event stream.
 
 A `Snapshot` is a plain struct. Its values have the same names as in the admin API (`appliance.protocol`), so
 that a value on the screen can also be found in the JSON and in the metrics. A value that the service does not
@@ -48,8 +48,7 @@ class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """The latencies of requests to all models. A field is None if the service does not report this
-    latency."""
+    """Request latencies over all models. A field is None if the service does not report it."""
 
     ttft: LatencyPercentiles | None = None
     """Time from a request's arrival to its first token."""
@@ -65,15 +64,15 @@ class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Counters over all models since the start of the service."""
 
     prompt_tokens: int | None = None
-    """Number of prompt tokens of the sequences that replicas have started."""
+    """Number of prompt tokens in sequences started by replicas."""
     cached_tokens: int | None = None
-    """Number of prompt tokens that replicas found in their prefix caches."""
+    """Number of prompt tokens found in replicas' prefix caches."""
     computed_tokens: int | None = None
     generated_tokens: int | None = None
     """Number of output tokens, counted when they are generated."""
     admitted: int | None = None
     refused: int | None = None
-    """Number of requests that the core refused."""
+    """Number of requests refused by the core."""
     ended: int | None = None
     failed: int | None = None
     """Number of requests that ended with the outcome "failed"."""
@@ -83,7 +82,7 @@ class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """The increase of each total per second, over the last `window_s` seconds. None if there is no earlier
+    """Each total's increase per second, over the last `window_s` seconds. None if there is no earlier
     snapshot."""
 
     window_s: float | None = None
@@ -97,7 +96,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Queue(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of the core."""
+    """The core's queue."""
 
     waiting: int
     running: int

@@ -1,4 +1,4 @@
-"""The rules in effect: the built-in rules with the changes and additions in the settings."""
+"""The rules in effect: the built-in rules as changed and extended by the settings."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ RefusalCode = Literal[
     "tenant_suspended",
 ]
 ExceededLimit = Literal["", "requests", "tokens"]
-"""The kind of limit that was exceeded. It is sent in the `type` field of OpenAI's error format. If it is "",
-the status determines the type."""
+"""The kind of limit exceeded, sent in the `type` field of OpenAI's error format. If it is "", the status
+determines the type."""
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """The table that a front process uses to authenticate callers. If `whole` is set, the table replaces the
-    previous one. Otherwise, it contains the changes since the previous message."""
+    """A front process's table for authenticating callers. If `whole` is set, it replaces the previous table;
+    otherwise, it contains the changes since the previous message."""
 
     keys: dict[str, Identity | None] = {}
     """Identities by the SHA-256 (hex) of the bearer key. None means that the key is no longer valid."""
@@ -49,13 +49,13 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
-    """The configuration of a front process. This is the first message to a front process, and it is sent
-    again whenever its content changes."""
+    """A front process's configuration. This is the first message to a front process, and is sent again
+    whenever its content changes."""
 
     front: str
     serial: int = 0
-    """Serial number, which increases with each message. The front process reports the serial number of the
-    latest configuration that it has applied."""
+    """Serial number, which increases with each message. The front process reports that of the latest
+    configuration it has applied."""
     models: list[ServedModel]
     routes: list[Route] | None = None
     """The names that applications can use. They take effect when the message arrives, before new models are
@@ -70,8 +70,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     reason: str = ""
     """Reason why the service is not ready."""
     silent: dict[str, str] = {}
-    """Names whose models cannot answer requests, each with the reason. `/health/ready?model=NAME` returns
-    this reason."""
+    """Names whose models cannot answer requests, with the reasons, as returned by
+    `/health/ready?model=NAME`."""
     log_level: LogLevel = "info"
     retries: RetryRules = RetryRules()
     keeping: KeepRules = KeepRules()
@@ -85,7 +85,7 @@ class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
 
 
 class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
-    """A client connection that the core has accepted. The message carries one file descriptor."""
+    """A client connection accepted by the core. The message carries one file descriptor."""
 
     kind: SocketKind
     peer: str
@@ -111,7 +111,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
-    """State of the limits that are closest to exhaustion for a request. None means that there is no limit."""
+    """State of a request's limits that are closest to exhaustion. None means no limit."""
 
     limit_requests: int | None
     remaining_requests: int | None
@@ -135,7 +135,7 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     reserved_slots: int = 0
     """Same as `Submit.reserved_slots`."""
     most_tokens: int | None = None
-    """Limit on the output tokens of each sample, or None if the requested limit applies."""
+    """Limit on each sample's output tokens, or None if the requested limit applies."""
     rate_limits: RateLimits | None = None
 
 
@@ -169,7 +169,7 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 class Preempted(msgspec.Struct, tag="preempted", frozen=True):
     """The request's replica is about to be stopped to make room for another model. The request continues on
-    the next replica, and this does not count as a lost replica."""
+    the next replica. This does not count as a lost replica."""
 
     request_id: str
 
@@ -178,7 +178,7 @@ class AskProgress(msgspec.Struct, tag="ask_progress", frozen=True):
     """Asks a front process for the progress of its requests. The reply is `FrontProgress`."""
 
     number: int
-    """Number of the query. The reply contains the same number."""
+    """Query number, repeated in the reply."""
 
 
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):

@@ -16,7 +16,7 @@ class FrontReady(msgspec.Struct, tag="front_ready", frozen=True):
 
 
 class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a request that all messages about its row in the request log contain."""
+    """The request fields in all messages about its row in the request log."""
 
     request_id: str
     identity: Identity
@@ -45,25 +45,25 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     """Number of the attempt: 0 for the first attempt, and one more for each resubmission after a replica was
     lost."""
     submissions: int
-    """Number of `Submit` messages that follow the admission: one for each prompt or, after a replica was
-    lost, one for each unfinished sample."""
+    """Number of `Submit` messages that follow the admission: one per prompt or, after a replica was lost, one
+    per unfinished sample."""
     num_seqs: int
-    """Number of sequences in all submissions together."""
+    """Total number of sequences in all submissions."""
     prompt_tokens: int
-    """Number of prompt tokens in all submissions together. After a replica was lost, these include the output
-    so far. The core subtracts the number from the token credit."""
+    """Total number of prompt tokens in all submissions, including the output so far if a replica was lost.
+    The core subtracts it from the token credit."""
     max_tokens: int
-    """Maximum number of tokens to generate for all samples together."""
+    """Maximum total number of tokens to generate for all samples."""
     prefixes: tuple[bytes, ...] = ()
-    """Hashes of the prefixes of the first prompt (`appliance.channel.prefixes`). Empty if the core can choose
-    from only one replica."""
+    """Prefix hashes of the first prompt (`appliance.channel.prefixes`). Empty if the core has only one
+    replica to choose from."""
     may_fall_back: bool = False
     """Whether the front process can send the request to another model if this model cannot answer it
     (`Refused.falls_back`)."""
     may_lower: bool = False
     """Whether the core may lower the limit (`Admitted.most_tokens`), because the client has set no limit."""
     asked_class: str = ""
-    """Class that the client requested, or "" for the default."""
+    """Class requested by the client, or "" for the default."""
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept, or an
     empty string."""
@@ -89,8 +89,8 @@ class Claim(msgspec.Struct, tag="claim", frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front process no longer keeps an answer for this scope. The next request with the same key will
-    therefore be run."""
+    """The front process no longer keeps an answer for this scope, so the next request with the same key will
+    be run."""
 
     scope: bytes
 
@@ -124,8 +124,8 @@ class NotTaken(msgspec.Struct, tag="not_taken", frozen=True):
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
-    """Reports the end of a request that was not refused, with data about the answer that the client received.
-    This message is sent exactly once per request."""
+    """Reports the end of a request that was not refused, with data about the answer the client received. Sent
+    exactly once per request."""
 
     request_id: str
     submitted: bool
@@ -133,13 +133,13 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     status: int
     """HTTP status code of the response, or 499 if the client disconnected."""
     finish_reason: str
-    """Finish reason of the samples: "stop", "length", "cancelled" or "error". Different reasons are joined by
+    """The samples' finish reason: "stop", "length", "cancelled" or "error". Different reasons are joined by
     ","."""
     error: str = ""
     delivered_tokens: int
-    """Number of output tokens in the answer. This number is billed."""
+    """Number of output tokens in the answer, which are billed."""
     ttft_ms: float | None = None
-    """Time from the arrival of the request until the bytes of the first token were passed to the socket."""
+    """Time from the request's arrival until the first token's bytes were passed to the socket."""
     itl_ms: float | None = None
     """Mean time between tokens after the first token."""
     e2e_ms: float
@@ -149,8 +149,8 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
     """Data for the request log about an authenticated caller's request that the front process rejected (4xx).
 
-    If parsing the request was expensive, the cost counts against the caller's rate limits. Requests of
-    callers who are not authenticated are only counted. Otherwise, a flood of them could fill the disk.
+    If parsing the request was expensive, the cost counts against the caller's rate limits. Unauthenticated
+    callers' requests are only counted; otherwise, a flood of them could fill the disk.
     """
 
     status: int
@@ -170,8 +170,7 @@ class Worked(msgspec.Struct, tag="worked", frozen=True):
 
 
 class ShadowMeasure(msgspec.Struct, array_like=True, frozen=True):
-    """Timings and length of an answer. Times are in seconds, measured from the time at which the request was
-    sent to the replica."""
+    """An answer's timings and length. Times are in seconds from when the request was sent to the replica."""
 
     ttft_s: float
     e2e_s: float
@@ -211,16 +210,16 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
 
 
 class RequestProgress(msgspec.Struct, array_like=True, frozen=True):
-    """The progress of a request."""
+    """A request's progress."""
 
     request_id: str
     generated_tokens: int
-    """Number of output tokens that the front process has received so far, summed over all samples."""
+    """Number of output tokens received so far by the front process, summed over all samples."""
     cached_tokens: int
     """Number of prompt tokens found in the prefix cache, summed over the prompts for which output has
     arrived."""
     ttft_s: float | None
-    """Time from the arrival of the request to the first token; None before the first token."""
+    """Time from the request's arrival to the first token; None before the first token."""
 
 
 class FrontProgress(msgspec.Struct, tag="front_progress", frozen=True):
@@ -244,9 +243,8 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
 
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
-    """The state of a front process. The report is sent every half second. It is also sent before
-    `FrontReady`, when routes have taken effect, and when requests begin to wait for a name that no loaded
-    model answers."""
+    """A front process's state. The report is sent every half second. It is also sent before `FrontReady`,
+    when routes have taken effect, and when requests begin to wait for a name that no loaded model answers."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
     """Models whose chat templates have exceeded a limit since startup, with the number of times and the limit

@@ -1,4 +1,4 @@
-"""The counters and measurements that a front process sends to the core."""
+"""The counters and measurements sent by a front process to the core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters and measurements of a front process. Totals are counted from the start of the process."""
+    """A front process's counters and measurements. Totals count from the start of the process."""
 
     connections: int = 0
     busy_connections: int = 0
@@ -35,7 +35,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     streams: int = 0
     requests: int = 0
     tokens: int = 0
-    """Number of tokens that were sent in streams."""
+    """Number of tokens sent in streams."""
     unauthenticated: int = 0
     """Number of requests that were denied because they had no valid key and did not come from a permitted
     user."""
@@ -44,12 +44,12 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests with an `Idempotency-Key` that are running, or whose answers are kept for
     retries."""
     kept_bytes: int = 0
-    """Memory in bytes that is occupied by the answers to requests with an `Idempotency-Key`."""
+    """Memory in bytes occupied by answers to requests with an `Idempotency-Key`."""
     dropped_texts: int = 0
     """Number of requests for which prompts and answers were not stored, because too many were waiting to be
     stored."""
     log_dropped_lines: int = 0
-    """Number of log lines that the front process dropped because standard error was not being read."""
+    """Number of log lines dropped because standard error was not being read."""
     problems: dict[str, str] = {}
     """Models that the front process cannot serve, with the reason for each model, such as an unreadable
     tokenizer."""

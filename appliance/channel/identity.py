@@ -1,4 +1,4 @@
-"""The identity of the tenant that is billed for a request, and the rights of the request."""
+"""The tenant billed for a request, and the request's rights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from store.policies import BACKGROUND, INTERACTIVE, LogPolicy
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Identifies the tenant that is billed for a request, and contains the request's rights: the tenant's
-    rights, restricted by the key. The core looks up the rights by `tenant` and `key_id`. A front process uses
-    its copy only to refuse requests early.
+    """The tenant billed for a request, and the request's rights: the tenant's rights, restricted by the key.
+    The core looks up the rights by `tenant` and `key_id`. A front process uses its copy only to refuse
+    requests early.
     """
 
     tenant: str
@@ -21,7 +21,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     models: tuple[str, ...] | None = None
     """Models that the request may use, or None for all models."""
     highest_class: int = INTERACTIVE
-    """The service class with the highest priority that the request can get. 0 is P0."""
+    """The highest-priority service class that the request can get. 0 is P0."""
     default_class: int = INTERACTIVE
     """The service class of a request that does not name one."""
     context_tokens: int | None = None

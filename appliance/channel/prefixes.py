@@ -1,5 +1,5 @@
-"""Hashes of a prompt's prefixes. The core uses them to find a replica that has probably cached a prefix of
-the prompt."""
+"""Hashes of a prompt's prefixes, which the core uses to find a replica that has probably cached one of
+them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LENGTHS = (64, 256, 1024, 4096)
 """Lengths, in tokens, of the prefixes that are hashed. The first length is the size of a KV block. Hashing
 more prefixes would take more time per request than a better choice of replica saves."""
 _HASH_BYTES = 8
-"""Size of a hash in bytes. Hashes can be this small, because the only consequence of a wrong match is that a
-request is sent to a replica that has not cached its prefix."""
+"""Hash size in bytes. Hashes can be this small, because a wrong match only sends a request to a replica that
+has not cached its prefix."""
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:

@@ -41,7 +41,7 @@ class RepositoryCache:
         return self.folder / "snapshots" / commit
 
     def received_bytes(self, files: Iterable[RemoteFile]) -> int:
-        """Return how many bytes of these files have been received so far."""
+        """Return the number of bytes of these files received so far."""
         received = 0
         for file in files:
             size = file.size if self.blob(file).exists() else _size(self.partial(file))
@@ -64,7 +64,7 @@ class RepositoryCache:
             )
 
     def complete(self, file: RemoteFile) -> None:
-        """Rename a file that has been downloaded completely to its final path."""
+        """Rename a completely downloaded file to its final path."""
         os.replace(self.partial(file), self.blob(file))
 
     def link(self, commit: str, files: Iterable[RemoteFile]) -> None:
@@ -78,7 +78,7 @@ class RepositoryCache:
                 link.symlink_to(target)
 
     def record(self, revision: str, commit: str) -> None:
-        """Record to which commit a branch or tag refers."""
+        """Record the commit that a branch or tag refers to."""
         if revision != commit:
             path = self.folder / "refs" / revision
             path.parent.mkdir(parents=True, exist_ok=True)

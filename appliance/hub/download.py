@@ -28,7 +28,7 @@ from appliance.hub.repository import Hub, HubError, Listing, RemoteFile, hub_err
 from appliance.quantities import of_bytes
 
 _THREADS = 8
-"""Number of files that are received at the same time. huggingface_hub has the same limit."""
+"""Number of files received concurrently, the same as in huggingface_hub."""
 _CHUNK_BYTES = 1 << 20
 _MAX_FAILURES = 5
 """A download fails after this many consecutive retries in which no byte arrived."""
@@ -63,7 +63,7 @@ class Download:
         self._changed = threading.Lock()
         self._done = 0
         self.received_bytes = 0
-        """Number of bytes that were received from the hub."""
+        """Number of bytes received from the hub."""
 
     def run(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
         """Download the files that are not in the cache yet, and show the progress. Raises HubError. Complete
@@ -73,7 +73,7 @@ class Download:
         self._stop = threading.Event()
         self._done = self._cache.received_bytes(missing)
         waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
-        # Start with the largest file. Otherwise, it could be the only file that is left at the end.
+        # Start with the largest file, which could otherwise be the only one left at the end.
         for file in sorted(missing, key=lambda file: -file.size):
             waiting.put(file)
         errors: list[Exception] = []

@@ -1,5 +1,5 @@
-"""The types of the admin API, which the CLI and the console use. They are sent as JSON. The modules `status`
-and `registry` contain the types of the service's status and of the model registry."""
+"""The types of the admin API, used by the CLI and the console and sent as JSON. `status` and `registry`
+contain the types for the service status and the model registry."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ BreakerState = Literal["closed", "open", "half-open"]
 
 
 class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a replica's load."""
+    """A replica's load progress."""
 
     stage: str
     """The current stage: start, read, convert, build or warm up."""
     detail: str = ""
-    """What the stage is currently processing, such as the name of a file."""
+    """What the stage is currently processing, such as a file name."""
     done: int = 0
     total: int = 0
-    """Total amount of work; 0 if it is unknown."""
+    """Total amount of work; 0 if unknown."""
     unit: str = ""
     """Unit of `done` and `total`: bytes, layers, graphs or passes."""
     elapsed_s: float = 0.0
     """Time in seconds since the stage began."""
     rate_per_s: float = 0.0
-    """Units per second; 0 if the rate is not known yet."""
+    """Units per second; 0 if not known yet."""
     left_s: float | None = None
-    """Estimated time in seconds until the stage ends, or None if it is unknown."""
+    """Estimated time in seconds until the stage ends, or None if unknown."""
 
 
 class Degradation(msgspec.Struct, frozen=True, kw_only=True):
-    """A feature that is requested in the settings of a replica, but that the replica runs without, such as a
-    GPU or resource limits."""
+    """A feature requested in a replica's settings that the replica runs without, such as a GPU or resource
+    limits."""
 
     description: str
     remedy: str
@@ -89,15 +89,15 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     """Data type of the KV cache: the same as `dtype`, or "fp8"."""
     tensor_parallel_size: int = 1
     freed_bytes: int = 0
-    """Memory that a sleeping replica has released."""
+    """Memory released by a sleeping replica."""
     host_bytes: int = 0
     """Host memory that holds the weights of a sleeping replica that runs on GPUs."""
     sleeps: int = 0
-    """Number of times that the replica went to sleep."""
+    """Number of times the replica went to sleep."""
     wakes: int = 0
-    """Number of times that the replica woke."""
+    """Number of times the replica woke."""
     wake_s: float = 0.0
-    """Total time that the engine needed to wake, in seconds."""
+    """Total time the engine took to wake, in seconds."""
     links: str = ""
     """Links between the ranks' GPUs, such as "NVLink (18 links)". Empty if there is only one GPU or the links
     are not known."""
@@ -113,8 +113,8 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     step: int = 0
     prefix_cache_hit_rate: float | None = None
-    """Fraction of the prompt tokens since the replica's start that were found in the prefix cache, from 0 to
-    1. Null before the first prompt."""
+    """Fraction of prompt tokens found in the prefix cache since the replica's start, from 0 to 1. Null before
+    the first prompt."""
     credit_seqs: int = 0
     """Number of sequences that the replica can start now."""
     credit_tokens: int = 0
@@ -147,7 +147,7 @@ Requests for a "failed", "draining" or "drained" model are refused immediately."
 
 
 class ScalingChange(msgspec.Struct, kw_only=True):
-    """A change in a model's number of replicas that was made because of its load."""
+    """A load-driven change in a model's number of replicas."""
 
     at: float
     """Time of the change, in unix seconds."""
@@ -157,16 +157,16 @@ class ScalingChange(msgspec.Struct, kw_only=True):
 
 
 class ScalingStatus(msgspec.Struct, kw_only=True):
-    """The scaling status of a model whose number of replicas depends on its load."""
+    """The scaling status of a model whose replica count depends on its load."""
 
     replicas: int
-    """Number of replicas that the model should have."""
+    """The target number of replicas."""
     min_replicas: int
     max_replicas: int
     demand: float
     """The load, measured in replicas: a load of 1.5 would fully use one and a half replicas."""
     expected: float
-    """Expected load at the time when a replica that is started now will be ready."""
+    """Expected load at the time when a replica started now would be ready."""
     reason: str = ""
     """Explanation of the expected load."""
     refusal: str = ""
@@ -190,19 +190,18 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     max_model_len: int = 0
     queued: int = 0
     drain_eta_s: float | None = None
-    """Predicted time in seconds until all unfinished requests would have finished if no more requests were
-    accepted. The prediction is based on measured rates. Null if there are unfinished requests but no
-    measurements."""
+    """Predicted time in seconds until all unfinished requests would finish if no more were accepted, based on
+    measured rates. Null if there are unfinished requests but no measurements."""
     fallback: str = ""
     """Name of the model that answers requests while this model cannot, for keys that allow a fallback. Empty
     if there is none."""
     replicas: list[ReplicaStatus] = []
     scaling: ScalingStatus | None = None
-    """How the number of replicas follows the load. Null if the number is fixed."""
+    """How the number of replicas follows the load. Null if it is fixed."""
 
 
 class Configuration(msgspec.Struct, kw_only=True):
-    """The settings in effect, and the source of each setting."""
+    """The settings in effect and their sources."""
 
     files: list[str]
     """The settings files that were read, in order."""
@@ -229,39 +228,38 @@ DrainState = Literal["announced", "draining", "drained"]
 
 
 class DrainStatus(msgspec.Struct, kw_only=True):
-    """A drain. It lasts until an operator resumes service."""
+    """A drain, which lasts until an operator resumes service."""
 
     stopping: bool = False
-    """Whether the service is stopping, so that the drain cannot be ended."""
+    """Whether the service is stopping and the drain therefore cannot be ended."""
     model: str | None
     """The drained model, or null for the whole service."""
     state: DrainState
     grace_s: float
-    """Grace period in seconds, measured from the time when the drain begins to refuse requests. Requests that
-    are still running when the grace period ends are stopped."""
+    """Grace period in seconds, from when the drain starts to refuse requests. Requests still running when it
+    ends are stopped."""
     grace_left_s: float
     """Seconds until the remaining requests are stopped."""
     queue: bool
-    """Whether new requests wait until service is resumed instead of being refused."""
+    """Whether new requests wait until service resumes instead of being refused."""
     started_at: float
     """Time at which the drain began, in unix seconds."""
     elapsed_s: float
-    """Seconds since the drain began. If the drain is complete, seconds from its beginning to its
-    completion."""
+    """Seconds since the drain began or, if it is complete, its duration."""
     running: int
     queued: int
-    """Number of requests for which the drain is waiting: running requests, and requests that were already
-    waiting when the drain began."""
+    """Number of requests the drain is waiting for: running ones, and those already waiting when the drain
+    began."""
     held: int
-    """Number of new requests that are waiting until service is resumed."""
+    """Number of new requests waiting until service resumes."""
     tokens_left: int
-    """Number of output tokens that the remaining requests are expected to need, based on the lengths of
-    recent answers."""
+    """Number of output tokens that the remaining requests are expected to need, based on recent answer
+    lengths."""
     eta_s: float | None = None
     """Predicted time in seconds until the remaining requests have finished, based on measured rates. Null if
     there are no measurements."""
     ended: int = 0
-    """Number of requests that were stopped after the grace period."""
+    """Number of requests stopped after the grace period."""
 
 
 RequestState = Literal["queued", "running", "interrupted", "ending"]
@@ -280,15 +278,15 @@ class InFlight(msgspec.Struct, kw_only=True):
     front: str
     replica: str
     attempt: int | None
-    """Number of the attempt. None for a request of the past whose attempt is unknown."""
+    """Attempt number. None for a past request whose attempt is unknown."""
     age_s: float
     prompt_tokens: int
     max_tokens: int | None
-    """The request's token limit. None for a request of the past whose limit is unknown."""
+    """The request's token limit. None for a past request whose limit is unknown."""
 
 
 class LimitUsage(msgspec.Struct, kw_only=True):
-    """How much of one limit a tenant or key has used."""
+    """A tenant's or key's usage of one limit."""
 
     limit: str
     """Name of the limit, a field of `store.policies.Quota`. For "kv_share", amounts are tokens in the KV
@@ -297,14 +295,13 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
     used: int
-    """Amount of the capacity that has been used and has not been refilled yet. It includes the maximum that
-    running requests may use."""
+    """Capacity used and not yet refilled, including the maximum that running requests may use."""
     held: int
     """Amount held by unfinished requests. When a request finishes, the unused part of its amount is returned,
     except for what has been refilled since the amount was reserved. `held` can therefore exceed `used`."""
     resets_in_s: float | None
-    """Time in seconds until the full limit is available again if nothing more is used. None means that it
-    becomes available when requests finish."""
+    """Time in seconds until the full limit is available again if nothing more is used. None means once
+    requests finish."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
@@ -323,7 +320,7 @@ class NewKey(msgspec.Struct, kw_only=True):
     tenant: str
     expires_at: float | None = None
     replaces: str | None = None
-    """Id of the key that this key replaced in a rotation."""
+    """Id of the key replaced by this one in a rotation."""
     replaced_until: float | None = None
     """Time until which the replaced key stays valid, in unix seconds."""
 
@@ -378,7 +375,7 @@ class AuditHead(msgspec.Struct, kw_only=True):
 
 
 class Done(msgspec.Struct, kw_only=True):
-    """The result of an action whose response contains only a message."""
+    """The result of an action whose response is only a message."""
 
     message: str
 
@@ -390,6 +387,6 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 
 class StreamEnd(msgspec.Struct, kw_only=True):
-    """The last line of a stream that the service cannot continue."""
+    """The last line of a stream that cannot continue."""
 
     error: str

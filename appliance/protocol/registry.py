@@ -17,7 +17,7 @@ class AddedVersion(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     version: int
     warnings: list[str] = []
-    """Limitations of the model that were found when it was checked."""
+    """Limitations found when the model was checked."""
 
 
 class PrunedVersion(msgspec.Struct, kw_only=True):
@@ -29,7 +29,7 @@ class PrunedVersion(msgspec.Struct, kw_only=True):
 
 
 class PrunedVersions(msgspec.Struct, kw_only=True):
-    """The unused versions that were removed, or would be removed in a dry run."""
+    """The unused versions that were removed or, in a dry run, would be removed."""
 
     versions: list[PrunedVersion]
 
@@ -63,19 +63,19 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     added_at: float | None = None
     """Time at which the version was added to the registry, in unix seconds."""
     settings: dict[str, Any] = {}
-    """The settings of the version, by their names in settings files."""
+    """The version's settings, by their names in settings files."""
     files: list[RegisteredFile] = []
     replicas: int = 0
-    """Number of replicas of the version that are loaded or being loaded."""
+    """Number of the version's replicas that are loaded or being loaded."""
     devices: list[str] = []
     memory_bytes: int = 0
-    """Memory that the weights and KV caches of the version's replicas use."""
+    """Memory used by the weights and KV caches of the version's replicas."""
     expires_at: float | None = None
     """Time at which the version will be unloaded if no more requests arrive, in unix seconds; null for
     never."""
     shares: dict[str, float] = {}
-    """For each name whose requests are split and can go to this version, the fraction of the name's requests
-    that the version gets."""
+    """The fraction of requests that this version gets, for each name whose requests are split and can go to
+    it."""
 
 
 class ShadowTimes(msgspec.Struct, kw_only=True):
@@ -88,8 +88,8 @@ class ShadowTimes(msgspec.Struct, kw_only=True):
 
 
 class ShadowStatus(msgspec.Struct, kw_only=True):
-    """The copying of a share of the requests for a name to another model or version. The results are counted
-    since the copying began or the service started."""
+    """The copying of a share of a name's requests to another model or version. Results are counted since the
+    copying began or the service started."""
 
     name: str
     target: str
@@ -97,7 +97,7 @@ class ShadowStatus(msgspec.Struct, kw_only=True):
     """Fraction of the requests that are copied."""
     compared: int = 0
     dropped: int = 0
-    """Number of copies that were not made because the target could not start them at once."""
+    """Number of copies not made because the target could not start them at once."""
     failed: int = 0
     original: ShadowTimes | None = None
     """Timings of the original answers; null if there are no results yet."""
@@ -106,8 +106,8 @@ class ShadowStatus(msgspec.Struct, kw_only=True):
     """Number of compared requests that use greedy sampling and whose prompt has the same tokens on the
     original model and on the model to which they are copied."""
     agreement: float | None = None
-    """Fraction of the answer tokens that come before the first difference between the original answer and the
-    answer to the copy, over the requests counted in `greedy`."""
+    """Fraction of answer tokens before the first difference between the original's and the copy's answers,
+    over the requests counted in `greedy`."""
 
 
 class RegisteredModel(msgspec.Struct, kw_only=True):
@@ -125,8 +125,8 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     aliases: list[str] = []
     """Additional names of the model or of one of its versions."""
     split: dict[str, float] = {}
-    """Weights of the models and versions among which the requests for the name are split. Empty if the
-    default version gets all requests."""
+    """Weights of the models and versions that share the name's requests. Empty if the default version gets
+    all of them."""
     shadows: list[ShadowStatus] = []
-    """Shadow traffic of the model's name and of its aliases."""
+    """Shadow traffic of the model's name and its aliases."""
     versions: list[RegisteredVersion]

@@ -1,4 +1,4 @@
-"""The status of the service, as `GET /status` and `appliance status` report it."""
+"""The service status, as reported by `GET /status` and `appliance status`."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ class ClassStatus(msgspec.Struct, kw_only=True):
 
 
 class QueueStats(msgspec.Struct, kw_only=True):
-    """Counters and measurements of the request queue. Totals are counted from the start of the service."""
+    """Counters and measurements of the request queue. Totals count from the start of the service."""
 
     waiting: int
     """Number of requests waiting for dispatch."""
     running: int
-    """Number of requests that replicas are running."""
+    """Number of requests running on replicas."""
     oldest_wait_s: float
     admitted: int
     refused: int
-    """Number of requests that the core refused."""
+    """Number of requests refused by the core."""
     ended: int
-    """Number of requests that have ended and whose row in the request log is closed."""
+    """Number of requests that have ended and have a closed row in the request log."""
     waiting_tokens: int = 0
     """Number of prompt tokens of the waiting requests."""
     preemptions: int = 0
     """Total number of preemptions of all finished requests."""
     overload: str = ""
-    """Description of the overloaded models and of the requests that are refused because of the overload.
-    Empty if no model is overloaded."""
+    """Description of the overloaded models and the requests refused as a result. Empty if no model is
+    overloaded."""
     overload_step: int = 0
     """The step that load shedding has reached; 0 if there is no overload."""
     classes: list[ClassStatus] = []
@@ -79,8 +79,8 @@ class DatabaseStatus(WriterState, frozen=True, kw_only=True):
 
     path: str
     stalled_s: float = 0.0
-    """Time that the writer has spent on its current operation, in seconds. A high value means that the disk
-    does not respond."""
+    """Time the writer has spent on its current operation, in seconds. A high value means that the disk is not
+    responding."""
 
 
 class AuditStatus(msgspec.Struct, kw_only=True):
@@ -149,7 +149,7 @@ ServiceState = Literal["starting", "ready", "degraded", "draining", "drained"]
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The state of the service."""
+    """The service's state."""
 
     version: str
     pid: int
@@ -172,8 +172,7 @@ class Status(msgspec.Struct, kw_only=True):
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     log_dropped_lines: int = 0
-    """Number of the core's log lines that were dropped since startup because standard error was not being
-    read."""
+    """Number of the core's log lines dropped since startup because standard error was not being read."""
     current_problems: list[CurrentProblem] = []
     """The current problems. `appliance doctor` also reports them."""
     problems: list[Problem]
