@@ -176,7 +176,7 @@ ENGINE: dict[str, Explanation] = {
         "Share of the time that the replica spent in steps.",
         "batches: step_ms, mixed_step_ms",
     ),
-    "stall_time": Explanation("time", "time of day", "", "Time at which a stall ended.", "stalls: at"),
+    "stall_time": Explanation("time", "date and time", "", "Time at which a stall ended.", "stalls: at"),
     "stall_mean": Explanation(
         "mean",
         "ms",

@@ -122,7 +122,7 @@ REQUESTS: dict[str, Explanation] = {
         "requests: queue_s, ttft_s",
     ),
     "finished_at": Explanation(
-        "ENDED", "time of day", "", "Time at which the request ended.", "request-log: finished_at"
+        "ENDED", "date and time", "", "Time at which the request ended.", "request-log: finished_at"
     ),
     "result": Explanation(
         "RESULT",

@@ -345,13 +345,13 @@ def _stalls(context: Context, width: int, height: int) -> list[Line]:
     lines = [heading("Stalls", width, "all replicas, newest first" if found or measured else units.UNKNOWN)]
     if not found:
         return [*lines, [span("no stalls", "dim")]]
-    columns = (("time", -10), ("step", 8), ("mean", 10), ("decodes", 9), ("prompt", 8), ("", 2))
+    columns = (("time", -16), ("step", 8), ("mean", 10), ("decodes", 9), ("prompt", 8), ("", 2))
     lines.append(clip(titles(*columns, ("replica", -21), ("request with the largest chunk", -30)), width))
     for one in found[: height - 2]:
         lines.append(
             clip(
                 [
-                    span(f"{units.clock(one.at):<10}"),
+                    span(f"{units.short_date(one.at):<16}"),
                     span(f"{units.ms(one.ms):>8}  ", "bad"),
                     span(f"{units.ms(one.mean_ms):>8}  {one.decodes:>7}  {one.prompt_tokens:>6}  ", "dim"),
                     span(f"{fit(one.replica, 20)} ", "bold"),

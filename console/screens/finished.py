@@ -71,13 +71,13 @@ class FinishedView(TableView[NamedRequest]):
     max_rows = MAX_ROWS
     empty = "no finished requests yet"
     columns = (
-        TableColumn("request_id", "REQUEST", 16, lambda r: r.request_id, right=False, flexible=True),
+        TableColumn("request_id", "REQUEST", 10, lambda r: r.request_id, right=False, flexible=True),
         TableColumn(
             "finished_at",
             "ENDED",
-            8,
+            14,
             lambda r: r.finished_at,
-            lambda r: units.clock(r.finished_at),
+            lambda r: units.short_date(r.finished_at),
             drop=2,
             unit="time",
         ),
@@ -91,7 +91,7 @@ class FinishedView(TableView[NamedRequest]):
             role=lambda r: CLASS_ROLES.get(r.request_class, "dim"),
             drop=7,
         ),
-        TableColumn("tenant", "TENANT", 12, lambda r: r.tenant, right=False, role=lambda r: "bold"),
+        TableColumn("tenant", "TENANT", 11, lambda r: r.tenant, right=False, role=lambda r: "bold"),
         TableColumn(
             "key_name", "KEY", 14, lambda r: r.key_name or r.key_id, right=False, drop=9, role=lambda r: "dim"
         ),

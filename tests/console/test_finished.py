@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 
 from appliance import calls
 from appliance.pages import NamedRequest, UsageQuery, UsageRow
+from console import units
 from console.app import ConsoleApp
 from console.fake import FIXED_TIME
 from console.lines import plain
@@ -23,7 +25,7 @@ from console.stored_recording import file_recording
 from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
-from tests.console.frames import session, source
+from tests.console.frames import SIZES, session, source
 from tests.console.pilots import console, run, shown, until
 from tests.console.recorded import fake_seconds, record
 from tests.core.conftest import read_answer, running_core
@@ -229,3 +231,21 @@ def test_a_service_and_its_file_have_the_same_finished_requests(tmp_path: Path) 
             return [row for row in rows if isinstance(row, NamedRequest)]
 
         assert asyncio.run(stored()) == found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_requests_and_stalls_of_an_earlier_day_show_their_date(size: tuple[int, int]) -> None:
+    made = session(steps=240, interval_s=1.0)
+    snapshot = made.context.snapshot
+    assert snapshot is not None and snapshot.stalls
+    earlier = snapshot.at - 3 * 86_400
+    first, *others = made.context.rows_of("finished", NamedRequest)
+    made.take_rows("finished", [msgspec.structs.replace(first, finished_at=earlier), *others])
+    made.run("screen finished")
+    made.view.reverse = False  # type: ignore[attr-defined]
+    assert any(units.short_date(earlier) in plain(row) for row in made.lines(*size))
+    if size[1] >= 40:
+        stalls = [msgspec.structs.replace(one, at=earlier) for one in snapshot.stalls]
+        made.context.snapshot = msgspec.structs.replace(snapshot, stalls=stalls)
+        made.run("screen batches")
+        assert any(plain(row).startswith(units.short_date(earlier)) for row in made.lines(*size))
