@@ -81,6 +81,8 @@ def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Ser
         perform(terminal, "drain --grace 60s --queue")
         terminal.wait_for("SERVICE DRAIN")
         assert [(one.grace_s, one.queue) for one in client.status().drains] == [(60.0, True)]
+        # While a drain is only announced, requests are still admitted.
+        running.wait_until(lambda: client.status().drains[0].state != "announced", 60, "the drain to begin")
 
         answers: list[httpx.Response] = []
 
