@@ -30,8 +30,8 @@ Phase = Literal["queued", "prefill", "decode", "ending"]
 BlockState = Literal["free", "cached", "used", "shared"]
 BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
 """The states of a KV block. `BlockMap.states` contains indices into this tuple. A "cached" block is free but
-still contains a prefix. A "shared" block has more than one reference. Samples of the same prompt together
-have only one reference to the blocks of the prompt."""
+still contains a prefix. A "shared" block has more than one reference. All samples of one prompt collectively
+hold a single reference to the prompt's blocks."""
 STALL_FACTOR = 3.0
 """A step that decodes is a stall if its duration is more than this many times the mean duration of a
 decode-only step."""

@@ -86,8 +86,8 @@ class StallLog:
 
 
 def merged(known: Iterable[Stall], new: Iterable[Stall]) -> list[Stall]:
-    """Add stalls to the newest ones, and return the newest of all, oldest first. If a replica has several
-    stalls within a second, only the longest is kept."""
+    """Merge stalls into the most recent ones, and return the most recent of both, in chronological order. If
+    a replica has several stalls within a second, only the longest is kept."""
     found = {(one.replica, int(one.at)): one for one in known}
     for one in new:
         key = one.replica, int(one.at)

@@ -1,4 +1,5 @@
-"""The log of the simulated service. Its lines describe the simulation, in the words of the product."""
+"""The log of the simulated service. Its lines describe the simulation, worded like the lines of the real
+service's log."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class SimReplica:
 
 @dataclass
 class SimLimit:
-    """A limit on a tenant's tokens, which refills continuously."""
+    """A tenant's token allowance, which refills continuously."""
 
     name: str
     capacity: float

@@ -16,7 +16,7 @@ from console.recordings import Mark, PastTimeline
 WINDOW_POINTS = 600
 """Number of points that the timeline covers. At a resolution of one second, this is 10 minutes."""
 _SHORT_S = 900.0
-"""Duration, in seconds, below which the times at the ends of a timeline include seconds."""
+"""Timelines shorter than this, in seconds, show seconds in the times at their ends."""
 _BARS: dict[GlyphSet, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": "_.:-=+*#"}
 
 

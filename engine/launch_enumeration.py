@@ -34,7 +34,7 @@ from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
-"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels: above
+"""Assumed maximum sequence length in tokens. Longer sequences use the same kernels: above
 `kernels.triton.attention_prefill.HOPPER_ABOVE`, the length does not affect the choice of kernel."""
 _KV_BLOCKS = 64
 """Assumed number of KV blocks, which does not affect the compiled kernels."""

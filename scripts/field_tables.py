@@ -1,4 +1,4 @@
-"""Builds Markdown tables of struct fields, for the scripts that write pages of docs/."""
+"""Builds Markdown tables of struct fields for the scripts that generate pages in docs/."""
 
 from __future__ import annotations
 

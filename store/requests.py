@@ -22,7 +22,7 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# Clients can choose some fields' text (model, error). Truncate long texts, so that rows waiting in memory
+# Clients control the text of some fields (model, error). Truncate long texts so that rows waiting in memory
 # stay small.
 _TEXT_LIMIT_CHARS = 2000
 MAX_EXAMINED = 20_000
@@ -93,8 +93,8 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Sequence number of the row's last change, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """Number of times the request was closed again after its row had been closed. Any such time is a bug in
-    the service."""
+    """Number of times the request was closed again after its row had been closed. Any value other than 0
+    indicates a bug in the service."""
 
     def stored(self, sequence: int) -> tuple[object, ...]:
         """Return the values that `INSERT_LOGGED` stores, with the given sequence number."""

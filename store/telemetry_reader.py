@@ -28,7 +28,7 @@ class RecordedSample(NamedTuple):
     """A recorded sample with each metric's range."""
 
     sample: TelemetrySample
-    """The values of one second, or the means of an interval starting at `sample.at`."""
+    """The values for one second, or the averages over an interval that starts at `sample.at`."""
     resolution_s: int
     low: array[float]
     """The minimum of each metric in the interval."""

@@ -59,7 +59,7 @@ class KvView(View):
         self._columns = 1
         self._cells = 1
         self._jump_cells: list[int] = []
-        """The cells to which jump mode goes, in the order of its letters."""
+        """The cells that jump mode can select, in the order of their letters."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
@@ -94,7 +94,7 @@ class KvView(View):
         tenants = self._tenant_lines(context, one.blocks, width, 3 if contexts else 2)
         space = max(3, height - len(lines) - 1 - len(tenants) - (contexts + 1 if contexts else 0))
         if len(one.blocks.states) > width * space or one.blocks.stride > 1:
-            space = max(2, space - 1)  # The legend has one more line.
+            space = max(2, space - 1)  # The legend takes up one additional line.
         lines += [*self._map(context, one.blocks, width, space)]
         lines += self._legend(context, one.blocks, width, tenants)
         lines.append(self._under_cursor(context, one.blocks, width))

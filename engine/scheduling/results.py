@@ -134,7 +134,7 @@ class ResultCollector:
             # The newest token has been sampled, but its keys and values have not been computed yet.
             self._tables.register(sequence, len(sequence.tokens) - 1)
             set_next_check(sequence)
-        # Other runners may not suppress stop tokens before min_tokens, as the sampler does.
+        # Unlike the sampler, other runners might not suppress stop tokens before min_tokens.
         if token in sequence.stops and (
             sequence.output_tokens > sequence.submission.submit.sampling.min_tokens
         ):

@@ -185,7 +185,7 @@ class Submission:
     submit: Submit
     arrival: int
     level: int
-    """Scheduling level derived from `submit.level`, which determines the service order."""
+    """Scheduling level, derived from `submit.level`. It determines the order in which requests are served."""
     sequences: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
     """Number of unfinished sequences."""

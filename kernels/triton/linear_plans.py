@@ -25,7 +25,8 @@ MAX_SPLIT_PROGRAMS = 180
 programs stay below it."""
 
 HOPPER_SHARED = 227 << 10
-"""Shared memory, in bytes, available to a program on a Hopper GPU, where the rules were measured."""
+"""Shared memory, in bytes, available to a program on a Hopper GPU. The rules were derived from measurements
+on Hopper GPUs."""
 
 _SHARED_BESIDE = 2 << 10
 """Upper bound on a program's shared memory, in bytes, in addition to its tiles."""

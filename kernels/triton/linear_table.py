@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "tuned"
 """Folder with the shipped tables."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
-"""Supported weight dtypes, by their names in a table."""
+"""Supported weight dtypes, keyed by their names in tuned tables."""
 
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
