@@ -80,7 +80,7 @@ def test_chromium_performs_no_action_on_a_running_service(tmp_path: Path) -> Non
             await browser.press("Enter")
             await browser.shows(refused)
             await browser.press("p", control=True)
-            await browser.shows("earch for commands")
+            await browser.shows("ype to search")
             for key in "Suspend tenant":
                 await browser.press(key)
             await browser.shows("No matches found")
