@@ -26,13 +26,13 @@ class AllReduceLimits:
 
 _LIMITS = {
     2: AllReduceLimits(two_shot_bytes=4 << 20),
-    4: AllReduceLimits(two_shot_bytes=3 << 19, quantised_rows=range(5, 9)),
+    4: AllReduceLimits(two_shot_bytes=128 << 10, quantised_rows=range(5, 8)),
     8: AllReduceLimits(two_shot_bytes=128 << 10),
 }
 """The limits, keyed by the number of ranks.
 
 `two_shot_bytes` was measured for two ranks on 2 × H200. For four ranks, `two_shot_bytes` and `quantised_rows`
-were measured on 4 × H100 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second
+were measured on 4 × H200 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second
 exchange costs 2.5 µs, and for n ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth on
 an NVLink with 373 GB/s. `quantised_rows` has not been measured for two or eight ranks. `group_bytes` is the
 same for any number of ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes 365 µs in pieces and
