@@ -185,7 +185,7 @@ def test_a_replica_that_dies_in_its_sleep_starts_only_when_it_is_woken() -> None
         await asyncio.sleep(0.2)
         assert started.replica.operator_state == "sleeping" and len(started.launches) == 1
         assert replica_status(started.replica).freed_bytes == 0
-        assert "have ended" in replica_detail(started.replica)
+        assert "have exited" in replica_detail(started.replica)
         assert await started.replica.wake() == ""
         assert started.replica.operator_state == "starting" and len(started.launches) == 2
         started.processes.ready()

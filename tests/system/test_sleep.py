@@ -113,7 +113,7 @@ def test_a_model_whose_process_is_killed_while_it_sleeps_is_loaded_again_when_it
     rank = sleeps.rank()
     rank.kill()
     sleeps.running.wait_until(
-        lambda: "have ended" in detail(sleeps), WITHIN_S, "the service to notice the death"
+        lambda: "have exited" in detail(sleeps), WITHIN_S, "the service to notice the death"
     )
     assert sleeps.state() == "sleeping"
     assert sleeps.act(WakeModel(model="chat", wait=True)).state == "ready"
