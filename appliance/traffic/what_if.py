@@ -12,7 +12,7 @@ import heapq
 import math
 import subprocess
 import sys
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -41,6 +41,9 @@ _TICK_S = 0.25
 _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """How long a replay continues after the last arrival, so that its requests can end."""
+_STRIDE = 7919
+"""Distance in the list of answers from one chosen length to the next. It is prime, so that the choices are
+spread over the list."""
 _FRONT = "front"
 _OVER_QUOTA = 429
 _NOT_ADMISSION = range(400, 500)
@@ -311,19 +314,27 @@ def _of_tenant(replayed: Iterable[_Replayed], tenant: str, since: float) -> list
 
 def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
     """Return the requests with their answer lengths. A request that never ran gets the length of another
-    answer to its tenant."""
-    lengths: dict[str, deque[float]] = {}
+    answer to its tenant.
+
+    An answer that was cut off by a small limit does not show how long it would have been under a larger one.
+    The length is therefore taken from an answer whose limit was at least as large, if there is one.
+    """
+    answers: dict[str, list[tuple[float, float]]] = {}
     for one in chosen:
         if one.output_tokens:
-            lengths.setdefault(one.tenant, deque(maxlen=1000)).append(one.output_tokens / one.num_seqs)
+            pair = (one.max_tokens / one.num_seqs, one.output_tokens / one.num_seqs)
+            answers.setdefault(one.tenant, []).append(pair)
+    for known in answers.values():
+        known.sort()
     prepared = []
-    for one in chosen:
+    for number, one in enumerate(chosen):
         output = one.output_tokens or 0
         if not output:
-            known = lengths.get(one.tenant)
-            each = known[0] if known else one.max_tokens / one.num_seqs
+            known, each = answers.get(one.tenant, []), one.max_tokens / one.num_seqs
             if known:
-                known.rotate(-1)
+                first = bisect_left(known, (each, 0.0))
+                first = first if first < len(known) else 0
+                each = known[first + number * _STRIDE % (len(known) - first)][1]
             output = max(1, min(one.max_tokens, round(each * one.num_seqs)))
         prepared.append(_Replayed(one, one.arrived_at, output))
     return prepared

@@ -40,9 +40,9 @@ def tenants(limit: float | None) -> list[TenantRecord]:
     ]
 
 
-def served(limit: float | None, seconds: float = SECONDS) -> SimulatedServer:
+def served(limit: float | None, seconds: float = SECONDS, *, cut_off: bool = False) -> SimulatedServer:
     """Return a server that has answered the load under this limit. The load itself does not depend on the
-    limit."""
+    limit. If `cut_off`, each answer is as long as its client allows."""
     server = SimulatedServer(tenants=tenants(limit))
     server.add_replica(slots=48)
     draw, at = random.Random(5), 0.0
@@ -50,7 +50,7 @@ def served(limit: float | None, seconds: float = SECONDS) -> SimulatedServer:
         at += draw.expovariate(16.0)
         tenant = "limited" if draw.random() < 0.6 else "other"
         output = draw.randint(100, 500)
-        shape = Shape(draw.randint(200, 1500), output, 600)
+        shape = Shape(draw.randint(200, 1500), output, output if cut_off else 600)
         server.at(at, lambda t=tenant, s=shape: server.ask(t, s))  # type: ignore[misc]
     server.run(seconds + 120.0)
     return server
@@ -100,9 +100,12 @@ def given(server: SimulatedServer, changed: float | None) -> ReplayInput:
 @pytest.mark.parametrize(
     ("before", "after"), [(150_000.0, 450_000.0), (450_000.0, 150_000.0), (250_000.0, None)]
 )
-def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(before: float, after: float | None) -> None:
-    forecast = replay(given(served(before), after))
-    real = served(after)
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(
+    before: float, after: float | None, cut_off: bool
+) -> None:
+    forecast = replay(given(served(before, cut_off=cut_off), after))
+    real = served(after, cut_off=cut_off)
     assert forecast.requests == len(real.asked)
     for one in forecast.tenants:
         mine = [asked for asked in real.asked if asked.tenant == one.tenant]
