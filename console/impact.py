@@ -23,7 +23,7 @@ from console.fingerprints import (
     silenced_alerts,
 )
 from console.present import present_values
-from console.target_state import state_lines
+from console.target_state import state_lines, unlisted
 
 _SHOWN_TENANTS = 3
 """Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
@@ -126,7 +126,7 @@ def _caller(action: Action, target: str, context: Context, snapshot: Snapshot) -
         )
     if is_listed:
         return [] if action.name in _UNNOTICED else _load(requests)
-    return [f"no {action.target} {target} is listed: check the name", *(_load(requests) if requests else [])]
+    return [unlisted(action.target, target), *(_load(requests) if requests else [])]
 
 
 def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:

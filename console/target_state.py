@@ -25,15 +25,16 @@ def state_lines(action: Action, target: str | None, context: Context) -> list[st
             return _key(target, context, snapshot)
         case "peer" if action.name == "peers.unmap" and target and "callers" in context.rows:
             peers = context.rows_of("callers", PeerMapping)
-            return [] if any(peer_name(one) == target for one in peers) else [_unlisted("mapping", target)]
+            return [] if any(peer_name(one) == target for one in peers) else [unlisted("mapping", target)]
         case "alert" if action.name == "alerts.unsilence" and target and "silences" in context.rows:
-            return [] if silence_with(target, context) else [_unlisted("silence", target)]
+            return [] if silence_with(target, context) else [unlisted("silence", target)]
         case "alert" if action.name == "alerts.ack" and target:
-            return [] if any(one.id == target for one in snapshot.alerts) else [_unlisted("alert", target)]
+            return [] if any(one.id == target for one in snapshot.alerts) else [unlisted("alert", target)]
     return []
 
 
-def _unlisted(kind: str, name: str) -> str:
+def unlisted(kind: str, name: str) -> str:
+    """Return the warning about a target that the lists do not contain."""
     return f"no {kind} {name} is listed: check the name"
 
 
@@ -48,7 +49,7 @@ def _model(action: Action, target: str, context: Context, snapshot: Snapshot) ->
         and "models" in context.rows
         and action.name not in ("models.add", "models.alias")
     ):
-        return [_unlisted("model", name)]
+        return [unlisted("model", name)]
     if action.name != "drain":
         return []
     return [

@@ -43,7 +43,7 @@ _PLACE = "_place"
 """Name shared by two kernels: the last kernel of "sort", which runs directly before "experts up", and a
 kernel at the start of decode steps."""
 _ALL_GEMMS = "gemms"
-"""Label for GEMMs that cannot be told apart."""
+"""Label for GEMMs that cannot be distinguished."""
 
 
 @dataclass(frozen=True, slots=True)
