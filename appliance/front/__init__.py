@@ -1,2 +1,2 @@
-"""The front process, which parses HTTP requests and converts between text and tokens. It is unprivileged, and
-the only process that parses data from API clients."""
+"""The front process, which parses HTTP requests and converts between text and tokens. It runs unprivileged,
+and no other process parses data from API clients."""

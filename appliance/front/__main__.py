@@ -1,5 +1,5 @@
-"""`python -m appliance.front --channel FD`: the front process. The core starts it and passes it one end of a
-channel."""
+"""`python -m appliance.front --channel FD`: runs a front process. The core starts it and passes it one end of
+a channel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
-"""Nice value of front processes. A value above 0 gives the core and replicas priority, even if clients keep
+"""Nice value of front processes. A value above 0 gives the core and replicas priority, even when clients keep
 every CPU busy."""
 
 
@@ -35,13 +35,13 @@ def main() -> int:
     if os.getppid() != parent:
         # The core exited before `PR_SET_PDEATHSIG` took effect.
         return 0
-    # The core stops a front by sending StopFront or closing the channel. Ignore signals to the process group,
-    # such as Ctrl-C or systemd's SIGTERM, which would cut off streams that the core allows to finish.
+    # The core stops a front by sending StopFront or closing the channel. Ignore signals sent to the process
+    # group (Ctrl-C, systemd's SIGTERM): they would cut off streams that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
-    # A front encodes text in two threads of its own (appliance.text.fair_queue). The tokenizer library must
-    # not start additional ones for every CPU core.
+    # A front encodes text in two threads of its own (appliance.text.fair_queue). Keep the tokenizers library
+    # from starting one more thread per CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     import msgspec
@@ -55,8 +55,8 @@ def main() -> int:
     return_freed_memory()
     return_memory_periodically()
     configure_logging(msgspec.convert(arguments.log_level, LogLevel), arguments.name)
-    # Run the garbage collector less often than the default of once per 700 new objects, because processing a
-    # token creates no reference cycles.
+    # Processing a token creates no reference cycles, so run the garbage collector less often than its default
+    # of once per 700 new objects.
     gc.set_threshold(50_000, 20, 100)
     uvloop.run(run_front(socket.socket(fileno=arguments.channel)))
     return 0

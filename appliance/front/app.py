@@ -33,12 +33,12 @@ the peer's uid identifies the user, and a valid key takes precedence. `x-applian
 `service_tier` selects the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
 its answer cannot be complete in time. Every response contains the header `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
-"""Maximum number of characters of a path or method quoted in an error message."""
+"""Error messages quote at most this many characters of a path or method."""
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return two applications: the bare router, whose route table the tests read, and the application to
-    serve, which authenticates each caller and then calls the router."""
+    """Return the router and the application to serve. The application authenticates each caller before it
+    calls the router; tests read the router's route table."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)
@@ -67,7 +67,7 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
     elif isinstance(error, ClientDisconnected):
         refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
     else:
-        # The HTTP server logs the traceback and then drops its references to the stack frames.
+        # The HTTP server logs the traceback and then drops the stack frames.
         refusal = ApiError(
             500,
             "the server failed to process the request; see the log of this front process for the cause",

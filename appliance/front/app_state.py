@@ -71,7 +71,7 @@ class AppState:
         self.ready = False
         self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
-        """Models that cannot answer requests, with the reasons."""
+        """Why models cannot answer requests, keyed by model name."""
         self.refused_prompts = 0
         self.requests = 0
         self.tokens = 0
@@ -93,14 +93,14 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Charge the caller's token limits for tokens that were encoded or decoded without generating an
+        """Charge the caller's token limits for tokens that were encoded or decoded without producing an
         answer."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
-        """Call `flush` once all messages in the channels have been processed, so that all of a stream's
-        outputs that have arrived by then are sent as one chunk."""
+        """Call `flush` once all messages waiting in the channels have been processed, so that each stream's
+        new outputs are sent as one chunk."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.append(flush)

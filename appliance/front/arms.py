@@ -14,7 +14,7 @@ def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
     proportion to its weight, by weighted rendezvous hashing (Thaler and Ravishankar 1998; weights as in
     Schindelhauer and Schomaker 2005): each arm gets a score from a hash of the name, the caller and the arm's
     target, and the arm with the highest score is chosen. Every front process therefore chooses the same arm
-    for a given caller, and a change to one arm's weight moves callers only to or from that arm.
+    for a given caller, and changing one arm's weight moves callers only to or from that arm.
     """
     return max(arms, key=lambda arm: _score(name, arm, caller))
 
@@ -22,5 +22,5 @@ def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
 def _score(name: str, arm: Arm, caller: str) -> float:
     text = f"{name}\0{arm.target}\0{caller}".encode("utf-8", "backslashreplace")
     hashed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-    uniform = (hashed + 0.5) / 2**64  # between 0 and 1; rounding can yield 1
+    uniform = (hashed + 0.5) / 2**64  # between 0 and 1, or exactly 1 after rounding
     return -arm.weight / math.log(min(uniform, 1 - 2**-53))

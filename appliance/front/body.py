@@ -23,15 +23,15 @@ object name per 32 bytes, and one list, object, or number with a fraction or exp
 of 2 MiB allows 262,144 values, 65,536 names, 16,384 lists or objects, and 16,384 such numbers. Parsing runs
 on the event loop and takes about 0.1 µs per value, 0.2 µs per name, 0.3 µs per number with a fraction or
 exponent, and 1 µs per list or object. A list of token ids stays within the limit on values, because each id
-takes at least 6 to 8 bytes. Commas, colons and brackets inside strings are counted too, but a string that
-reaches a limit would exceed most models' context length: text with one comma per 8 bytes or one colon per 32
-bytes has more than 250,000 tokens in 2 MiB.
+takes at least 6 to 8 bytes. Commas, colons and brackets inside strings count too. A string with enough of
+them to reach a limit would exceed most models' context length anyway: text with one comma per 8 bytes or one
+colon per 32 bytes has more than 250,000 tokens in 2 MiB.
 """
 
 _FREE_BYTES = 64 << 10
 """Refused bodies up to this size are not charged against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""For larger refused bodies, the caller is charged one token per this many bytes above `_FREE_BYTES`."""
+"""Above `_FREE_BYTES`, a refused body costs the caller one token per this many bytes."""
 
 
 class ClientDisconnected(Exception):
@@ -98,8 +98,8 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large
-    # Reserve the declared length before reading the first byte. A request that exceeds the memory limit is
-    # then refused immediately.
+    # Reserve the declared length before reading any bytes, so that a request over the memory limit is refused
+    # immediately.
     reservation.grow_to(length)
     received = bytearray()
     while True:
@@ -111,13 +111,13 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
             raise too_large
         reservation.grow_to(len(received))
         if not message.get("more_body", False):
-            # Do not copy the body to a bytes object, which would double the memory used for large bodies.
+            # Do not copy the body to a bytes object: that would double the memory used for large bodies.
             return received
 
 
 class _FloatLimit:
-    """Converts numbers with a fraction or exponent, up to a maximum count. msgspec's own conversion takes 10
-    µs for a very small or very large number, such as 1e-308."""
+    """Parses numbers with a fraction or exponent, up to a maximum count. Replaces msgspec's own parser, which
+    takes 10 µs for a very small or very large number such as 1e-308."""
 
     def __init__(self, most: int) -> None:
         self._left = self._most = most

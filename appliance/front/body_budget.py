@@ -1,4 +1,4 @@
-"""Limits the memory used by request bodies, from their arrival until the requests have been prepared."""
+"""Limits the memory used by the bodies of requests that are being received or prepared."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class BodyBudget:
         self.limits = Limits()
         self.held_bytes = 0
         self.refused = 0
-        """Number of requests refused because request bodies already used too much memory."""
+        """Requests refused because request bodies already used too much memory."""
         self._by_tenant: dict[str, int] = {}
 
     def reserve(self, tenant: str, size: int) -> None:
-        """Reserve `size` more bytes. Raises `ApiError` (503) if the tenant's or the overall total would
-        exceed its limit."""
+        """Reserve `size` more bytes. Raises `ApiError` (503) if that would exceed the tenant's limit or the
+        overall limit."""
         held = self._by_tenant.get(tenant, 0)
-        # One body of maximum size is always allowed, even if a limit in the settings is lower.
+        # Always allow one body of maximum size, even if a limit in the settings is lower.
         tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
         front_limit = max(self.limits.max_front_body_bytes, self.limits.max_body_bytes)
         if held + size > tenant_limit:
@@ -58,8 +58,8 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """The memory reserved for one request's body, from its arrival until the request has been prepared or, if
-    the tenant's log policy keeps prompts, until it has finished."""
+    """Memory reserved for one request's body. It is held until the request has been prepared, or until the
+    request has finished if the tenant's log policy keeps prompts."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget

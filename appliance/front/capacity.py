@@ -11,8 +11,8 @@ import msgspec
 from appliance.channel.front_settings import Limits
 
 RESERVED_DESCRIPTORS = 32
-"""Number of file descriptors reserved for channels to replicas, tokenizer files, and connections arriving
-from the core."""
+"""File descriptors reserved for channels to replicas, tokenizer files, and connections arriving from the
+core."""
 
 
 def limits_within(limits: Limits, descriptors: int) -> Limits:
@@ -30,8 +30,8 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return the number of file descriptors that this process can use for connections, including those of the
-    `connections` existing ones."""
+    """Return how many file descriptors this process can use for connections. Those of its `connections` open
+    connections are included."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):

@@ -9,14 +9,13 @@ import time
 from appliance.http import Connection
 
 HEAD_DELAY_S = 0.5
-"""Time in seconds for which a stream's response head may wait for the first token. If the request is refused
-within this time, the response can still carry the error's HTTP status."""
+"""How long, in seconds, a stream's response head may wait for the first token. If the request is refused
+within this time, the response still gets the error's HTTP status."""
 COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait until the event is set, for at most `timeout_s` seconds unless that is None. Return whether the
-    event is set."""
+    """Wait for the event, but at most `timeout_s` seconds unless None. Return True if the event is set."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:
@@ -26,7 +25,7 @@ async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
 
 async def send_comments(client: Connection, until: asyncio.Event, interval_s: float) -> None:
     """Until the event is set, write a comment to the stream whenever nothing has been written for
-    `interval_s` seconds. The response head must have been written already."""
+    `interval_s` seconds. The response head must already have been written."""
     silent_since = time.monotonic()
     while not await happens_within(until, silent_since + interval_s - time.monotonic()):
         silent_since = max(silent_since, client.last_chunk_at)

@@ -23,14 +23,14 @@ _EXPOSED = (
         for kind in ("requests", "tokens")
     ),
 )
-"""Response headers readable by scripts on allowed web pages."""
+"""Response headers that scripts on allowed web pages can read."""
 _MAX_AGE_S = 600
 
 
 class Cors:
     """ASGI middleware around the whole application. For allowed origins, the middleware answers preflight
-    requests, which carry no key, and adds CORS headers to all other responses. It passes on requests without
-    an origin, or from any other origin, unchanged."""
+    requests, which carry no key, and adds CORS headers to all other responses. Requests with no origin or any
+    other origin are passed on unchanged."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app

@@ -1,5 +1,5 @@
-"""The JSON response bodies, as declared in the OpenAPI document. For speed, the front does not build
-responses from these structs; the tests decode responses with them."""
+"""The JSON response bodies, as declared in the OpenAPI document. Tests decode responses with these structs.
+For speed, the front itself does not use them to build responses."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ _RETRY_AFTER_S = 2.0
 
 
 def text_bytes(texts: Iterable[str]) -> int:
-    """Return the texts' memory size in bytes: 1 to 4 per character."""
+    """Return the texts' size in memory: 1 to 4 bytes per character."""
     return sum(map(sys.getsizeof, texts))
 
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
-    """While the context is active, count `size` bytes of text against the memory limit of the caller's
-    tenant. Raises a 503 if the tenant would exceed it."""
+    """Count `size` bytes of text against the tenant's memory limit while the context is active. Raises a 503
+    if the limit would be exceeded."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):
             yield

@@ -53,8 +53,8 @@ class ApiError(Exception):
         """Return the error as an HTTP response."""
         headers = self.headers
         if self.retry_after_s is not None:
-            # Send Retry-After in whole seconds, as HTTP requires, as well as the header in milliseconds that
-            # OpenAI's client prefers.
+            # Send Retry-After, which HTTP requires to be in whole seconds, and also the millisecond header
+            # that OpenAI's client prefers.
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
         return Response(self.document(), self.status, headers, "application/json")
@@ -109,7 +109,7 @@ def refusal_error(message: Refused) -> ApiError:
 
 
 def engine_error(output: Output) -> ApiError:
-    """Return the error for a sample that the replica ended without an answer."""
+    """Return the error for a sample that ended on the replica without an answer."""
     message = output.error or "the engine ended this request without giving a reason"
     if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)

@@ -14,10 +14,10 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 """Size of the largest known vocabulary: an upper bound on token ids and on the length of token id lists."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-"""Maximum number of characters in a bad word. Each word is tokenized with and without a leading space."""
+"""Maximum length of a bad word, in characters. Each word is tokenized with and without a leading space."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
-"""Maximum nesting depth of lists and objects, limited because template rendering is recursive."""
+"""Maximum nesting depth of lists and objects. It is limited because template rendering is recursive."""
 MAX_TEMPLATE_VARIABLE_ITEMS = 32_768
 """Maximum number of values in `chat_template_kwargs`, including those nested in lists and objects."""
 
@@ -25,7 +25,7 @@ MAX_KEEP_ALIVE_S = 1e9
 _UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|m|s)?")
 _DURATION = re.compile(r"[+-]?([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(h|ms|m|s))+)")
-"""Matches a number of seconds or numbers with units, in Ollama's format."""
+"""Matches a duration in Ollama's format: a number of seconds, or numbers with units."""
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 

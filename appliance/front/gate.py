@@ -1,7 +1,7 @@
 """Assigns each request an id and authenticates its caller before any other code handles it. Every path
-requires an identity, except those of open routes (`appliance.scopes`). A caller without an identity gets the
-same response whether or not a path exists. The gate does not read the body, and leaves it to each route to
-check the scopes it requires.
+requires an identity, except the paths of open routes (`appliance.scopes`). A caller without an identity gets
+the same response whether or not a path exists. The gate does not read the body. Each route checks the scopes
+it requires.
 """
 
 from __future__ import annotations

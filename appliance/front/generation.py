@@ -1,5 +1,5 @@
-"""Manages the lifecycle of a validated request: admission, submission to a replica, resubmission after the
-loss of the replica, and settlement."""
+"""Manages the lifecycle of a validated request: admission, submission to a replica, resubmission if the
+replica is lost, and settlement."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ CLIENT_DISCONNECTED = 499
 class Generation:
     """A request that is waiting for admission or running.
 
-    It reacts to messages from the core, outputs from the replica and the client disconnecting. The request
-    has finished when `ended` is set. By then, every sample has a `finish_reason`, `failure` holds an error,
-    or `left` is set because the client disconnected. After writing the answer, the response calls `settle`.
+    It handles messages from the core, outputs from the replica, and the client's disconnect. `ended` is set
+    once the request has finished. By then, every sample has a `finish_reason`, `failure` holds an error, or
+    `left` is set because the client disconnected. The response calls `settle` after writing the answer.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -51,7 +51,7 @@ class Generation:
         """Whether the tenant's log policy keeps prompts and answers."""
         self.samples = samples_of(task, self.is_kept)
         self.begun = asyncio.Event()
-        """Set when the first output has arrived or the request has finished without any."""
+        """Set when the first output arrives, or when the request finishes without output."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
@@ -60,30 +60,27 @@ class Generation:
         self.on_progress: Callable[[Sample], None] | None = None
         """Called when a sample has processed an output."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects. Without this callback, the request ends at that point."""
+        """Called when the client disconnects. If None, the disconnect ends the request."""
         self.on_end: Callable[[], None] | None = None
         self.on_fallback: Callable[[], None] | None = None
-        """Called when the request has been moved to the fallback model, before the first output, and `task`
-        and `samples` have been replaced."""
+        """Called after the request has moved to its fallback model, with a new `task` and new `samples`. This
+        happens only before the first output."""
         self.headers: dict[str, str] = {}
         """The caller's rate limit response headers."""
         self.prompt_tokens = task.prompt_tokens
         """Total number of tokens in all prompts."""
         self.completion_tokens = 0
-        """Number of answer tokens so far, summed over all samples, excluding tokens generated after a stop
-        string."""
+        """Answer tokens generated so far by all samples, excluding tokens after a stop string."""
         self.cached_tokens = 0
-        """Number of prompt tokens found in the prefix cache. Each prompt is counted when its first output
-        arrives."""
+        """Prompt tokens found in the prefix cache. A prompt is counted when its first output arrives."""
         self.delivered_tokens = 0
-        """Number of output tokens written to the client. Updated by the response."""
+        """Output tokens written to the client. Updated by the response."""
         self.first_bytes_at: float | None = None
-        """When the first bytes of a stream were written, in seconds on the monotonic clock. Set by the
-        response."""
+        """Monotonic time, in seconds, at which the stream's first bytes were written. Set by the response."""
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
-        """Numbers of the attempts that ended because the replica was stopped to make room for another model.
+        """The numbers of attempts that ended because the replica was stopped to make room for another model.
         They do not count as lost replicas."""
         self._submitted = False
         self._settled = False
@@ -113,7 +110,7 @@ class Generation:
         self.state.charge(self.context, unpaid)
 
     def client_disconnected(self) -> None:
-        """End the request after its client has disconnected."""
+        """End the request, because its client has disconnected."""
         self.left = True
         self._drop()
         self._end()
@@ -264,8 +261,8 @@ class Generation:
             self._end()
 
     def _replica_disconnected(self) -> None:
-        """Schedule a resubmission after the loss of the replica. Called once per submission that the replica
-        was running."""
+        """Schedule a resubmission, because the replica was lost. Called once for each submission that was
+        running there."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
@@ -303,7 +300,7 @@ class Generation:
     ) -> None:
         """Send the submissions one by one, no faster than the replica reads them, because each contains a
         whole prompt. The core has already counted every submission, so all of them must be sent. If the
-        request has already finished, each one is cancelled immediately after being sent.
+        request has already finished, each is cancelled right after it is sent.
         """
         attempt = self._attempt
         for submit, sink in submissions:
@@ -415,7 +412,8 @@ class Generation:
         return best
 
     def transcript(self) -> Transcript:
-        """Return the prompts and the answers so far. Without a log policy that keeps them, both are empty."""
+        """Return the prompts and the answers generated so far. Both are empty unless the log policy keeps
+        them."""
         tokenizer = self.task.model.tokenizer
         return Transcript(
             self.context.request_id,

@@ -24,7 +24,7 @@ class Prompt:
     max_tokens: int
     """Maximum number of tokens to generate per sample."""
     echo_text: str = ""
-    """Text at the beginning of the answer if `echo` is set: the prompt."""
+    """The prompt's text, with which the answer begins if `echo` is set."""
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
     """Log probabilities of the prompt tokens, if requested. The first entry is None."""
@@ -58,7 +58,7 @@ class GenerationTask:
     """Whether to include the stop string or stop token that ended an answer."""
     skip_special_tokens: bool = True
     continues_text: bool = False
-    """Whether the answer continues the prompt's text, in which case its leading space is kept."""
+    """Whether the answer continues the prompt's text. If so, the answer's leading space is kept."""
     logprobs: int | None = None
     """Number of alternatives to show per answer token, or None to show no log probabilities."""
     prompt_logprobs: int | None = None

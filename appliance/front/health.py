@@ -1,7 +1,7 @@
 """Health checks, which require no identity.
 
-A client without an identity learns only whether the service is ready, but neither the model names nor why it
-is not ready.
+A client without an identity learns only whether the service is ready. Model names and the reason for not
+being ready are withheld.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Health:
         return _answer(200, "live")
 
     async def simple(self, request: Request) -> Response:
-        """Report readiness on a path that other inference servers also use. The response is that of
-        /health/ready without the reason, which contains model names."""
+        """Report readiness on a path that other inference servers also use. The response is the same as for
+        /health/ready, but omits the reason because a reason contains model names."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 

@@ -2,7 +2,7 @@
 answer.
 
 The rules follow draft-ietf-httpapi-idempotency-key-header and Stripe's API. An idempotency key is valid for
-one caller, one endpoint and one body. Using it with a different body is refused.
+one caller, one endpoint and one body. A request that reuses a key with a different body is refused.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _log_retry(state: AppState, context: RequestContext, run: KeyedRun, was_runn
 
 
 async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: bytearray) -> None:
-    """Move the client's connection, along with the request, to the front that owns the idempotency key."""
+    """Pass the client's connection and request to the front that owns the idempotency key."""
     peer, connection = request.scope["state"]["peer"], request.scope["state"]["connection"]
     descriptor, further = await connection.leave()
     if connection.disconnected:

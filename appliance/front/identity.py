@@ -14,7 +14,7 @@ from appliance.front.errors import ApiError, unauthorized
 from appliance.http import Peer, bearer, drop_frames
 
 KEY_PREFIX = b"ak-"
-"""Prefix of all of this product's keys."""
+"""Prefix of every key that this product issues."""
 
 _KEY_HEADERS = (b"api-key", b"x-api-key")
 
@@ -87,7 +87,7 @@ class IdentityTable:
         return identity.tenant
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether the socket's peer is a known local user, who needs no key."""
+        """Return True if the socket's peer is a known local user, who needs no key."""
         return peer.kind == "unix" and self._of_peer(peer) is not None
 
     def _of_peer(self, peer: Peer) -> Identity | None:
@@ -98,8 +98,8 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the Authorization header's scheme and credentials (`bearer`) or, without this header, the key in
-    `api-key` or `x-api-key`, as sent by Azure's and Anthropic's clients."""
+    """Return the Authorization header's scheme and credentials (`bearer`). If this header is missing, return
+    the key from `api-key` or `x-api-key`, which Azure's and Anthropic's clients send."""
     scheme, key = bearer(headers)
     if scheme:
         return scheme, key

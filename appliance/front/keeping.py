@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 MAX_WAITING_CHARS = 32 << 20
 """Maximum number of characters that may be waiting for the thread. Further texts are dropped and counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Maximum number of characters stored per request. For longer texts, only the length of the rest is
+"""Maximum number of characters stored per request. If the texts are longer, only the length of the rest is
 stored."""
 
 _BEYOND_CHARS = 1024
-"""Number of characters beyond the stored part that are also searched for secrets, because a secret may
-straddle its end."""
+"""The search for secrets continues this many characters past the stored part, because a secret may straddle
+its end."""
 _PAUSE_S = 0.0001
-"""Length of each pause of the thread, during which the event loop's thread can acquire the interpreter lock.
-A pause of 0 s would be too short."""
+"""Length, in seconds, of the thread's pauses, which let the event loop's thread acquire the interpreter lock.
+A pause of 0 would be too short."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
@@ -71,7 +71,7 @@ class Keeper:
         """`hand_over` sends a message with file descriptors to the core, leaving the descriptors open."""
         self.rules = KeepRules()
         self.dropped = 0
-        """Number of requests whose texts were not stored because too many characters were waiting."""
+        """Requests whose texts were not stored because too many characters were waiting."""
         self._hand_over = hand_over
         self._waiting_chars = 0
         self._threads = ThreadPoolExecutor(1, "keep")

@@ -13,8 +13,8 @@ from appliance.front.schemas import GenerationRequest
 MAX_TOKENS_SHOWN = 524_288
 """Maximum number of tokens in a /tokenize response."""
 _NO_LIMIT = 1 << 20
-"""Number of tokens to generate if neither a limit nor the model's context length is known. The engine ends
-the answer earlier at the actual context length."""
+"""Number of tokens to generate if neither a limit nor the model's context length is known. The engine still
+ends the answer at the actual context length."""
 
 
 class LengthLimit(NamedTuple):
@@ -22,7 +22,7 @@ class LengthLimit(NamedTuple):
     combined."""
 
     owner: str
-    """The limit's owner, as shown in messages: "this model's", or a tenant's name in the possessive."""
+    """The limit's owner, as a possessive for messages: "this model's", or a tenant's name with "'s"."""
     tokens: int
     """The limit, or 0 if unknown. If it is unknown because the model cannot be loaded, the core refuses the
     request with the cause. Otherwise, the engine applies the limit when the request runs."""

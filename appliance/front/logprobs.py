@@ -89,8 +89,7 @@ class _Columns:
 
 
 class PromptLogprobs:
-    """A prompt's log probabilities, for answers that begin with the prompt (`echo`). They are written in
-    parts."""
+    """A prompt's log probabilities, written in parts, for answers that begin with the prompt (`echo`)."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -103,7 +102,7 @@ class PromptLogprobs:
         return self._position == len(self._prompt.token_ids)
 
     def move(self, columns: _Columns, count: int) -> None:
-        """Add the next `count` tokens of the prompt to the lists."""
+        """Add the prompt's next `count` tokens to the lists."""
         known = self._prompt.logprobs or []
         for token_id in self._prompt.token_ids[self._position : self._position + count]:
             logprob = known[self._position] if self._position < len(known) else None

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _CLOSE_AFTER_S = 60.0
 _CHECK_CLIENT_S = 1.0
-"""Interval at which a request waiting for a model checks whether its client has disconnected."""
+"""Interval, in seconds, at which a request waiting for a model checks that its client is still connected."""
 _MAX_REASON_CHARACTERS = 1000
 
 
@@ -88,18 +88,18 @@ class Catalog:
         """Set when the names change, and then replaced by a new event."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        """Number of waiting requests for each name whose model is not loaded."""
+        """Number of waiting requests, by name, for names whose model is not loaded."""
         self.max_held, self.hold_timeout_s = 0, 0.0
         """Limits on requests waiting for models to be loaded."""
 
     @property
     def problems(self) -> dict[str, str]:
-        """The models that cannot be used, with the reasons."""
+        """Why models cannot be used, by model."""
         return self._broken
 
     @property
     def problem(self) -> str:
-        """All required models' problems as one text, or an empty string if there are none."""
+        """The problems of all required models, joined into one text. Empty if there are none."""
         required = {model.name for model in self._served if model.required}
         return "; ".join(
             f"model {name}: {reason}" for name, reason in self._broken.items() if name in required
@@ -107,8 +107,8 @@ class Catalog:
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """Chat template problems, by model: how often the model's templates have exceeded a limit, and which
-        one was exceeded last."""
+        """Chat template problems, by model: how often a model's templates have exceeded a limit, and which
+        limit was exceeded last."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -183,7 +183,7 @@ class Catalog:
 
     def prepare(self, model: LoadedModel) -> Callable[[], None]:
         """Count a request that is being prepared for the model. The core keeps the model loaded until the
-        returned function is called. The function may be called more than once."""
+        returned function is called, which may happen more than once."""
         unit, counts = model.unit, self._preparing
         counts[unit] += 1
         left = [unit]

@@ -14,12 +14,12 @@ from appliance.front.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from appliance.front.tokenization import decode, prompt_param, text_tokens
 
 MAX_SEQUENCES = 1024
-"""Maximum total number of samples over all prompts of a request."""
+"""Maximum total number of samples for all of a request's prompts."""
 MAX_SENT_BIASES = 65_536
 """Maximum number of prompts times `logit_bias` entries. Each prompt is sent to the replica with its own copy
 of the biases."""
 MAX_ECHOED = 131_072
-"""Maximum product of answers, prompt tokens and 1 + `logprobs` in one response with `echo`."""
+"""Maximum value of answers × prompt tokens × (1 + `logprobs`) for one response with `echo`."""
 
 
 async def completion_task(
@@ -52,7 +52,7 @@ async def completion_task(
             else:
                 skips = body.skip_special_tokens is not False
                 # Omit an incomplete character at the end of the prompt, because the answer begins with the
-                # complete one, unless only the prompt is returned.
+                # complete character. Keep it if only the prompt is returned.
                 complete = body.max_tokens == 0
                 prompt.echo_text = await decode(state, model, context, token_ids, skips, complete)
         prompts.append(prompt)
@@ -102,8 +102,8 @@ def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
 
 
 def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
-    """Raise a 400 if the answer would repeat too many prompt tokens. Their number is limited because the
-    engine sends all of a prompt's log probabilities in one message."""
+    """Raise a 400 if the answer would repeat too many prompt tokens. There is a limit because the engine
+    sends all of a prompt's log probabilities in one message."""
     count = n * sum(map(len, tokens)) * (1 + (logprobs or 0))
     if count > MAX_ECHOED:
         raise invalid(

@@ -44,7 +44,7 @@ async def named_model(state: AppState, context: RequestContext, body: Generation
 
 
 def count_prompt_tokens(context: RequestContext, tokens: int) -> None:
-    """Record the encoded prompts' total number of tokens."""
+    """Record the total token count of the encoded prompts."""
     context.prompt_tokens = context.encoded_tokens = tokens
     context.work_tokens = max(context.work_tokens, tokens)
 
@@ -126,9 +126,9 @@ async def make_task(
 
 
 def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: bool, chat: bool) -> None:
-    """Limit the number of log probabilities in a non-streamed answer. `per_token` is their number per token
-    position, over all samples of a prompt. If the answer could contain too many, lower the token limit, or
-    raise a 400 if the client has set it.
+    """Limit the number of log probabilities in a non-streamed answer. `per_token` counts the log
+    probabilities per token position, summed over a prompt's samples. If the answer could contain too many,
+    lower the default token limit. If the client has set the limit, raise a 400 instead.
     """
     total = per_token * sum(prompt.max_tokens for prompt in prompts)
     max_tokens = MAX_ANSWER_LOGPROBS // (per_token * len(prompts))

@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
 _MEND_EVERY_S = 5.0
-"""Interval at which the front retries loading models whose files could not be read."""
+"""How often, in seconds, the front retries loading models whose files could not be read."""
 _ERROR_EVENT_GRACE_S = 1.0
-"""Time in seconds after the grace period for sending error events to unfinished requests."""
+"""Seconds allowed, after the grace period, for sending error events to unfinished requests."""
 
 
 class FrontProcess:
@@ -55,7 +55,7 @@ class FrontProcess:
         self._latest: Configure | None = None
         self._configured = self._routed = 0
         self._unreceived = 0
-        """Number of connections whose descriptors could not be received."""
+        """Connections whose descriptors could not be received."""
         self._is_configured = False
         """Whether the first configuration has been applied."""
         self.ended = asyncio.Event()
@@ -169,7 +169,7 @@ class FrontProcess:
         self._tell()
         if not self._is_configured:
             self._is_configured = True
-            # All objects existing now are permanent, so the garbage collector need not examine them.
+            # All current objects are permanent, so exempt them from garbage collection.
             gc.collect()
             gc.freeze()
             self._channel.send(FrontReady())
@@ -178,8 +178,7 @@ class FrontProcess:
             )
 
     async def _mend(self) -> None:
-        """Periodically retry loading models that could not be loaded, by reapplying the latest
-        configuration."""
+        """Periodically retry failed model loads by reapplying the latest configuration."""
         while True:
             await asyncio.sleep(_MEND_EVERY_S)
             if self._state.catalog.problems and self._latest is not None and self._configurations.empty():

@@ -17,7 +17,8 @@ class RefusedField(NamedTuple):
     name: str
     remedy: str
     neutral: tuple[Any, ...] = ()
-    """Accepted values, which do not change the answer, in addition to null, false and empty values."""
+    """Values that are accepted, because they do not change the answer, in addition to null, false and empty
+    values."""
     is_content: bool = False
     """Whether the field's value is conversation text, which must not be quoted in error messages because they
     are logged."""
@@ -42,8 +43,8 @@ class RefusedField(NamedTuple):
 
 
 def _each(remedy: str, *names: str, **neutral: tuple[Any, ...]) -> tuple[RefusedField, ...]:
-    """Return refused fields that share a remedy. `names` lists fields without additional accepted values, and
-    `neutral` maps fields to values that do not change the answer."""
+    """Return refused fields that share a remedy. `neutral` maps fields to values that do not change the
+    answer; `names` lists fields without such values."""
     return (
         *(RefusedField(name, remedy) for name in names),
         *(RefusedField(name, remedy, values) for name, values in neutral.items()),

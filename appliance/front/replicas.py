@@ -27,7 +27,7 @@ class ReplicaChannels:
         client = self._clients[name] = ReplicaClient(sock, closed)
 
     def __len__(self) -> int:
-        """Return the total number of replicas over all models."""
+        """Return the total number of replicas of all models."""
         return len(self._clients)
 
     def get(self, name: str) -> ReplicaClient | None:

@@ -49,13 +49,13 @@ class RequestContext:
     """Number of prompt tokens before truncation (`truncate_prompt_tokens`)."""
     work_tokens: int = 0
     """Parsing and encoding work done by this front so far, in tokens. If the front refuses the request, the
-    tenant is charged for them."""
+    tenant is charged for this work."""
     admitted: bool = False
-    """Whether `Admit` has been sent, so that the request must be closed with `Settle` or `Refused` instead of
+    """Whether `Admit` has been sent. If so, the request must be closed with `Settle` or `Refused` instead of
     `Rejected`."""
     prepared: Callable[[], None] = lambda: None
-    """The function returned by `Catalog.prepare`. It must be called after `Admit` has been sent, or when the
-    request ends without being sent to the core."""
+    """The function returned by `Catalog.prepare`. Call it after sending `Admit`, or when the request ends
+    without being sent to the core."""
     retry_of: str = ""
     """Id of the earlier request with the same `Idempotency-Key`, if its answer is no longer stored."""
     arrived_at: float = field(default_factory=time.time)

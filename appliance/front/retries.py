@@ -36,8 +36,8 @@ _RUN_BYTES = 1024
 
 
 class KeyedRun:
-    """One run of a request with an `Idempotency-Key`, storing the response for retries. Once the run has
-    finished, it refers to no connection or prompt, whose memory `held_bytes` does not count."""
+    """One run of a request with an `Idempotency-Key`, storing the response for retries. A finished run must
+    not refer to connections or prompts, because `held_bytes` does not count their memory."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
         """Create a run that the core has not yet assigned to this front. `fingerprint` is a hash of the
@@ -53,7 +53,7 @@ class KeyedRun:
         self.finish_reason = "error"
         self.request_class: int | None = None
         self.is_kept = True
-        """Whether retries can find this run, in which case its response must be stored."""
+        """Whether retries can find this run. If so, its response must be stored."""
         self.held_bytes = _RUN_BYTES
         """This run's memory in bytes, which counts toward `RetryRules.max_bytes`."""
         self.timer = Timer()
@@ -67,10 +67,10 @@ class KeyedRun:
         self._clients: set[Connection] = set()
         """Connections of the first client and of retries waiting for the answer."""
         self._billed_tokens = 0
-        """Number of output tokens written by the time the last client disconnected."""
+        """Output tokens written by the time the last client disconnected."""
 
     def follow(self, connection: Connection) -> None:
-        """Add a client to a run that has not ended. It is removed when it disconnects."""
+        """Add a client to an unfinished run. The client is removed when it disconnects."""
         self.timer.stop()
         self._clients.add(connection)
         connection.on_disconnect = partial(self.leave, connection)
@@ -152,7 +152,7 @@ class Retries:
     def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
         self.rules = RetryRules()
         self.stopping = False
-        """Whether the front is stopping, in which case a run ends when its last client disconnects."""
+        """Whether the front is stopping. If so, a run ends when its last client disconnects."""
         self.kept_bytes = 0
         self.runs: dict[bytes, KeyedRun] = {}
         self._to_core = to_core

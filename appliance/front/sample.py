@@ -64,8 +64,7 @@ class Sample:
         """The text generated so far, if the log policy keeps answers."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
-        """Number of tokens in the answer, including end tokens, but not those after a completed stop
-        string."""
+        """Number of answer tokens, including end tokens but not tokens after a completed stop string."""
         self.cumulative_logprob = 0.0
         """Sum of the delivered tokens' reported log probabilities."""
         self.counted = 0
@@ -81,8 +80,8 @@ class Sample:
         self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
-        """Process an output from the replica, whose finish reason must not be "error" or "cancelled". If a
-        stop string is found, `finish_reason` is set even if the output has none."""
+        """Process an output from the replica. Its finish reason must not be "error" or "cancelled". If a stop
+        string is found, set this sample's `finish_reason` even if the output has none."""
         token_ids = output.token_ids
         finish_reason = output.finish_reason
         self.token_ids += token_ids

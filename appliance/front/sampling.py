@@ -122,8 +122,8 @@ def bit_map(token_ids: list[int]) -> bytes:
 async def bad_word_tokens(
     state: AppState, context: RequestContext, model: LoadedModel, words: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return two token sequences per word: one at the beginning of a text, and one after a space. Raises
-    `ApiError`."""
+    """Return two token sequences per word: one for the word at the beginning of a text, and one for the word
+    after a space. Raises `ApiError`."""
     if not words:
         return ()
     texts = {variant: index for index, word in enumerate(words) for variant in (word, " " + word.lstrip(" "))}

@@ -52,8 +52,8 @@ class ShadowTraffic:
 
     @staticmethod
     def selects(route: Route | None) -> str:
-        """Return the model or version to which to copy a request, or an empty string if it is not selected
-        for copying."""
+        """Return the model or version that gets a copy of a request, or an empty string if the request is not
+        selected for copying."""
         shadow = None if route is None else route.shadow
         return shadow.unit if shadow is not None and random.random() < shadow.share else ""
 

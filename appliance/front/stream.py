@@ -1,8 +1,8 @@
 """Builds server-sent events from prepared strings. A JSON encoder would be too slow, because building events
 takes most of a front's CPU time per token. A token costs one list append when it arrives, and a share of one
 chunk when its stream is flushed. Streams are flushed whenever the event loop has processed the messages in a
-replica's channel. No events are built while the client's socket is full. When it accepts data again, each
-sample's waiting tokens are written as one event.
+replica's channel. While the client's socket is full, no events are built. When the socket accepts data again,
+each sample's waiting tokens are written as one event.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """Maximum number of held outputs with log probabilities, which may take a kilobyte each."""
 
 _MAX_COST = 2048
-"""Maximum cost of one flush, which takes about 10 ms. Each event, each log probability, and every 512
-characters of echoed text cost 1."""
+"""Maximum cost of one flush. A flush of this cost takes about 10 ms. Each event, each log probability, and
+every 512 characters of echoed text costs 1."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
