@@ -71,7 +71,7 @@ class AppState:
         self.ready = False
         self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
-        """Why models cannot answer requests, keyed by model name."""
+        """Models that cannot answer requests, each with the reason."""
         self.refused_prompts = 0
         self.requests = 0
         self.tokens = 0

@@ -94,7 +94,7 @@ class Catalog:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why models cannot be used, by model."""
+        """Models that cannot be used, each with the reason."""
         return self._broken
 
     @property

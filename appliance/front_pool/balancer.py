@@ -22,12 +22,12 @@ class ConnectionBalancer:
 
     @property
     def open(self) -> bool:
-        """Whether a front can be given a new connection now."""
+        """Whether a front can currently take a new connection."""
         return not self._waiting and any(front.takes_connections for front in self._fronts)
 
     def assign(self, *connections: Untaken) -> None:
-        """Give first the waiting and then the new `connections` to fronts. If no front accepts connections,
-        or too many files are open, the rest wait until the next call."""
+        """Give the waiting connections, and then the new `connections`, to fronts. If no front accepts
+        connections or too many files are open, the remaining ones wait until the next call."""
         self._waiting.extend(connections)
         while self._waiting and (front := self._next_front()) is not None:
             try:

@@ -1,5 +1,6 @@
-"""Records which front process is running, or holds the answer to, each request with an `Idempotency-Key`.
-Fronts keep answers in memory. When a front process exits, its answers are lost, so its records are removed.
+"""Records the owner of each request with an `Idempotency-Key`: the front process that runs it or holds its
+answer. Fronts keep answers in memory, so when a front process exits, its answers are lost and its records are
+removed.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from appliance.channel.core_messages import Claimed
 from appliance.channel.front_messages import Claim, Release
 
 MAX_DROPPED_RUNS = 10_000
-"""Maximum number of requests remembered after their answers have been dropped. If a client retries one of
-them, the log can show that it ran before."""
+"""Maximum number of requests remembered after their answers have been dropped. If a client retries such a
+request, the log can show that it ran before."""
 
 
 class Claims:
@@ -18,13 +19,13 @@ class Claims:
 
     def __init__(self) -> None:
         self._owners: dict[bytes, tuple[str, str]] = {}
-        """For each claimed scope, the owning front's name and the id of the request that it is running or has
-        run."""
+        """For each claimed scope: the name of the owning front and the id of its request, which may have
+        finished."""
         self._dropped: dict[bytes, str] = {}
-        """Request id for each scope whose answer was dropped, oldest first."""
+        """Request ids of scopes whose answers were dropped, oldest first."""
 
     def claim(self, front: str, claim: Claim) -> Claimed:
-        """Answer a front that wants to run a scope's request: it must do so unless another front has already
+        """Answer a front's claim: the front must run the scope's request unless another front has already
         claimed the scope."""
         if claim.scope in self._owners:
             return Claimed(claim.scope, is_elsewhere=True)
@@ -32,7 +33,7 @@ class Claims:
         return Claimed(claim.scope, False, self._dropped.pop(claim.scope, ""))
 
     def release(self, release: Release) -> None:
-        """Remove a front's claim, because it no longer has the answer."""
+        """Remove a front's claim, because the front no longer has the answer."""
         _, self._dropped[release.scope] = self._owners.pop(release.scope)
         if len(self._dropped) > MAX_DROPPED_RUNS:
             del self._dropped[next(iter(self._dropped))]
@@ -42,7 +43,7 @@ class Claims:
         return self._owners.get(scope, ("", ""))[0]
 
     def lose_front(self, front: str) -> int:
-        """Remove an exited front's claims, and return their number."""
+        """Remove the claims of a front that has exited, and return how many there were."""
         removed = [scope for scope in self._owners if self.owner(scope) == front]
         for scope in removed:
             self.release(Release(scope))

@@ -1,6 +1,6 @@
 """The core's view of one front process: starts the process, sends it the configuration and connections, and
 restarts it after it exits. A `Front` does not depend on requests, models or other fronts. It passes the
-process's messages to its `FrontEvents` (`appliance.front_pool.pool.FrontPool`).
+process's messages to a `FrontEvents`, implemented by `appliance.front_pool.pool.FrontPool`.
 """
 
 from __future__ import annotations
@@ -40,27 +40,24 @@ log = logging.getLogger(__name__)
 _MAX_UNREAD_BYTES = 64 << 10
 """The core stops sending connections to a front while its control channel has more unread bytes than this."""
 _MAX_UNTAKEN = 12
-"""Maximum number of connections sent to a front and not yet taken by it.
-
-The number is less than half of the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`):
-while the front takes this many connections, the descriptors of as many closed connections may still be open.
-A connection that another front has handed over carries a second descriptor, which is closed as soon as the
-request has been read from it. If the reserve is used up by many such connections, the front returns the
-connections that it cannot receive (`NotTaken`).
-
-The number is also at most an eighth of the core's descriptor limit: the core keeps duplicates of each
+"""Maximum number of connections that have been sent to a front but not yet taken by it. This is less than
+half of the descriptors that a front keeps free (`RESERVED_DESCRIPTORS`): while the front takes this many
+connections, the descriptors of as many closed connections may still be open. A connection handed over by
+another front carries a second descriptor, which is closed once the request has been read from it. If many
+such connections use up the reserve, the front returns the connections it cannot receive (`NotTaken`). The
+maximum is also at most an eighth of the core's descriptor limit, because the core keeps duplicates of each
 connection's descriptors, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
-"""The core stops sending connections to a front that has sent no message for this long. Fronts report twice a
-second."""
+"""The core stops sending connections to a front that has sent no message for this long. Fronts normally
+report twice a second."""
 _SLOW_START_S = 30.0
 """A front that takes longer than this to start is reported as a problem. Reading a model's tokenizer takes
 about two seconds."""
 
 
 class Untaken:
-    """An accepted connection that no front has taken yet. Owns the connection's descriptors."""
+    """An accepted connection that no front has taken yet. This object owns the connection's descriptors."""
 
     def __init__(self, connection: ClientConnection, descriptors: Iterable[int]) -> None:
         self.connection = connection
@@ -96,7 +93,7 @@ class Front:
         self.restarts = 0
         self.last_error = ""
         self.max_connections = 0
-        """Maximum number of connections from authenticated clients, as set in the settings."""
+        """The configured maximum number of connections from authenticated clients."""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
@@ -109,12 +106,12 @@ class Front:
         self._ready_at: float | None = None
         self._last_sign = 0.0
         self._given = 0
-        """Number of connections given to the current process."""
+        """Connections given to the current process."""
         self._untaken: dict[int, Untaken] = {}
         """Connections given to the process but not yet read by it, keyed by connection number."""
         self._max_untaken = _max_untaken()
         self._receives_connections = True
-        """Whether the process has received all connections sent to it since its last report. If not, it has
+        """Whether the process has received every connection sent to it since its last report. If not, it has
         too many open files."""
         self._refusals = RefusalWatch()
         self._stopping = False
@@ -144,7 +141,7 @@ class Front:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Models that the front cannot serve, with the reasons."""
+        """Models that the front cannot serve, each with the reason."""
         return self._report.problems if self._report is not None else {}
 
     @property
@@ -179,7 +176,7 @@ class Front:
     # ── start and stop ──
 
     def start(self) -> None:
-        """Spawn the front process. If this fails, retry after the same delay as for an exited process."""
+        """Spawn the front process. If that fails, retry after the same delay as after an exit."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at = None, None
@@ -199,7 +196,7 @@ class Front:
             self.kill(f"its channels could not be created: {error}")
 
     def send(self, message: CoreToFront) -> None:
-        """Send a message to the front process, if there is one."""
+        """Send a message to the front process if it is running."""
         if self._child is not None:
             self._child.send(message)
 
@@ -209,8 +206,8 @@ class Front:
         self.send(configure)
 
     def attach(self, replica: str, model: str, descriptor: int) -> None:
-        """Send the front process a descriptor of a channel to a replica, and close this process's copy.
-        Raises OSError if too many files are open."""
+        """Send a replica channel's descriptor to the front process, and close this process's copy. Raises
+        OSError if too many files are open."""
         try:
             if self._child is not None:
                 self._child.send(AttachReplica(replica, model), (descriptor,))
@@ -218,8 +215,8 @@ class Front:
             os.close(descriptor)
 
     def give(self, untaken: Untaken) -> None:
-        """Send a client connection to the front process, which must be running. If OSError is raised because
-        too many files are open, the process does not get the connection, and the caller still owns it."""
+        """Send a client connection to the front process, which must be running. Raises OSError if too many
+        files are open; the caller then still owns the connection."""
         assert self._child is not None
         connection = msgspec.structs.replace(untaken.connection, number=self._given + 1)
         self._child.send(connection, tuple(untaken.descriptors))
@@ -227,12 +224,12 @@ class Front:
         self._untaken[self._given] = untaken
 
     def take_back(self) -> list[Untaken]:
-        """Return the connections that the process had not read from when it exited."""
+        """Return the connections that the process had not yet read from when it exited."""
         untaken, self._untaken = list(self._untaken.values()), {}
         return untaken
 
     def begin_stop(self, grace_s: float) -> None:
-        """Let the front process finish its running answers and exit, without restarting it."""
+        """Let the front process finish its running answers and exit. It is not restarted."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -315,8 +312,8 @@ class Front:
             self._events.request_message(self, message)
 
     def _descriptors(self, count: int) -> list[int]:
-        """Return the descriptors that came with a message; the caller must close them. If the kernel has
-        dropped any because this process has too many open files, return none."""
+        """Return the descriptors sent with a message; the caller must close them. If this process has too
+        many open files, so that the kernel has dropped some of them, return none."""
         taken: list[int] = []
         try:
             if self._child is not None:
@@ -371,7 +368,7 @@ class Front:
         )
 
     def _explained(self, report: FrontReport | None) -> str:
-        """Return an explanation of the front's state, for operators, or an empty string."""
+        """Explain the front's state to operators, or return an empty string."""
         if self._starting_s > _SLOW_START_S:
             return (
                 f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "

@@ -1,5 +1,5 @@
-"""One front process, from its start to its exit: spawns the process, exchanges messages with it, and kills
-it."""
+"""Manages one front process from start to exit: spawns it, exchanges messages with it, and kills it if
+necessary."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class FrontChild:
         on_message: Callable[[FrontToCore], None],
         on_exit: Callable[[str], None],
     ) -> None:
-        """Spawn the process. `on_message` is called for each message from the process, and `on_exit` with the
-        reason once it has exited. Raises OSError, after releasing all resources it opened."""
+        """Spawn the process. `on_message` is called with each message from the process, and `on_exit` with
+        the reason for its exit. If OSError is raised, all resources opened here have been released."""
         self.kill_reason = ""
         """Why the process is being killed, or an empty string if it is not."""
         self._on_message, self._on_exit = on_message, on_exit
@@ -66,7 +66,7 @@ class FrontChild:
 
     @property
     def backlog_bytes(self) -> int:
-        """Number of bytes not yet accepted by the process's control channel."""
+        """Bytes queued for the process that its control channel has not yet accepted."""
         return self._channel.backlog_bytes
 
     def send(self, message: CoreToFront, descriptors: tuple[int, ...] = ()) -> None:
@@ -85,8 +85,8 @@ class FrontChild:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it exits within half a second. It is probably exiting already, and its exit
-        status explains more than a kill would."""
+        """Kill the process unless it exits within half a second. It is probably exiting already, and its own
+        exit status says more about the cause than a kill would."""
         asyncio.get_running_loop().call_later(_DYING_S, self.kill, reason)
 
     def _exited(self) -> None:

@@ -1,4 +1,4 @@
-"""Front events and messages, both handled by `appliance.front_pool.pool`."""
+"""Front events and messages, all handled by `appliance.front_pool.pool`."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ if TYPE_CHECKING:
 
 
 class FrontEvents(Protocol):
-    """Receives a front's events and its process's messages."""
+    """Receives a front's events and the messages from its process."""
 
     def front_started(self, front: Front) -> None:
-        """Handle the start of a front process, which has no configuration yet. If this raises OSError, the
-        process is killed and restarted."""
+        """Handle the start of a front process, which has no configuration yet. If the handler raises OSError,
+        the process is killed and restarted."""
 
     def front_available(self, front: Front) -> None:
-        """Handle a message implying that the front is ready, responsive or has room, so it may now accept
-        connections."""
+        """Handle a message which shows that the front may now accept connections: it is ready, is responding
+        again, or has room."""
 
     def front_returns(self, front: Front, connection: Untaken) -> None:
         """Give a connection that the front could not receive to a different front. The front accepts no
         connections until its next report."""
 
     def name_wanted(self, name: str) -> None:
-        """Handle requests waiting in a front for the model of this name to be loaded or woken. Called for
-        each of the front's reports while requests are waiting."""
+        """Handle a report that requests in a front are waiting for the model `name` to be loaded or woken.
+        Called for each of the front's reports while requests are waiting."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a front's message about a request."""
 
     def claim_message(self, front: Front, message: Claim | Release) -> None:
-        """Handle a front's claim of an `Idempotency-Key`, or the release of a claim."""
+        """Handle a front claiming an `Idempotency-Key` or releasing a claim."""
 
     def front_hands_over(self, front: Front, scope: bytes, connection: Untaken) -> None:
-        """Pass a connection, along with its request, to the front that must answer all requests with this
-        `scope` (see `HandOver`)."""
+        """Pass a connection and its request to the front that must answer all requests with this `scope` (see
+        `HandOver`)."""
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        """Store prompts and answers sent by the front. The caller closes the descriptor afterwards."""
+        """Store prompts and answers sent by the front. The caller then closes the descriptor."""
 
     def front_progress(self, front: Front, message: FrontProgress) -> None:
         """Handle the front's reply to `AskProgress`."""
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
-        """Handle a change in `front.problems`, the models that the front cannot serve. `former` is the
+        """Handle a change to `front.problems`, the models that the front cannot serve. `former` is the
         previous value."""
 
     def front_exited(self, front: Front, name: str) -> None:

@@ -1,5 +1,5 @@
 """Derives the identity table, which fronts use to authenticate callers, from tenants, keys and settings. The
-table is rebuilt only when policies or settings change, and fronts then receive only the differences. The core
+table is rebuilt only when policies or settings change. Fronts then receive only the differences. The core
 always reads a caller's rights from its own table (`IdentityRegistry.of`), never from a front's message.
 """
 
@@ -17,7 +17,7 @@ from store.tenants import LOCAL
 
 
 class IdentityRegistry:
-    """The identities that result from the current policies and settings."""
+    """The identities defined by the current policies and settings."""
 
     def __init__(self, policies: Callable[[], Policies], unix: UnixSettings) -> None:
         self.unix = unix
@@ -28,7 +28,7 @@ class IdentityRegistry:
         self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
 
     def current(self) -> Identities:
-        """Return the full identity table. The same object is returned until a policy or setting changes."""
+        """Return the full identity table. Returns the same object until a policy or setting changes."""
         policies = self._policies()
         if self._made_of is None or self._made_of[0] is not policies or self._made_of[1] is not self.unix:
             self._made_of = policies, self.unix

@@ -34,10 +34,10 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _MAX_PER_PASS = 4
-"""Maximum number of connections accepted per event loop iteration, so that a burst of connections does not
-delay requests in progress."""
+"""Maximum number of connections accepted per event loop iteration, to keep a burst of connections from
+delaying requests in progress."""
 _RETRY_S = 0.1
-"""How long to stop accepting connections after running out of descriptors or memory."""
+"""How long, in seconds, to stop accepting connections after running out of descriptors or memory."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -53,8 +53,8 @@ class Listener:
         *,
         lasting: bool = False,
     ) -> None:
-        """`lasting` means that the service manager created the socket and keeps it open after the service has
-        stopped."""
+        """`lasting` is true if the service manager created the socket and keeps it open after the service
+        stops."""
         self.name = name
         self.lasting = lasting
         self.accepted = 0
@@ -69,8 +69,7 @@ class Listener:
         self._closed = False
 
     def update(self) -> None:
-        """Accept connections while a front can take them. Otherwise, leave new ones in the socket's
-        backlog."""
+        """Accept connections if a front can take them; otherwise, leave new ones in the socket's backlog."""
         wanted = not (self._closed or self._stopping) and self._pause is None and self._balancer.open
         if wanted != self._reading:
             self._reading = wanted
@@ -100,7 +99,7 @@ class Listener:
         self.socket.close()
 
     def status(self) -> SocketStatus:
-        """Return the socket's status, for operators."""
+        """Return the socket's status for operators."""
         state: SocketState = "closed" if self._closed else "accepting" if self._reading else "waiting"
         return SocketStatus(name=self.name, address=self.address, state=state, accepted=self.accepted)
 
@@ -147,8 +146,8 @@ class Listeners:
         balancer: ConnectionBalancer,
         note: NoteProblem,
     ) -> None:
-        """Match the `given` sockets to listeners by address, and open the missing ones. Raises
-        ListenError."""
+        """Match the `given` sockets to listeners by address, and open sockets for the remaining listeners.
+        Raises ListenError."""
         self.admin: socket.socket | None = None
         """The admin API's socket if opened by the service manager, otherwise None."""
         self._listeners: list[Listener] = []
@@ -166,7 +165,7 @@ class Listeners:
             raise
 
     def status(self) -> list[SocketStatus]:
-        """Return each socket's status, for operators."""
+        """Return each socket's status for operators."""
         return [listener.status() for listener in self._listeners]
 
     def accepted(self) -> dict[str, int]:
@@ -179,8 +178,8 @@ class Listeners:
             listener.update()
 
     def begin_stop(self) -> None:
-        """Leave new connections in the backlogs of sockets that outlive the service, for its next run to
-        serve."""
+        """Leave new connections in the backlogs of sockets that outlive the service, to be served after its
+        next startup."""
         for listener in self._listeners:
             listener.begin_stop()
 
@@ -190,13 +189,12 @@ class Listeners:
             listener.close()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """If the TCP address in `settings` is new, open it for a later call of `change`. If ListenError is
-        raised, nothing has changed."""
+        """If the TCP address in `settings` is new, open a socket for it, which a later call to `change` will
+        use. If ListenError is raised, nothing has changed."""
         return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen on the address in `settings`, and apply the file modes in `settings`. Existing connections
-        stay open."""
+        """Apply the address and the file modes in `settings`. Existing connections stay open."""
         wanted = settings.address()
         for listener in self._own_tcp():
             if wanted is None or not listens_on(listener.address, wanted):

@@ -7,9 +7,9 @@
                                              │
              FrontRequests, configuration(), keep(), note(), on_availability()
 
-In this diagram, calls point down. Messages from fronts are passed up, through the `FrontRequests` protocol
-and the callbacks given to the pool. The pool does not depend on requests. For each replica, it stores only
-the name and a function that opens a channel.
+In this diagram, calls go down. Messages from fronts go up, through the `FrontRequests` protocol and the
+callbacks passed to the pool. The pool does not depend on requests. Of each replica, it knows only the name
+and a function that opens a channel.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
-"""Maximum time to wait for fronts to apply a configuration, after which the caller proceeds without the
-remaining ones."""
+"""Maximum time, in seconds, to wait for fronts to apply a configuration. After this time, the caller proceeds
+without the remaining fronts."""
 _ROUTED_WITHIN_S = 20.0
-"""Time limit for a front to confirm that it uses new routes. A confirmation takes milliseconds."""
+"""Time limit, in seconds, for a front to confirm that it uses new routes. A confirmation normally takes
+milliseconds."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
-"""Time that fronts have to close their connections and exit before they are killed."""
+"""Fronts that have not closed their connections and exited after this many seconds are killed."""
 
 
 class FrontRequests(Protocol):
-    """Receives messages from fronts about requests, and learns which fronts exist."""
+    """Receives fronts' messages about requests, and is told which fronts exist."""
 
     def add_front(self, front: str) -> None: ...
     def lose_front(self, front: str) -> None: ...
@@ -100,8 +101,8 @@ class FrontPool:
         - `keep` stores prompts and answers.
         - `note` reports a problem (its location and description) to the operator.
         - `on_availability` is called when a front may have started or stopped accepting connections.
-        - `on_wanted` is called repeatedly with a model's name while requests wait for the model to be loaded
-          or woken.
+        - `on_wanted` is called with a model's name, repeatedly, while requests wait for the model to be
+          loaded or woken.
         - `module` is the Python module to run as a front process.
         """
         self.fronts: list[Front] = []
@@ -138,7 +139,7 @@ class FrontPool:
             front.start()
 
     async def stop(self) -> None:
-        """Stop all front processes within a few seconds, closing client connections."""
+        """Stop all front processes within a few seconds. Client connections are closed."""
         for front in self.fronts:
             front.begin_stop(_CLOSE_S)
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
@@ -182,7 +183,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Apply the time limits, from the settings, after which a front process is killed."""
+        """Set the time limits after which a front process is killed, as configured."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
@@ -249,12 +250,12 @@ class FrontPool:
 
     def prepares(self, unit: str) -> bool:
         """Return whether a front may still be preparing a request for this model, even if no route leads to
-        it any more."""
+        the model any more."""
         serial = self._serial
         return any(front.routed < serial or unit in front.preparing for front in self._serving())
 
     def problem_with(self, unit: str) -> str:
-        """Return why a front cannot serve this model, or an empty string if they all can."""
+        """Return why a front cannot serve this model, or an empty string if every front can."""
         found = (f"{front.name}: {front.problems[unit]}" for front in self.fronts if unit in front.problems)
         return next(found, "")
 
@@ -347,7 +348,8 @@ class FrontPool:
                 owner.give(connection)
                 return
             except OSError:
-                pass  # Too many files are open. Any front may hand the connection over again later.
+                # Too many files are open. Any front may take the connection and hand it over again later.
+                pass
         # If no front owns the key, the answer was lost while the connection was being passed on, and the
         # front that receives the connection reruns the request.
         self.balancer.assign(connection)

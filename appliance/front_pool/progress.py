@@ -1,5 +1,5 @@
 """Reads the progress of running requests from the fronts, since the core itself does not see their tokens.
-Fronts are queried once per second for the recorded telemetry, and more often while an operator is watching.
+Fronts are queried once per second for the telemetry history, and more often while an operator is watching.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _WAIT_S = 0.25
 
 
 class ProgressReader:
-    """Reads all requests' progress. Must be used on the event loop thread."""
+    """Reads the progress of all requests. Must be used on the event loop thread."""
 
     def __init__(self, fronts: Sequence[Front]) -> None:
         self._fronts = fronts
         self._numbers = itertools.count(1)
         self._latest: dict[str, list[RequestProgress]] = {}
-        """The latest reply of each front process."""
+        """Each front process's latest reply."""
         self._waiting_for: set[str] = set()
         self._number = 0
         self._complete = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self) -> Mapping[str, RequestProgress]:
-        """Query all fronts, and return their requests' progress by request id. Concurrent calls share one
+        """Query all fronts, and return each request's progress by request id. Concurrent calls share one
         query."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from appliance.channel.front_messages import FrontReport
 
 MANY_DENIALS = 100
-"""Number of requests without a valid key per minute from which a problem is reported. Clients that are merely
+"""A problem is reported if this many requests within a minute lack a valid key. Clients that are merely
 misconfigured send fewer."""
 _MINUTE_S = 60.0
 
@@ -44,8 +44,8 @@ _REFUSALS = {
         "the tenants (appliance requests)"
     ),
 }
-"""The reports about refused clients. Each key is the name of a counter in `FrontReport`, and its text is
-reported when the counter has grown."""
+"""Problem reports about refused clients, keyed by a counter of `FrontReport`. A report is made when its
+counter has grown."""
 
 
 class RefusalWatch:

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 
 _SAME_SHORTAGE_S = 60.0
-"""If file descriptors or memory run out again within this time, the shortage is not reported again."""
+"""If file descriptors or memory run out again within this many seconds, the shortage is not reported
+again."""
 
 NoteProblem = Callable[[str, str], None]
 """Reports a problem to the operator. The arguments are the problem's location and description."""
 
 
 class ShortageReport:
-    """Reports shortages at one place in the service, once for as long as they last."""
+    """Reports shortages at one place in the service. A lasting shortage is reported only once."""
 
     def __init__(self, location: str, note: NoteProblem) -> None:
         self._location = location
