@@ -1,5 +1,5 @@
-"""The alerts in `history.db`, with their start, end and acknowledgement, and operators' silences. `AlertLog`
-writes through the database's writer thread and never blocks."""
+"""Alerts and operators' silences in `history.db`. Each alert's start, end and acknowledgement are recorded.
+`AlertLog` writes through the database's writer thread and never blocks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from store.structs import Silence
 from store.writer import Writer
 
 MAX_ALERTS = 10_000
-"""Maximum number of ended alerts kept."""
+"""Maximum number of ended alerts to keep."""
 
 
 class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the `alerts` table. The fields are its columns. Times are in unix seconds."""
+    """A row of the `alerts` table, with one field per column. Times are in unix seconds."""
 
     id: str
     rule: str
     severity: str
     subject: str
-    """Name of the model, replica, front process, GPU, tenant or other component that the alert concerns."""
+    """What the alert is about: the name of a model, replica, front process, GPU, tenant or other
+    component."""
     description: str
     cause: str
     remedy: str
@@ -38,11 +39,11 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     threshold: float | None = None
     unit: str = ""
     scope: str = "[]"
-    """JSON list of the kinds and names of the components that the alert concerns."""
+    """The affected components' kinds and names, as a JSON list."""
     suppressed_by: str = ""
-    """Id of the alert that caused and therefore suppresses this one."""
+    """Id of the alert that caused this one and therefore suppresses it."""
     suppressed: int = 0
-    """Number of alerts that this alert suppresses because it caused them."""
+    """Number of alerts caused, and therefore suppressed, by this one."""
     acknowledged_by: str = ""
     acknowledged_at: float | None = None
 
@@ -93,14 +94,14 @@ class AlertReader:
         return self._alerts("ORDER BY raised_at DESC LIMIT ?", (limit,))[::-1]
 
     def lasting(self, at: float) -> list[AlertRow]:
-        """Return the alerts that were active at a time (unix seconds), oldest first."""
+        """Return the alerts that were active at the given time (unix seconds), oldest first."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) ORDER BY raised_at", (at, at)
         )
 
     def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
-        """Return up to `limit` alerts that were active at a time (unix seconds) or ended at most `ended_s`
-        seconds earlier, newest first, without suppressed ones."""
+        """Return up to `limit` alerts, newest first, that were active at the given time (unix seconds) or
+        ended in the `ended_s` seconds before it. Suppressed alerts are omitted."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) AND suppressed_by = '' "
             "ORDER BY since DESC LIMIT ?",
@@ -108,8 +109,8 @@ class AlertReader:
         )
 
     def between(self, since: float, until: float, limit: int) -> list[AlertRow]:
-        """Return up to `limit` alerts that were raised between two times or were already active at `since`,
-        newest first."""
+        """Return up to `limit` alerts, newest first, that were raised between two times or already active at
+        `since`."""
         return self._alerts(
             "WHERE raised_at <= ? AND (raised_at >= ? OR ended_at IS NULL OR ended_at > ?) "
             "ORDER BY raised_at DESC LIMIT ?",
@@ -117,7 +118,7 @@ class AlertReader:
         )
 
     def silences(self, now: float) -> list[Silence]:
-        """Return the silences that have not ended at `now`."""
+        """Return the silences still in effect at `now`."""
         with reading(self.path, HISTORY) as connection:
             rows = connection.execute(
                 f"SELECT {', '.join(_SILENCE_COLUMNS)} FROM silences WHERE until > ? ORDER BY created_at",
@@ -134,8 +135,8 @@ class AlertReader:
 
 
 def remove_alerts(connection: sqlite3.Connection, now: float) -> int:
-    """Remove all silences that have ended. If there are more than `MAX_ALERTS` ended alerts, also remove up
-    to 100 of the oldest ended alerts. Returns the number of rows removed."""
+    """Remove all expired silences. If more than `MAX_ALERTS` ended alerts are stored, also remove up to 100
+    of the oldest. Returns the number of rows removed."""
     alerts = connection.execute(
         "DELETE FROM alerts WHERE id IN (SELECT id FROM alerts WHERE ended_at IS NOT NULL "
         "ORDER BY raised_at DESC LIMIT 100 OFFSET ?)",

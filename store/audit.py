@@ -3,9 +3,9 @@
 
 A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. This JSON
 (RFC 8259, sorted keys, no spaces, ASCII) contains all non-null columns except the two hashes. Changing,
-removing or inserting a row therefore breaks every later hash. Older rows keep their hashes when a later
-version adds a column, because the column is null in these rows. Rewriting the whole chain or removing rows
-from its end is revealed only by a chain head recorded elsewhere (`store.heads`).
+removing or inserting a row therefore breaks every later hash. A column added in a later version is null in
+older rows, so their hashes stay the same. Only a chain head recorded elsewhere (`store.heads`) reveals that
+the whole chain was rewritten or that rows were removed from its end.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Final, Literal, NamedTuple
 from store.keys import without_secrets
 
 GENESIS_HASH = "0" * 64
-"""The value of `previous_hash` in the oldest row."""
+"""`previous_hash` of the oldest row."""
 Phase = Literal["intent", "result"]
 INTENT: Final = "intent"
 RESULT: Final = "result"
 
 KEY_ACTION = "audit.key"
-"""The `action` of rows that name a new signing key. From such a row on, chain heads are signed with the new
-key."""
+"""The `action` of a row that names a new signing key, which signs all chain heads from that row on."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """A chain's newest row. A copy kept elsewhere can later prove that no row up to this one has changed."""
+    """A chain's newest row. A copy kept elsewhere can later prove that this row and all earlier ones are
+    unchanged."""
 
     seq: int
     hash: str
@@ -71,8 +71,8 @@ class Entry(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """A row of the chain as stored: an `Entry` with its position. Rows written by the first versions of the
-    product, which recorded no intents, have neither `act` nor `phase`."""
+    """A stored row of the chain: an `Entry` and its position. The first versions of the product recorded no
+    intents, so their rows have neither `act` nor `phase`."""
 
     seq: int
     at: str
@@ -116,7 +116,7 @@ def canonical_json(value: object) -> str:
 
 
 def utc_now() -> str:
-    """Return the current time in the format used by the rows."""
+    """Return the current time in the format of `Entry.at`."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
@@ -126,7 +126,7 @@ def new_act() -> str:
 
 
 def as_actor(actor: Actor | str) -> Actor:
-    """Return `actor` as an `Actor`. A string is the actor's name."""
+    """Return `actor` as an `Actor`. A string is taken as the actor's name."""
     return Actor(actor) if isinstance(actor, str) else actor
 
 
@@ -193,7 +193,7 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
 
 
 def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
-    """Return whether the chain already contains the given phase of an action."""
+    """Return True if the chain already contains this phase of the action."""
     found = connection.execute(
         "SELECT 1 FROM audit WHERE act = ? AND phase = ? LIMIT 1", (entry.act, entry.phase)
     ).fetchone()
@@ -212,8 +212,8 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """Return the seq of the newest row that names the key with this id as the signing key, or 0 if none does.
-    Heads have then been signed with this key from the start."""
+    """Return the seq of the newest row that names this key as the signing key. 0 means that no row names it:
+    it has signed all heads from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
@@ -225,14 +225,14 @@ def head(connection: sqlite3.Connection) -> Head:
 
 
 def rows_of(connection: sqlite3.Connection, action: str) -> list[AuditRow]:
-    """Return all rows of an action, oldest first."""
+    """Return all rows with this action name, oldest first."""
     found = connection.execute(f"SELECT {_COLUMNS} FROM audit WHERE action = ? ORDER BY seq", (action,))
     return [AuditRow(*row) for row in found]
 
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
-    """Yield the whole chain, oldest first. Invalid UTF-8 is decoded to surrogates, so the hash of a damaged
-    row does not match."""
+    """Yield all rows, oldest first. Invalid UTF-8 is decoded to surrogates, so a damaged row fails its hash
+    check."""
     cursor = connection.cursor()
     connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
     for row in cursor.execute(f"SELECT {_COLUMNS} FROM audit ORDER BY seq"):
@@ -240,8 +240,8 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and that it contains every head in `recorded` (heads kept outside the database).
-    Returns the fault with the lowest seq.
+    """Check the whole chain, including that it contains every head in `recorded` (heads kept outside the
+    database). Returns the fault with the lowest seq.
 
     Without recorded heads, two kinds of tampering go undetected: rewriting the whole chain, and removing the
     last rows while also lowering the number in `sqlite_sequence`.
@@ -250,13 +250,14 @@ def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Ver
 
 
 def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq: int = 0) -> Verdict:
-    """Check these rows as `verify` checks those of a database. Rows up to `highest_seq` must be present."""
+    """Like `verify`, but for rows that have already been read. All rows up to `highest_seq` must be
+    present."""
     expected: dict[int, set[str]] = {}
     for known in recorded:
         if known.seq > 0:
             expected.setdefault(known.seq, set()).add(known.hash)
     last = Head(0, GENESIS_HASH)
-    confirmed = 0  # seq of the newest row that a recorded head confirms
+    confirmed = 0  # seq of the newest row confirmed by a recorded head
     try:
         for row in chain:
             hashes = expected.pop(row.seq, None)

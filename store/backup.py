@@ -2,9 +2,8 @@
 final name.
 
 SQLite's backup API copies each database in one read transaction, over a read-only connection. The copy is
-therefore a consistent snapshot, and it does not block the service's writer. The connection runs no
-checkpoints, because only the writer may run them (see `store.database`). The write-ahead log therefore grows
-while a backup is being made.
+therefore a consistent snapshot, and making it does not block the service's writer. The write-ahead log grows
+during a backup, because only the writer may checkpoint (see `store.database`).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from store.spool import SPOOL_FILE
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# These files are copied before the databases, so the copied chain contains every copied head. An audit entry
-# that moves from the spool to the chain during the backup is in both copies.
+# These files are copied before the databases, so that the copied chain contains every copied head. An audit
+# entry that moves from the spool to the chain during the backup is in both copies.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 
@@ -56,7 +55,7 @@ class Backup(NamedTuple):
     """A completed backup."""
 
     path: Path
-    """Path of the backup's folder or archive."""
+    """Path of the backup folder or archive."""
     made_at: str
     files: list[BackupFile]
     audit_rows: int
@@ -186,7 +185,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _is_reserve(path: Path) -> bool:
-    """Return whether the file is a spool without entries, which contains only reserved space."""
+    """Return True if the file is a spool that contains only reserved space and no entries."""
     return path.name == SPOOL_FILE and not path.read_bytes().strip(b"\0")
 
 
@@ -198,7 +197,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Append the heads recorded since the heads file was copied, except those of rows after `seq`."""
+    """Append the heads recorded since the heads file was copied, but only those of rows up to `seq`."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -1,6 +1,7 @@
-"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored,
-and whether as hashes or as text with secrets removed. They are more sensitive than the request log, so they
-have a separate file that only the service's user can open. Operators read them through an audited action."""
+"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored at
+all, and whether as hashes or as text with secrets removed. They are more sensitive than the request log, so
+they are kept in a separate file that only the service's user can open. Operators read them through an audited
+action."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ counted."""
 
 
 class Content(KeptText, frozen=True, kw_only=True):
-    """A request's prompt or answer: a row of the `contents` table. The fields are its columns."""
+    """A request's prompt or answer: a row of the `contents` table, with one field per column."""
 
     request_id: str
     tenant: str
     created_at: float
-    """Time when the request was created, in unix seconds. Retention counts from this time."""
+    """When the request was created, in unix seconds. The retention period starts at this time."""
 
 
 _COLUMNS = Content.__struct_fields__
@@ -78,8 +79,8 @@ def _insert(rows: list[tuple[object, ...]], connection: sqlite3.Connection) -> N
 
 
 def read_contents(path: Path, request_id: str) -> list[Content]:
-    """Return a request's stored contents, prompts before answers, through a read-only connection. Raises
-    `StoreError`."""
+    """Read a request's stored contents, prompts first, through a read-only connection. Raises `StoreError` on
+    failure."""
     with reading(path, CONTENTS) as connection:
         rows = connection.execute(
             f"SELECT {', '.join(_COLUMNS)} FROM contents WHERE request_id = ? ORDER BY part DESC, number",

@@ -116,8 +116,7 @@ class ControlStore:
         return list(self._policies.keys.values())
 
     def lookup(self, key: str) -> KeyRecord | None:
-        """Return the record of the valid key with this secret, or None if there is none. Takes microseconds
-        and needs no I/O.
+        """Return the valid key with this secret, or None. Takes microseconds and needs no I/O.
 
         The table is indexed by the SHA-256 of the secret, so lookup times reveal nothing about valid keys.
         """
@@ -136,8 +135,8 @@ class ControlStore:
         after_commit: Callable[[T], None] | None = None,
         values: Callable[[T], BeforeAndAfter] | None = None,
     ) -> Future[T]:
-        """Run `apply` on the writer thread, audited in the same transaction. An exception in `apply` rolls it
-        back.
+        """Run `apply` on the writer thread, and audit it in the same transaction. An exception in `apply`
+        rolls the transaction back.
 
         - `actor` is the caller, whose intent `trail.intend` has recorded.
         - `action` is the action's name in the action registry, and `params` are its parameters without
@@ -187,8 +186,8 @@ class ControlStore:
     def create_tenant(
         self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
     ) -> Future[Change]:
-        """Create a tenant. `changes` contains the fields of `TenantRecord` that differ from the default. For
-        a quota, pass a mapping that contains only the fields that differ.
+        """Create a tenant. `changes` contains the `TenantRecord` fields that differ from their defaults. A
+        quota is given as a mapping of only the fields that differ.
 
         The future raises `ValueError` for an invalid value, and `ConflictError` if a tenant with this
         name exists.
@@ -231,7 +230,7 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Delete a tenant. Its old keys and requests keep its name in their records. The future raises
+        """Delete a tenant. Records of its old keys and requests keep its name. The future raises
         `UnknownTenantError` if there is no such tenant, and `ConflictError` if it has a valid key or a peer.
         """
         return self._decide(
@@ -272,10 +271,10 @@ class ControlStore:
     def create_key(
         self, *, actor: Actor | str, name: str, tenant: str, **fields: object
     ) -> Future[CreatedKey]:
-        """Create a key for `tenant`. `fields` contains the declared fields that differ from the default. The
-        future returns the key with its secret, which is shown only once, or raises `UnknownTenantError` if
-        there is no such tenant. Raises `ValueError` for an invalid value, such as an unprintable name or an
-        expiry time in the past.
+        """Create a key for `tenant`. `fields` contains the declared fields that differ from their defaults.
+        The future returns the key with its secret, which is shown only once, or raises `UnknownTenantError`
+        if there is no such tenant. Raises `ValueError` for an invalid value, such as an unprintable name or a
+        past expiry time.
         """
         now, secret = time.time(), keys.new_secret()
         plain = KeyRecord(id=keys.new_id(), name="", tenant=tenant, prefix="", sha256="", created_at=now)
@@ -292,7 +291,7 @@ class ControlStore:
 
     def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
         """Change fields of a key. `changes` contains only the fields to change, which must be declared in
-        `KeyFields`. For a quota, pass a mapping that contains only the fields to change.
+        `KeyFields`. A quota is given as a mapping of only the fields to change.
 
         The future raises `ValueError` for an invalid value, `UnknownKeyError` if there is no such key, and
         `ConflictError` if the key is revoked or expired.
@@ -339,7 +338,7 @@ class ControlStore:
 
     def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[Change]:
         """Revoke a key. Once the future resolves, requests with the key are refused. Revoking a key again
-        keeps the original time of revocation.
+        keeps the original revocation time.
 
         The future raises `UnknownKeyError` if there is no such key.
         """
@@ -413,8 +412,8 @@ def _shown(record: Record | None) -> dict[str, object] | None:
 
 
 def read_policies(path: Path) -> Policies:
-    """Return all tenants, keys and peers in the file at `path`, through a read-only connection. Raises
-    `StoreError`."""
+    """Read all tenants, keys and peers from the file at `path`, through a read-only connection. Raises
+    `StoreError` on failure."""
     with reading(path, CONTROL) as connection:
         return Policies(
             records.select(connection, TenantRecord),

@@ -1,4 +1,4 @@
-"""The tables and views of `control.db`: tenants, keys, the audit chain and the registry of models.
+"""The tables and views of `control.db`: tenants, keys, the audit chain and the model registry.
 `docs/store.md` explains each column.
 
 A released migration never changes; append a new one instead. New fields of tenants and keys need no
@@ -17,7 +17,7 @@ from store.migrations import Migration, Schema
 from store.policies import KeyFields, TenantRecord
 from store.records import column_type, column_value
 
-# The key itself is not stored, only its SHA-256 and its first characters, which identify it to people.
+# The key itself is not stored, only its SHA-256 and its first characters, by which people recognise it.
 _KEYS = (
     """
 CREATE TABLE keys (
@@ -233,8 +233,8 @@ CREATE TABLE shadows (
 def _added_fields(
     table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
 ) -> Iterator[Migration]:
-    """Yield a migration for each field that `record` declares after the field `after`, which adds the field's
-    column to `table` and its view. Hand-written migrations create the columns of all earlier fields."""
+    """Yield a migration for each field declared in `record` after the field `after`. The migration adds the
+    field's column to `table` and its view. Hand-written migrations create the columns of earlier fields."""
     names = record.__struct_fields__
     hints, fields, added = get_type_hints(record), declared(record), ""
     for name in names[names.index(after) + 1 :]:

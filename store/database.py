@@ -3,7 +3,7 @@
 SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at the same time.
 Therefore only the writer's connection may write or checkpoint, and a lock file enforces this across
 processes. Readers open the file with `mode=ro`, which allows neither. Memory-mapped reads stay disabled,
-because with them a truncated file would kill the process instead of raising an error.
+because a truncated file would then kill the process instead of raising an error.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ PAGE_CACHE_BYTES = 512 << 10
 looks like a memory leak. Other pages are read from the kernel's page cache."""
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _CHECKED_INSTRUCTIONS = 20_000
-"""Number of SQLite instructions between two checks of a query's time limit, about a millisecond's worth."""
+"""SQLite instructions between checks of a query's time limit: about a millisecond's worth."""
 _COPIED_PAGES = 1000
-"""Number of pages that `write_back` copies between two calls of `progress`."""
+"""Number of pages that `write_back` copies between calls to `progress`."""
 
 
 class WritableDatabase:
@@ -54,7 +54,7 @@ class WritableDatabase:
     it.
 
     With `synchronous="FULL"`, every commit is flushed to disk. With `"NORMAL"`, commits survive a crash of
-    the process, but a power failure can lose the commits since the last checkpoint.
+    the process, but a power failure can lose those made since the last checkpoint.
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
@@ -99,7 +99,7 @@ class WritableDatabase:
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
                 f"{self.path}: the folder {self.path.parent} no longer exists",
-                "create it for the service's user, and the service will restore the file",
+                "create it, owned by the service's user; the service will then restore the file",
             )
         copy = self.path.with_name(f"{self.path.name}.restored")
         try:
@@ -153,8 +153,8 @@ class WritableDatabase:
         """Checkpoint, leave WAL mode and close the connection. The file then needs no -wal file and can be
         read without write permission.
 
-        Leaving WAL mode needs exclusive access. If a reader has the file open, it stays in WAL mode, which is
-        logged but harmless: the next startup can open it.
+        Leaving WAL mode needs exclusive access. If a reader has the file open, the file stays in WAL mode.
+        This is logged but harmless: the next startup can open the file.
         """
         try:
             self._leave_wal()
@@ -308,7 +308,7 @@ def _open_and_touch(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the file's device and inode; None if the file does not exist."""
+    """Return the file's device and inode, or None if the file does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -328,7 +328,7 @@ def _sync(path: Path) -> None:
 def _check_writable(path: Path) -> None:
     if not path.parent.is_dir():
         raise MissingDatabaseError(
-            f"{path}: the folder {path.parent} does not exist", "create it for the service's user"
+            f"{path}: the folder {path.parent} does not exist", "create it, owned by the service's user"
         )
     for place in (path.parent, path):
         if place.exists() and not os.access(place, os.W_OK, effective_ids=True):
@@ -349,8 +349,8 @@ def _create(path: Path, mode: int = 0o640) -> int:
 
 def _lock(path: Path) -> int:
     """Acquire the writer's lock and return its file descriptor. Closing the descriptor or exiting releases
-    the lock. It is on a separate file, because opening and closing the database file would drop SQLite's own
-    POSIX locks on it.
+    the lock. The lock is on a separate file, because opening and closing the database file would drop
+    SQLite's own POSIX locks on it.
     """
     descriptor = _create(path.with_name(path.name + "-lock"))
     try:

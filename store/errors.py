@@ -26,7 +26,7 @@ class CorruptDatabaseError(StoreError):
 
 
 class SchemaVersionError(StoreError):
-    """The file was written by a version of the product that is incompatible with this one."""
+    """The file was written by an incompatible version of the product."""
 
 
 class NotWritableError(StoreError):
@@ -51,7 +51,7 @@ class OutcomeUnknownError(StoreError):
 
 
 class WriterClosedError(StoreError):
-    """The operation was submitted after `Writer.close()`, or it was still waiting when closing timed out."""
+    """The operation was submitted after `Writer.close()`, or was still waiting when `close()` timed out."""
 
 
 class UnknownRecordError(StoreError):
@@ -84,8 +84,8 @@ def primary_code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-# SQLite returns these errors because of the operation itself, so every attempt would fail. All other errors
-# are caused by the disk or a lock.
+# These errors are caused by the operation itself, so every attempt would fail. All others are caused by the
+# disk or a lock.
 _OWN_FAULTS = frozenset(
     {
         sqlite3.SQLITE_ERROR,
@@ -99,8 +99,7 @@ _OWN_FAULTS = frozenset(
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether the error was caused by the operation itself and would therefore occur on every
-    attempt."""
+    """Return True if the operation itself caused the error, so that every attempt would fail."""
     if not isinstance(error, sqlite3.Error):
         return True
     # Python's sqlite3 module raises ProgrammingError and InterfaceError without a SQLite error code.

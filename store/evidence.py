@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     head: Head
     source: str
     signed: SignedHead | None = None
-    """The head with its signature, or None if an auditor recorded the head without one."""
+    """The signed head, or None if an auditor recorded only the head."""
 
 
 class Findings(NamedTuple):
@@ -48,7 +48,7 @@ class Findings(NamedTuple):
     notes: list[str]
     """Remarks, for example about checks that could not be made."""
     sources: dict[str, int]
-    """Number of recorded heads that the chain was checked against, by source."""
+    """Number of recorded heads from each source that the chain was checked against."""
     confirmed_seq: int
     """Seq of the newest row confirmed by a recorded head."""
     spooled: int
@@ -60,7 +60,7 @@ class Findings(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether no fault was found."""
+        """True if no fault was found."""
         return not self.problems
 
 
@@ -69,7 +69,7 @@ class ActionRecord(NamedTuple):
     stored."""
 
     seq: int | None
-    """The seq of the action's first row; None while it waits in the spool."""
+    """The seq of the action's first row; None while the action is only in the spool."""
     result_seq: int | None
     at: str
     ended_at: str | None
@@ -88,13 +88,13 @@ class ActionFilter(NamedTuple):
     """Conditions that select actions; None matches any value."""
 
     actor: str | None = None
-    """Name of the actor. `uid:0` also matches actors with this uid that used a key."""
+    """The actor's name. `uid:0` also matches actions by this uid with a key."""
     action: str | None = None
     """Name of the action, or a prefix ending with a dot, such as `keys.`."""
     since: str | None = None
-    """Match only actions that began at or after this time, in UTC and ISO 8601."""
+    """Earliest start of an action, in UTC and ISO 8601."""
     until: str | None = None
-    """Match only actions that began at or before this time, in UTC and ISO 8601."""
+    """Latest start of an action, in UTC and ISO 8601."""
 
 
 _ACTIONS = """
@@ -112,8 +112,8 @@ WHERE (first.phase IS NOT 'result'
 """
 
 _MAX_ACTION_ROWS = 10_000
-"""`read_changed_actions` finds an action's result only if it is at most this many rows after the intent. The
-limit avoids reading the whole chain."""
+"""How many rows after an intent `read_changed_actions` still finds the result. This limit avoids reading the
+whole chain."""
 
 
 def read_actions(
@@ -126,7 +126,7 @@ def read_actions(
 ) -> list[ActionRecord]:
     """Return the newest `limit` matching actions, oldest first, through a read-only connection. If `before`
     is given, return only actions whose first row precedes the row with this seq. `limit_s` is the call's time
-    limit. Raises `StoreError`."""
+    limit. Raises `StoreError` on failure."""
     sql, values = _ACTIONS, list[Any]()
     if before is not None:
         sql += " AND first.seq < ?"
@@ -150,8 +150,8 @@ def read_actions(
 
 
 def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) -> list[ActionRecord]:
-    """Return the first `limit` actions whose newest row was added after the row with seq `after`, in the
-    order of their newest rows. Raises `StoreError`."""
+    """Return the first `limit` actions with a row after seq `after`, ordered by their newest row. Raises
+    `StoreError` on failure."""
     sql = f"{_ACTIONS} AND ifnull(last.seq, first.seq) > ? AND first.seq > ? "
     since = max(0, after - _MAX_ACTION_ROWS)
     with reading(path, CONTROL, limit_s) as connection:
@@ -162,7 +162,7 @@ def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) 
 
 
 def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
-    """Return whether an action matches the conditions, as in `read_actions`."""
+    """Return True if an action matches the filter, as in `read_actions`."""
     actor, action, since, until = wanted
     by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
     named = (
@@ -175,7 +175,7 @@ def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:
-    """Return the actions waiting in the spool in `folder`, oldest first. Raises `StoreError`."""
+    """Return the actions waiting in the spool in `folder`, oldest first. Raises `StoreError` on failure."""
     found: dict[str, ActionRecord] = {}
     for entry in read_spool(folder):
         intended = found.get(entry.act or "")
@@ -198,19 +198,20 @@ def spooled_actions(folder: Path) -> list[ActionRecord]:
 
 
 def read_audit_head(path: Path) -> Head:
-    """Return the chain's head, to be recorded outside the file. Raises `StoreError`."""
+    """Return the chain's head, to be recorded outside the file. Raises `StoreError` on failure."""
     with reading(path, CONTROL) as connection:
         return audit.head(connection)
 
 
 def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
-    """Verify the chain of the file at `path` through a read-only connection. Raises `StoreError`."""
+    """Verify the chain in the file at `path`, through a read-only connection. Raises `StoreError` on
+    failure."""
     with reading(path, CONTROL) as connection:
         return audit.verify(connection, recorded)
 
 
 def read_spool(folder: Path) -> list[Entry]:
-    """Return the entries waiting in the spool in `folder`. Raises `StoreError`."""
+    """Return the entries waiting in the spool in `folder`. Raises `StoreError` on failure."""
     try:
         return spool.read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
@@ -218,7 +219,7 @@ def read_spool(folder: Path) -> list[Entry]:
 
 
 def read_heads(path: Path) -> list[Recorded]:
-    """Return the chain heads found in a file of any format. Raises `StoreError`."""
+    """Return the chain heads found in a file, whatever its format. Raises `StoreError` on failure."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return recorded_in(lines, str(path))
@@ -227,12 +228,13 @@ def read_heads(path: Path) -> list[Recorded]:
 
 
 def recorded_in(lines: Iterable[str], source: str) -> list[Recorded]:
-    """Return the chain heads in a text's lines."""
+    """Return the chain heads found in lines of text."""
     return [Recorded(signed.head, source, signed) for signed in heads_in(lines)]
 
 
 def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
-    """Check the chain of the state directory `folder` against the heads recorded there and in `recorded`.
+    """Check the chain in the state directory `folder` against the heads recorded there and those in
+    `recorded`.
 
     Raises `StoreError` if the files cannot be read at all.
     """
@@ -250,7 +252,7 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
         key = read_key(folder / KEY_FILE)
     except StoreError as error:
         unchecked = f"the signatures of recorded heads were not checked: {error}"
-        # An auditor cannot read the key, but the key file must exist.
+        # An auditor may not be able to read the key file, but the file must exist.
         kept_from_us = (folder / KEY_FILE).exists() and not os.access(
             folder / KEY_FILE, os.R_OK, effective_ids=True
         )
@@ -285,7 +287,8 @@ def _recorded_by_now(folder: Path, seq: int) -> int:
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
     """Check the chain in the database or export at `path` against recorded heads. If `key` is given,
-    signatures are also checked, and heads with a wrong signature are ignored. Raises `StoreError`."""
+    signatures are also checked, and heads with a wrong signature are ignored. Raises `StoreError` on
+    failure."""
     known = list(recorded)
     exported = exports.is_export(path)
     trailer = None

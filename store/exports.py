@@ -59,7 +59,8 @@ def lines_of(chain: Iterable[AuditRow], key: SigningKey | None) -> Iterator[str]
 
 
 def is_export(path: Path) -> bool:
-    """Return whether the file is an export rather than a database. Raises `StoreError`."""
+    """Return True if the file is an export rather than a database. Raises `StoreError` if it cannot be
+    read."""
     try:
         with path.open("rb") as file:
             return file.read(1) == _FIRST_BYTE
@@ -69,7 +70,7 @@ def is_export(path: Path) -> bool:
 
 def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
     """Return an export's rows and trailer. The trailer is None if the end of the file is missing. Raises
-    `StoreError`."""
+    `StoreError` on failure."""
     rows: list[AuditRow] = []
     digest = hashlib.sha256()
     try:
@@ -92,7 +93,7 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
 
 
 def problems_of(trailer: Trailer | None, found: Head, key: SigningKey | None) -> list[str]:
-    """Check an export's trailer against `found`, its chain's head, and return the problems."""
+    """Check an export's trailer against `found`, the head of its chain, and return any problems."""
     if trailer is None:
         return ["the export is incomplete: its last line, the trailer, is missing"]
     problems = []

@@ -30,15 +30,15 @@ CLASSES = 4
 
 
 class Field(NamedTuple):
-    """A field's declaration, apart from its name, type and default. Operators can set only fields that have
-    one."""
+    """A field's declaration, apart from its name, type and default. Operators can set only fields with a
+    `Field`."""
 
     help: str
     """One sentence that describes the field, without the final full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
-    """Upper bound of a number's range; both bounds are inclusive."""
+    """Inclusive upper bound of a number's range. The lower bound is inclusive too."""
     none: str = ""
     """Meaning of None, for an optional field."""
 
@@ -112,7 +112,7 @@ class Declared(NamedTuple):
                 return f"1 to {MAX_TEXT_CHARS} printable characters"
 
     def allows(self, value: Any) -> bool:
-        """Return whether the field may have this value. None is not checked here."""
+        """Return True if the value is allowed. None is not checked here."""
         match self.kind:
             case "number" | "span" | "count" | "class":
                 return self.field.low <= value <= self.field.high
@@ -133,7 +133,7 @@ def _is_text(value: str) -> bool:
 
 
 def declared(record: type[msgspec.Struct]) -> Mapping[str, Declared]:
-    """Return a record's fields that have a `Field`, by name, in declaration order."""
+    """Return a record's fields that have a `Field`, keyed by name, in declaration order."""
     return _declared(record)
 
 
@@ -152,7 +152,7 @@ def _declared(record: Any) -> Mapping[str, Declared]:
 
 
 def is_optional(hint: Any) -> bool:
-    """Return whether a field of this type can be None."""
+    """Return True if a field of this type can be None."""
     return type(None) in get_args(hint)
 
 

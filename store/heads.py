@@ -1,12 +1,13 @@
-"""Signed heads of the audit chain, recorded outside the database. They reveal that a chain was rewritten or
-shortened. A signed head is one line, with the same format in the service's journal and in `audit.heads` next
-to the database:
+"""Signed heads of the audit chain, recorded outside the database. They reveal whether the chain was rewritten
+or shortened. A signed head is one line of text, in the same format in the service's journal and in
+`audit.heads` next to the database:
 
     audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 key=<16 hex> sig=<64 hex>
 
-In the log, ` of ` and the path of the state directory follow, because a journal may also contain the heads of
-other services. `sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its first startup and
-only its user can read. `key` is that key's id, which changes when the key is replaced.
+In the journal, the line goes on with ` of ` and the path of the state directory, because a journal may also
+contain other services' heads. `sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its
+first startup and which only its user can read. `key` is that key's id, which changes when the key is
+replaced.
 
 The signature proves that this service wrote the head. It does not protect against attackers who can read the
 key, because they can sign any head. Only a head that was copied off the machine before the attack, for
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 KEY_FILE = "audit.key"
 HEADS_FILE = "audit.heads"
 ROWS_BETWEEN_HEADS = 16
-"""Number of new rows after which a new head is recorded."""
+"""A new head is recorded after this many rows."""
 
 _KEY_BYTES = 32
 _LINE = re.compile(
@@ -69,13 +70,13 @@ class SigningKey:
     """The service's secret key. Only the service's user and root can sign with it."""
 
     def __init__(self, secret: bytes, fresh: bool = False) -> None:
-        """Create the key object. `fresh` is True if the key was created at this startup."""
+        """`fresh` is True if the key was created at this startup."""
         self._secret = secret
         self.fresh = fresh
 
     @property
     def id(self) -> str:
-        """The id of the key, which reveals nothing about the secret."""
+        """The key's id, which reveals nothing about the secret."""
         return self.sign("audit key id", "")[:16]
 
     def sign(self, purpose: str, content: str) -> str:
@@ -83,22 +84,22 @@ class SigningKey:
         return hmac.new(self._secret, f"{purpose}\n{content}".encode(), hashlib.sha256).hexdigest()
 
     def signed(self, purpose: str, content: str, signature: str) -> bool:
-        """Return whether `signature` is valid for `content`."""
+        """Return True if `signature` is valid for `content`."""
         return hmac.compare_digest(self.sign(purpose, content), signature)
 
     def sign_head(self, head: Head, at: str) -> SignedHead:
-        """Return the head with a signature over the head and the time `at`."""
+        """Sign the head together with the time `at`."""
         signature = self.sign("audit head", f"{head.seq} {head.hash} {at}")
         return SignedHead(head.seq, head.hash, at, signature, self.id)
 
     def signed_head(self, head: SignedHead) -> bool:
-        """Return whether this key signed the head."""
+        """Return True if this key signed the head."""
         return self.signed("audit head", f"{head.seq} {head.hash} {head.at}", head.signature)
 
 
 def make_or_read_key(folder: Path) -> SigningKey:
-    """Return the key of the service with the state directory `folder`. Creates the key if there is none.
-    Raises `StoreError`."""
+    """Return the signing key in the state directory `folder`, creating it if necessary. Raises `StoreError`
+    on failure."""
     path = folder / KEY_FILE
     if not path.exists():
         secret = secrets.token_bytes(_KEY_BYTES)
@@ -136,7 +137,7 @@ def read_key(path: Path) -> SigningKey:
 
 
 def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
-    """Yield the chain heads in the lines of a journal, a heads file, or any other text."""
+    """Yield the chain heads found in the lines of a journal, a heads file or any other text."""
     for line in lines:
         for match in _LINE.finditer(line):
             yield SignedHead(
@@ -145,7 +146,7 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
 
 
 def lines_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Yield the log lines that contain chain heads of the service whose state directory is `folder`."""
+    """Yield the log lines with chain heads of the service that uses the state directory `folder`."""
     ending = _of(folder)
     return (line for line in lines if line.rstrip("\n").endswith(ending))
 
@@ -161,7 +162,7 @@ class HeadKeeper:
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """The reason why the latest head could not be written to the file and is only in the log, or None."""
+        """Why the latest head could not be written to the file and is only in the log, or None."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
         self._key = key
@@ -172,22 +173,21 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file if it does not exist. The service creates it before the chain has any rows, so if
-        the chain has rows but no file, the file was removed."""
+        """Create the heads file if it does not exist. It is created before the chain's first row, so a chain
+        with rows but without this file shows that the file was removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
             self.last_error = f"{self.path} cannot be created ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Return whether the chain needs a new row that names this key as the signing key. This is the case
-        if
+        """Return True if the chain needs a new row that names this key as the signing key, because
 
         - the key was just created, or
-        - the file contains heads that were signed with another key although their rows come after `named`,
-          the latest row that names this key.
+        - the file contains heads of rows after `named` that were signed with a different key.
 
-        `newest` is the newest row of the chain."""
+        `named` is the latest row that names this key; `newest` is the newest row of the chain.
+        """
         return self._key.fresh or any(
             named < head.seq <= newest and not self._key.signed_head(head) for head in self._filed()
         )
@@ -199,7 +199,7 @@ class HeadKeeper:
         return max(ours, key=lambda head: head.seq, default=None)
 
     def _filed(self) -> list[SignedHead]:
-        """Return the heads in the file, or none if it cannot be read."""
+        """Return the heads in the file, or an empty list if it cannot be read."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as lines:
                 return list(heads_in(lines))

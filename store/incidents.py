@@ -1,7 +1,7 @@
-"""Incident files: a slice of the recorded history in one SQLite file, which can be read on a different
-machine without the service. An incident file has the tables of `history.db` with the slice's rows, so readers
-of `history.db` can read it. Additional tables hold data from other files: operators' actions and log lines,
-as JSON documents whose format only the caller knows.
+"""Incident files: a slice of the recorded history in one SQLite file that can be read on any machine, without
+the service. An incident file has the same tables as `history.db`, with the slice's rows, so readers of
+`history.db` can read it. Additional tables hold data from other files: operators' actions and log lines, as
+JSON documents whose format only the caller knows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MODE = 0o600
 
 
 class IncidentTooLargeError(StoreError):
-    """Raised if the slice does not fit into an incident file. The message gives the remedy."""
+    """Raised if the slice is too large for an incident file. The message gives the remedy."""
 
 
 class IncidentWriter:
@@ -110,7 +110,7 @@ class IncidentWriter:
         return StoreError(f"{self.path} already exists", "choose another name, or remove the file")
 
     def describe(self, facts: Mapping[str, str]) -> None:
-        """Add facts about the slice."""
+        """Add named properties of the slice."""
         self._insert("INSERT INTO incident (name, value) VALUES (?, ?)", list(facts.items()))
 
     def samples(
@@ -147,7 +147,7 @@ class IncidentWriter:
         self._insert("INSERT INTO incident_actions (at, seq, document) VALUES (?, ?, ?)", list(rows))
 
     def lines(self, rows: Iterable[tuple[float, int, str]]) -> None:
-        """Add log lines. Each line is a tuple: time in unix seconds, number of the line, and document."""
+        """Add log lines. Each line is a tuple: time in unix seconds, line number, and document."""
         self._insert("INSERT INTO incident_lines (at, number, document) VALUES (?, ?, ?)", list(rows))
 
     @property
@@ -220,8 +220,8 @@ class IncidentReader:
 
 
 def readable_copy(path: Path, folder: Path) -> Path:
-    """Return the path of a file that the readers of `history.db` can read. This is `path` or, if an earlier
-    version of the product wrote that file, an upgraded copy in `folder`. Raises `StoreError`."""
+    """Return the path of a file that readers of `history.db` can read: `path` itself or, if an earlier
+    version of the product wrote it, an upgraded copy in `folder`. Raises `StoreError` on failure."""
     if not path.is_file():
         raise MissingDatabaseError(
             f"{path} is not a file: give the path of history.db or of an incident file"

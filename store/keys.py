@@ -26,8 +26,8 @@ def new_secret() -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with every secret shortened to the prefix shown in lists, because users sometimes type
-    a secret where a key id is expected."""
+    """Shorten every secret in the text to the prefix shown in lists, because users sometimes type a secret
+    where a key id is expected."""
     return _SECRET.sub(lambda found: found[0][:_SHOWN_PREFIX_CHARS] + "...", text)
 
 
@@ -55,7 +55,7 @@ def create(connection: sqlite3.Connection, key: KeyRecord) -> Change:
 
 
 def alter(connection: sqlite3.Connection, key_id: str, changes: Mapping[str, object], now: float) -> Change:
-    """Set fields of a key. Raises ValueError for an invalid value, UnknownKeyError if there is no such key,
+    """Set a key's fields. Raises ValueError for an invalid value, UnknownKeyError if there is no such key,
     and ConflictError if the key is not valid at unix time `now`."""
     before = _valid(connection, key_id, now)
     after = tenants.replaced(before, changes)

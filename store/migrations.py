@@ -35,7 +35,7 @@ class Schema(NamedTuple):
 
 
 def schema_version(connection: sqlite3.Connection) -> int:
-    """Return the number of migrations that were applied to the open database."""
+    """Return the number of migrations applied to the open database."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -45,7 +45,8 @@ def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) 
     found, known = schema_version(connection), len(schema.migrations)
     if found > known:
         raise SchemaVersionError(
-            f"{path} has schema version {found}, but this version of Appliance supports only {known}",
+            f"{path} has schema version {found}, but this release of Appliance supports only schema "
+            f"version {known}",
             "install the version that wrote the file, or restore a backup from before the upgrade",
         )
 
@@ -74,8 +75,8 @@ def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
         # Execute one statement at a time: executescript() would commit the surrounding transaction first.
         for statement in statements:
             database.conn.execute(statement)
-        # Store the number of applied migrations instead of the number of the last one, because two files may
-        # have applied the migrations in different orders.
+        # Store how many migrations were applied instead of the number of the last one, because files may have
+        # applied them in different orders.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

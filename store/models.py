@@ -17,11 +17,10 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
     sha256: str
     """SHA-256 (hex) of the file."""
     samples: str = ""
-    """SHA-256 (hex) of samples of a file too large to be read before each start. Empty for smaller files, and
-    for versions added by releases that did not store samples."""
+    """SHA-256 (hex) of samples from a file too large to be read in full before each start. Empty for smaller
+    files, and for versions added by releases that did not store it."""
     mtime_ns: int = 0
-    """When the file was last modified, in nanoseconds of unix time; 0 for versions added by releases that did
-    not store this time."""
+    """Modification time in unix nanoseconds; 0 for versions added by releases that did not store it."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +47,8 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     files: tuple[ModelFile, ...] = ()
     settings: dict[str, Any] = {}
-    """Settings of the model, keyed by their names in settings files. Omitted settings have their default
-    values."""
+    """The model's settings, keyed by their names in settings files. Settings that are not listed have their
+    defaults."""
     loaded_at: float | None = None
     """When an operator loaded the version, or None if it is not loaded. Restarting the service reloads loaded
     versions."""
@@ -89,7 +88,7 @@ class ShadowRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registry:
-    """All records of the registry at one moment. The object is immutable, so any thread may read it."""
+    """A snapshot of all registry records. It is immutable, so any thread may read it."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""Smallest and largest possible limit. A float can represent every whole number up to the largest."""
+"""Smallest and largest allowed limit. A float represents every whole number up to the largest exactly."""
 _MAX_DAYS = 36525.0
 
 
@@ -105,8 +105,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_share: Annotated[
         float | None,
         Field(
-            "Maximum fraction of the KV blocks of all replicas of a model that the running requests "
-            "may occupy",
+            "Maximum fraction of a model's KV blocks, over all replicas, that running requests may occupy",
             low=1e-6,
             high=1,
             none="no limit",
@@ -140,7 +139,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     default_class: Annotated[
         int,
         Field(
-            "Service class of requests that do not set one; limited to the highest class",
+            "Service class of requests that do not set one; at most the highest class",
             "class",
             0,
             BACKGROUND,
@@ -149,7 +148,9 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: Annotated[
         int | None,
         Field(
-            "Output limit of requests that do not set max_tokens", "tokens", none="the model's maximum length"
+            "Output limit for requests that do not set max_tokens",
+            "tokens",
+            none="the model's maximum length",
         ),
     ] = None
     cache_group: Annotated[
@@ -195,7 +196,7 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Field("Purpose or user of the key")]
     tenant: str
     prefix: str
-    """The first characters of the key, which identify it to people."""
+    """The key's first characters, by which people recognise it."""
     created_at: float
     expires_at: Annotated[float | None, Field("Expiry time of the key", "unix time", none="never")] = None
     revoked_at: float | None = None
@@ -230,7 +231,7 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
     ] = "never"
 
     def valid_at(self, now: float) -> bool:
-        """Return whether the key is valid at unix time `now`."""
+        """Return True if the key is valid at unix time `now`."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
@@ -241,8 +242,8 @@ class KeyRecord(KeyFields, frozen=True, kw_only=True):
 
 
 class Policies:
-    """All tenants, keys and peers at one moment. The object is immutable, so any thread may read it. A change
-    creates a new object, so comparing two objects with `is` shows whether anything has changed."""
+    """A snapshot of all tenants, keys and peers. It is immutable, so any thread may read it. Every change
+    creates a new object, so comparing snapshots with `is` shows whether anything has changed."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Stores how much of each quota remains in `history.db`, so that a restart does not refill quotas. The
-remaining amounts (levels) are written as a snapshot every few seconds instead of after each request.
+"""Stores in `history.db` how much of each quota is left, so that a restart does not refill quotas. A snapshot
+of the remaining amounts (levels) is written every few seconds instead of after each request.
 
-After a crash, the usage since the last snapshot is read from the request log, whose rows contain the tokens
-of each request (`quota_tokens`). `QuotaState.used` lists the usage not included in the levels. The request
-log's writer also writes the snapshots, so each snapshot records the last row that it includes.
+After a crash, the usage since the last snapshot is read from the request log, whose rows contain each
+request's tokens (`quota_tokens`). `QuotaState.used` lists the usage not included in the levels. The request
+log's writer also writes the snapshots, so each snapshot can record the last row that it includes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """The remaining amount of each of a tenant's or key's limits. Requests with open rows have not been
-    subtracted; their rows record their usage.
+    """How much of each limit a tenant or key has left. Open requests are not yet subtracted; their rows
+    record their usage.
     """
 
     scope: QuotaScope
@@ -64,7 +64,7 @@ _SAVE = (
 
 
 class QuotaLog:
-    """Writes levels through `writer`, which must be the writer of the request log."""
+    """Writes levels through `writer`, which must be the request log's writer."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -92,8 +92,8 @@ def _levels(scope: QuotaScope, name: str, at: float, *amounts: float | None) -> 
 
 
 def read_quotas(path: Path) -> QuotaState:
-    """Return the quota state in the file at `path`. Call this before the first request. Raises
-    `StoreError`."""
+    """Read the quota state from the file at `path`. Call this before the first request. Raises `StoreError`
+    on failure."""
     with reading(path, HISTORY) as connection:
         levels = [
             _levels(*row) for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM quota_levels")

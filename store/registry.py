@@ -30,7 +30,7 @@ from store.models import (
 
 
 class ModelRegistry:
-    """A service's registry. Like those of `ControlStore`, changes return a future. Safe to call from any
+    """A service's model registry. As in `ControlStore`, changes return a future. Safe to call from any
     thread."""
 
     def __init__(self, control: ControlStore) -> None:
@@ -84,8 +84,8 @@ class ModelRegistry:
         removes the model. The future returns the removed versions.
 
         The future raises UnknownModelError if there is no such version. It raises ConflictError if an alias,
-        split or shadow refers to what would be removed, or if the version is the default of a model with
-        other versions.
+        split or shadow refers to a version to be removed, or if the version is the default of a model that
+        has other versions.
         """
 
         def apply(connection: sqlite3.Connection) -> list[VersionRecord]:
@@ -171,8 +171,8 @@ class ModelRegistry:
     def set_pinned(
         self, *, actor: Actor | str, action: str, model: str, version: int, pinned: bool
     ) -> Future[VersionRecord]:
-        """Set whether a version, once loaded, always stays loaded (the setting `pinned`). The future raises
-        UnknownModelError if there is no such version."""
+        """Set whether a version stays loaded once it has been loaded (the setting `pinned`). The future
+        raises UnknownModelError if there is no such version."""
         before: list[bool] = []
 
         def apply(connection: sqlite3.Connection) -> VersionRecord:
@@ -193,9 +193,8 @@ class ModelRegistry:
         )
 
     def set_loaded(self, model: str, version: int, loaded: bool) -> Future[Registry]:
-        """Store whether a version is to be reloaded after a restart. This change has no audit row of its own,
-        because it is described by those of the action that loads or unloads the version. Does nothing if the
-        version has been removed."""
+        """Store whether a restart reloads a version. This change has no audit row, because the action that
+        loads or unloads the version is already audited. Does nothing if the version has been removed."""
 
         def apply(connection: sqlite3.Connection) -> Registry:
             found = records.find(connection, VersionRecord, model, version)
@@ -255,7 +254,7 @@ class ModelRegistry:
         self, *, actor: Actor | str, name: str, weights: Mapping[str, float] | None
     ) -> Future[SplitRecord | None]:
         """Set the weights of a name's targets or, if `weights` is None, end the split. The future returns the
-        previous split, and raises UnknownModelError if the split to end does not exist."""
+        previous split, or raises UnknownModelError if there is no split to end."""
 
         def apply(connection: sqlite3.Connection) -> SplitRecord | None:
             former = _end_split(connection, name)
@@ -286,7 +285,7 @@ class ModelRegistry:
         self, *, actor: Actor | str, name: str, target: str | None, share: float
     ) -> Future[ShadowRecord | None]:
         """Copy a share of a name's requests to a target or, if `target` is None, end the shadow. The future
-        returns the previous shadow, and raises UnknownModelError if the shadow to end does not exist."""
+        returns the previous shadow, or raises UnknownModelError if there is no shadow to end."""
         wanted: dict[str, object] = {"target": target, "share": share}
 
         def apply(connection: sqlite3.Connection) -> ShadowRecord | None:
@@ -343,7 +342,8 @@ class ModelRegistry:
 
 
 def read_registry(path: Path) -> Registry:
-    """Return all records in the file at `path`, through a read-only connection. Raises `StoreError`."""
+    """Read all records from the file at `path`, through a read-only connection. Raises `StoreError` on
+    failure."""
     with reading(path, CONTROL) as connection:
         return _read(connection)
 

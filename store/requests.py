@@ -30,9 +30,9 @@ MAX_EXAMINED = 20_000
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
-    """A request's stored record, without prompt and answer. Times are in unix seconds. A row is open while
-    `finished_at` is None; fields such as `finish_reason` are set when the row is closed. The fields are the
-    columns of the table `requests` (`request_class` is the column `class`)."""
+    """A request's record, without its prompt and answer. Times are in unix seconds. A row is open while
+    `finished_at` is None; fields such as `finish_reason` are set when the row is closed. Each field is a
+    column of the `requests` table; `request_class` is the column `class`."""
 
     request_id: str
     created_at: float
@@ -40,7 +40,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     tenant: str | None = None
     key_id: str | None = None
     peer: str | None = None
-    """Peer of the connection: its user on the Unix socket, such as `uid 1000`, otherwise its address."""
+    """The connected client: a user such as `uid 1000` on the Unix socket, otherwise an address."""
     endpoint: str
     model: str | None = None
     version: str | None = None
@@ -67,8 +67,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     preemptions: int = 0
     resubmissions: int = 0
     quota_tokens: int = 0
-    """Number of tokens charged to quotas: the reserved tokens while the row is open, the used tokens after it
-    has been closed. 0 for a request that never ran; it does not count towards request quotas either."""
+    """Number of tokens charged to quotas: the reserved tokens while the row is open, the tokens used once it
+    is closed. 0 for a request that never ran; such a request does not count towards request quotas either."""
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
@@ -93,8 +93,8 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Sequence number of the row's last change, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """Number of times the request was closed again after its row had been closed. Any value other than 0
-    indicates a bug in the service."""
+    """How often the request was closed again after its row had been closed. Any value other than 0 indicates
+    a bug in the service."""
 
     def stored(self, sequence: int) -> tuple[object, ...]:
         """Return the values that `INSERT_LOGGED` stores, with the given sequence number."""
@@ -193,7 +193,7 @@ class RequestLog:
         try:
             return connection.execute(sql, values).rowcount
         except UnicodeEncodeError:
-            # A lone surrogate in a client's JSON must not keep the row from being stored.
+            # A lone surrogate in a client's JSON must not prevent the row from being stored.
             return connection.execute(sql, [_storable(value) for value in values]).rowcount
 
     def _next_sequence(self, connection: sqlite3.Connection) -> int:
@@ -245,8 +245,7 @@ _CONDITIONS = {
 
 
 class RequestPosition(NamedTuple):
-    """The position of a request in the log, in the order of arrival. A page contains the rows before a
-    position."""
+    """A request's position in the log, by order of arrival. A page contains the rows before a position."""
 
     created_at: float
     request_id: str
@@ -271,8 +270,8 @@ class RequestReader:
     def query(
         self, wanted: RequestFilter, limit: int, before: RequestPosition | None = None
     ) -> list[LoggedRequest]:
-        """Return the newest `limit` requests, by `created_at`, that match all conditions in `wanted`. If
-        `before` is given, return only requests before this position."""
+        """Return the newest `limit` requests (by `created_at`) that match `wanted`. If `before` is given,
+        return only requests before this position."""
         conditions, values = _where(wanted)
         if before is not None:
             conditions.append("(created_at, request_id) < (?, ?)")
@@ -283,11 +282,9 @@ class RequestReader:
     def changes(
         self, after: int, limit: int = 1000, wanted: RequestFilter | None = None
     ) -> list[LoggedRequest]:
-        """Return the first `limit` rows that match `wanted` and were opened or closed after the change with
-        sequence number `after`, in the order of their last change.
-
-        Each row is returned once, in its latest state. A row that was opened and closed after `after` is
-        returned as closed.
+        """Return the first `limit` rows that match `wanted` and have changed since sequence number `after`,
+        ordered by their last change. Each row is returned once, in its latest state, so a row that was opened
+        and then closed is returned as closed.
         """
         conditions, values = _where(wanted or RequestFilter())
         where = f"WHERE sequence > ? AND {' AND '.join(conditions)} ORDER BY sequence LIMIT ?"
@@ -325,7 +322,7 @@ class RequestReader:
 
 
 def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
-    """Return a filter's SQL conditions and their values."""
+    """Return a filter's SQL conditions and the values for their placeholders."""
     conditions, values = ["true"], []
     for field, value in msgspec.structs.asdict(wanted).items():
         if value is not None:
@@ -335,8 +332,7 @@ def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
 
 
 def _within(rows: Iterable[tuple[Any, ...]], limit_bytes: int) -> list[Any]:
-    """Return rows until the total size of their texts exceeds the limit, including the row that exceeds
-    it."""
+    """Return rows up to and including the one whose texts bring the total size above the limit."""
     found, size = [], 0
     for row in rows:
         found.append(row)
@@ -353,7 +349,7 @@ def _logged(values: tuple[Any, ...]) -> LoggedRequest:
 
 
 def _storable(value: Any) -> Any:
-    """Replace code points that UTF-8 cannot encode with escapes."""
+    """Escape code points that UTF-8 cannot encode."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 

@@ -1,6 +1,6 @@
-"""Removes request log, telemetry and stored contents rows after their retention time, and returns free pages
-to the file system. Rows are removed in small batches, so that other operations never wait long. Functions
-that take a connection are meant to be submitted to the database's writer.
+"""Removes rows of the request log, telemetry and stored contents after their retention periods, and returns
+free pages to the file system. Rows are removed in small batches, so that other operations never wait long.
+Functions that take a connection are meant to be submitted to the database's writer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BATCH_ROWS = 100
 BATCH_BYTES = 256 << 10
 BATCH_PAGES = 32
 KEPT_FREE = 0.1
-"""Maximum fraction of a file that may consist of free pages."""
+"""Maximum fraction of free pages in a file."""
 
 
 # Each recursion step is one index lookup, whereas DISTINCT would read the whole index.
@@ -65,9 +65,9 @@ def remove_usage(connection: sqlite3.Connection, before: float) -> Removed:
 def remove_contents(
     connection: sqlite3.Connection, before: Mapping[str, float | None], otherwise: float | None
 ) -> Removed:
-    """Remove a batch of stored contents. For each tenant, contents of requests admitted before the tenant's
-    time in `before` (unix seconds) are removed. For tenants that are not in `before`, such as deleted
-    tenants, the time is `otherwise`. A time of None keeps the contents."""
+    """Remove a batch of stored contents. `before` maps each tenant to a time (unix seconds): contents of
+    requests admitted earlier are removed. For tenants not in `before`, such as deleted ones, this time is
+    `otherwise`. None keeps the contents."""
     # Overwrite removed data instead of only unlinking its pages.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]

@@ -17,7 +17,7 @@ _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_tenant(tenant: TenantRecord) -> None:
-    """Check a tenant's fields except its name, which is checked only when the tenant is created."""
+    """Check a tenant's fields except the name, which is checked only on creation."""
     _check_fields(tenant)
     _check_fields(tenant.quota)
 
@@ -33,7 +33,7 @@ def check_key(key: KeyRecord, now: float) -> None:
 
 
 def check_peer(peer: PeerRecord) -> None:
-    """Check the mapping of a user or group."""
+    """Check a user or group mapping."""
     if peer.kind not in PEER_KINDS:
         raise wrong("kind", peer.kind, f"use {either(PEER_KINDS)}")
     if not 0 <= peer.number <= MAX_PEER_NUMBER:
@@ -47,7 +47,7 @@ def check_tenant_name(name: str) -> None:
 
 
 def wrong(name: str, value: object, remedy: str) -> ValueError:
-    """Return the error for a field whose value is not allowed."""
+    """Return the error for a field with an invalid value."""
     shown = list(value[:3]) if isinstance(value, tuple) else value
     return ValueError(f"{name} is {shown!r}: {remedy}")
 

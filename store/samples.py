@@ -1,9 +1,8 @@
 """Telemetry samples. A sample is a tree of structs, lists and values, stored in two parts: a row of numbers,
-which change with every sample, and a layout with everything else: names, texts and the positions of the
-numbers. Layouts rarely change, so each is stored once and samples refer to it.
-
-A metric is one of the numbers. Its name is its path in the tree, such as `queue.waiting` or
-`gpus[0].power_w`. Brackets contain the name or number of a list entry.
+which change with every sample, and a layout with everything else (names, texts and the numbers' positions).
+Layouts rarely change, so each is stored only once, and samples refer to it. A metric is one of the numbers.
+Its name is its path in the tree, such as `queue.waiting` or `gpus[0].power_w`. Brackets contain the name or
+number of a list entry.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ Tree = dict[str, Any]
 _IDENTITY = ("id", "replica", "number", "name", "limit", "where", "model", "kind", "pid")
 """Fields that identify a list entry. The first one with a value is used."""
 _CONSTANT = "="
-"""Key of the JSON object in which a layout stores a number. A layout stores only the numbers that identify
-list entries."""
+"""Key of a JSON object that represents a number in a layout. Layouts contain only numbers that identify list
+entries."""
 _DOUBLE_BYTES = 8
 _SINGLE_BITS = 23
 """Number of mantissa bits in a single-precision number."""
@@ -36,7 +35,7 @@ but take three times as long."""
 
 
 class _Constant(NamedTuple):
-    """A number that identifies an entry of a list."""
+    """A number that identifies a list entry."""
 
     number: int
 
@@ -49,12 +48,12 @@ class TelemetryLayout:
         self.document = document
 
     def packed(self) -> bytes:
-        """Return the document in compressed form."""
+        """Return the compressed document."""
         return zlib.compress(self.document, 6)
 
     @classmethod
     def unpacked(cls, packed: bytes) -> TelemetryLayout:
-        """Return the layout with the compressed document `packed`."""
+        """Create a layout from its compressed document."""
         return cls(zlib.decompress(packed))
 
     @cached_property
@@ -94,7 +93,7 @@ class TelemetrySample(msgspec.Struct, frozen=True):
         return value
 
     def tree(self) -> Tree:
-        """Return the original tree of the sample."""
+        """Return the sample as a tree."""
         return self.layout.tree(self.numbers)
 
 
@@ -211,8 +210,8 @@ def _decompressed(packed: bytes, rows: int) -> bytes:
 
 
 def _keyed(items: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield each item with its key and the name of the field from which the key was taken: the first
-    identifying field that has a value. If there is none, the key is the item's position."""
+    """Yield each item with its key and the field that the key was taken from: the first identifying field
+    with a value. Without such a field, the key is the item's position."""
     used: set[str] = set()
     for position, item in enumerate(items):
         key, field = str(position), ""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from store.migrations import Migration, Schema
 
-# Times are unix seconds. A request is open while finished_at is null. Every change to a row gets a number;
-# sequence is that of the row's last change. A reader that follows the log selects rows with a higher sequence
-# than the last row it has read.
+# Times are unix seconds. A request is open while finished_at is null. Changes to rows are numbered; sequence
+# is the number of the row's last change. To follow the log, a reader selects rows with a higher sequence than
+# the last row it has read.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -172,7 +172,7 @@ ADD_USAGE = (
 """Adds the ended request with the given id to the daily usage."""
 
 # Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
-# the format of store.samples.pack. The indexes serve to find layouts no longer used by any row.
+# the format of store.samples.pack. The indexes are used to find layouts that no row uses any more.
 _TELEMETRY = (
     """
 CREATE TABLE telemetry_layouts (

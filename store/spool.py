@@ -59,9 +59,8 @@ class SpoolContent(NamedTuple):
 
 
 def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
-    """Read a spool file; a missing file has no entries. If `key` is given, a note is added to each entry with
-    a wrong signature. A line that cannot be parsed is returned as an entry that reports the damage. Raises
-    OSError."""
+    """Read a spool file; a missing file has no entries. If `key` is given, entries with a wrong signature get
+    a note. A line that cannot be parsed is returned as an entry that reports the damage. Raises OSError."""
     try:
         lines = path.read_bytes().partition(b"\0")[0].splitlines(keepends=True)
     except FileNotFoundError:
@@ -91,7 +90,7 @@ class Spool:
         self._descriptor: int | None = None
         self._entries, self._end, self._mac = SpoolContent([])
         self._in_memory = 0
-        """Number of entries that are not in the file; they are the newest ones."""
+        """Number of entries that are not in the file. These are always the newest."""
         self._dropped = 0
 
     def start(self) -> None:
@@ -121,7 +120,7 @@ class Spool:
                 log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
-        """Try again to write to the file any entries that are only in memory."""
+        """Try again to write the entries that are only in memory to the file."""
         with self._lock:
             self._write()
 
@@ -195,7 +194,7 @@ class Spool:
                 written += os.pwrite(descriptor, line[written:], self._end + written)
             os.fdatasync(descriptor)
         except OSError:
-            # Remove the partial line, which the next attempt would otherwise be appended to.
+            # Remove the partial line; otherwise, the next attempt would be appended to it.
             with contextlib.suppress(OSError):
                 os.pwrite(descriptor, bytes(len(line)), self._end)
             raise

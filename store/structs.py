@@ -14,8 +14,8 @@ class KeptText(msgspec.Struct, frozen=True):
     number: int
     """Index among the request's prompts or answers."""
     sha256: str
-    """SHA-256 (hex) of `text`. If only hashes are kept, it is the SHA-256 of the whole original text. For a
-    conversation, the original text is its JSON without spaces; for token ids, it is the decoded text."""
+    """SHA-256 (hex) of `text` or, if only hashes are kept, of the whole original text. A conversation's
+    original text is its JSON without spaces; that of token ids is the decoded text."""
     bytes: int
     """Size of the whole original text, in bytes."""
     text: str | None = None
@@ -34,7 +34,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     lag_ms: float
     """Age of the oldest waiting operation; an age up to the commit interval is normal."""
     last_error: str | None
-    """The reason why the latest write failed; None if it succeeded."""
+    """Why the latest write failed; None if it succeeded."""
     failing_s: float
     """How long the database has refused writes, in seconds; 0 if it accepts them."""
     committed_rows: int
@@ -45,11 +45,13 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of operations dropped because the database cannot store them. Each of these indicates a bug and
     is logged."""
     restored: str = ""
-    """How the open file was deleted or replaced, and how the writer restored it, or empty."""
+    """Describes how the open file was deleted or replaced, and how the writer restored it. Empty if neither
+    has happened."""
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator's decision not to announce alerts of matching rules and subjects until a given time."""
+    """Mutes notifications for alerts with matching rules and subjects until a given time. Set by an
+    operator."""
 
     id: str
     rule: str

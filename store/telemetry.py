@@ -1,8 +1,8 @@
-"""Telemetry in `history.db`: the service state in every second of the last hour, and at coarser resolutions
-before that, with one table per resolution. Coarse rows contain each metric's mean, minimum and maximum, so
-that short incidents remain visible. `TelemetryLog` writes through the writer thread and never blocks.
-`store.telemetry_reader` reads the tables. The details of a second, such as the unfinished requests, are
-documents in a format that only the caller knows.
+"""Telemetry in `history.db`: the service state at one-second resolution for the last hour, and at coarser
+resolutions before that. Each resolution has its own table. Coarse rows contain each metric's mean, minimum
+and maximum, so that short incidents remain visible. `TelemetryLog` writes through the writer thread and never
+blocks. `store.telemetry_reader` reads the tables. The details of a second, such as the unfinished requests,
+are documents in a format that only the caller knows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from store.samples import TelemetryLayout, TelemetrySample, pack, rounded, unpac
 from store.writer import Writer
 
 _MAX_FAILING_S = 60.0
-"""Time after which samples are dropped while the database refuses writes, because waiting request log rows
-need the memory."""
+"""How long samples wait in memory while the database refuses writes. After that, they are dropped, because
+waiting request log rows need the memory."""
 _MAX_WAITING_ROWS = 10_000
 _COARSE_BITS = 10
 """Number of significant bits kept for metrics that vary within an interval. The error is below 0.05%."""
@@ -32,14 +32,13 @@ class Resolution(NamedTuple):
     table: str
     seconds: int
     kept_s: float | None
-    """Age in seconds at which rows are removed; None for the coarsest table, because its age limit is a
-    setting."""
+    """Age in seconds at which rows are removed; None for the coarsest table, whose age limit is a setting."""
     rows: int
     """Number of arrays packed into each row of the table: 1 (values) or 3 (means, minimums and maximums)."""
 
     @property
     def milliseconds(self) -> int:
-        """The time span of a row, in milliseconds."""
+        """A row's time span, in milliseconds."""
         return self.seconds * 1000
 
 
@@ -51,7 +50,7 @@ RESOLUTIONS = (
 """The tables, finest first."""
 COARSE = RESOLUTIONS[1:]
 DETAILS = "telemetry_details"
-"""The table of each second's details. Its rows are kept as long as those of the finest resolution."""
+"""The table of per-second details. Its rows are kept as long as those of the finest resolution."""
 
 
 class TelemetryLog:
@@ -65,8 +64,8 @@ class TelemetryLog:
 
     def record(self, sample: TelemetrySample, details: tuple[bool, bytes] | None = None) -> bool:
         """Record a sample. `details` is a pair: whether the document is a full frame, which can be read
-        without the preceding documents, and the document, which describes the details of this second. Never
-        blocks; returns False if the sample was dropped."""
+        without the preceding documents, and the document with this second's details. Never blocks; returns
+        False if the sample was dropped."""
         for resolution in COARSE:
             waiting = self._waiting[resolution.table]
             if waiting and sample.at // resolution.seconds != waiting[0].at // resolution.seconds:
@@ -122,11 +121,8 @@ def combine(samples: Sequence[TelemetrySample]) -> list[array[float]]:
 
 
 def pack_interval(means: array[float], lows: array[float], highs: array[float]) -> bytes:
-    """Compress the metrics of an interval. Metrics that vary are rounded with an error below 0.05%; metrics
-    that do not vary are exact.
-
-    The rows contain the means and the distances of the minimums and maximums from the means, because
-    distances compress better than the extremes themselves."""
+    """Compress an interval's metrics. Metrics that vary are rounded, with an error below 0.05%; constant
+    metrics are exact. Minimums and maximums are stored as distances from the means, which compress better."""
     vague = rounded(means, _COARSE_BITS)
     means = array(
         "d",

@@ -50,7 +50,8 @@ class MetricColumns(NamedTuple):
     resolution: Resolution
     at: list[float]
     metrics: dict[str, list[float]]
-    """For each metric, by name, one value per time: the value of a second, or the mean of an interval."""
+    """Each metric's values, keyed by metric name. Each value is for one second, or is the mean of an
+    interval."""
 
 
 class StoredSample(NamedTuple):
@@ -171,9 +172,9 @@ class TelemetryReader:
         return None if before is None else before / 1000, None if after is None else after / 1000
 
     def details(self, at: float) -> list[bytes]:
-        """Return the documents with the details of the second at `at` (unix seconds): the newest full frame
-        recorded by that time, and the later frames up to it. Returns no documents if the details of that
-        second were not recorded."""
+        """Return the documents that contain the details of the second `at` (unix seconds): the newest full
+        frame recorded by then, followed by the later changes. Returns an empty list if that second's details
+        were not recorded."""
         end = round(at * 1000)
         with self._reading() as connection:
             rows = connection.execute(

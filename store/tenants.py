@@ -21,7 +21,7 @@ BUILT_IN = (LOCAL, DEFAULT)
 
 
 def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
-    """Add a tenant. Raises ValueError or ConflictError."""
+    """Add a tenant. Raises ValueError for an invalid field, and ConflictError if the name is taken."""
     check_tenant_name(tenant.name)
     check_tenant(tenant)
     if records.find(connection, TenantRecord, tenant.name) is not None:
@@ -52,8 +52,8 @@ def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Cha
 
 
 def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
-    """Delete a tenant. Raises UnknownTenantError, and ConflictError if the tenant is built in, has a peer, or
-    has a key that is valid at unix time `now`."""
+    """Delete a tenant. Raises UnknownTenantError if there is no such tenant, and ConflictError if the tenant
+    is built in, has a peer, or has a key that is valid at unix time `now`."""
     tenant = find(connection, name)
     if name in BUILT_IN:
         raise ConflictError(
@@ -73,7 +73,7 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
 
 def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
     """Map a user or group to a tenant, replacing any earlier mapping. Raises ValueError for an invalid kind
-    or number, and UnknownTenantError."""
+    or number, and UnknownTenantError if there is no such tenant."""
     check_peer(peer)
     find(connection, peer.tenant)
     before = records.find(connection, PeerRecord, peer.kind, peer.number)

@@ -43,8 +43,8 @@ class TrailState(NamedTuple):
     """Seq of the newest row that has a head recorded outside the database."""
     spool: SpoolState
     last_error: str | None
-    """The reason why entries are spooled or heads cannot be recorded, or a description of rows that are
-    missing from the chain; None if there is no problem."""
+    """Why entries are spooled or heads cannot be recorded, or which rows are missing from the chain; None if
+    there is no problem."""
 
 
 class Appended(NamedTuple):
@@ -67,13 +67,13 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append the entries that an earlier run left in the spool and results for the intents that it left
-        without one, then record the head. If the database refuses writes, all of this happens later."""
+        """Append the entries that an earlier run left in the spool, add results for its unfinished intents,
+        and record the head. If the database refuses writes, all of this happens later."""
         self._heads.start()
         self._call(self._begin).exception()
 
     def close(self) -> None:
-        """Make a final attempt to empty the spool, and record the head."""
+        """Try one last time to empty the spool, and record the head."""
         self._call(self.append).exception()
         self._heads.record()
         self._spool.close()
@@ -99,8 +99,8 @@ class AuditTrail:
         before: object = None,
         after: object = None,
     ) -> Future[None]:
-        """Record the result of an action in the same way as `intend`. Does nothing if the transaction of a
-        change has already recorded it.
+        """Record an action's result as `intend` records its intent. Does nothing if a change's transaction
+        has already recorded the result.
 
         Raises the same errors as `canonical_json`.
         """

@@ -25,7 +25,7 @@ class UsageFilter(NamedTuple):
 
 
 class DailyUsage(NamedTuple):
-    """One tenant's, key's and model's usage on one day."""
+    """One day's usage of a model with a tenant's key."""
 
     day: str
     tenant: str

@@ -1,7 +1,5 @@
-"""The thread that writes a database. Each database has exactly one.
-
-Operations are functions that take the connection. They run in the order in which they were submitted. Two
-methods submit operations:
+"""The thread that writes a database. Each database has exactly one. Operations are functions that take the
+connection, and run in the order of submission. Two methods submit operations:
 
 - `submit` never blocks and never raises. Operations share commits: a commit follows after at most 200 ms or
   500 operations. While the disk refuses writes, operations wait in memory, up to a limit. A full disk
@@ -52,7 +50,7 @@ _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.
 class _Item(NamedTuple):
     operation: Operation[Any]
     submitted_at: float
-    """Time of the submission, from `time.monotonic()`."""
+    """When the operation was submitted, from `time.monotonic()`."""
     future: Future[Any] | None
     """Future for the result. If set, a caller is waiting, so the item is committed immediately."""
     once: bool
@@ -65,7 +63,7 @@ class _Item(NamedTuple):
 
 
 class Writer:
-    """Owns the writing connection to the database at `path`, used by a separate thread that runs from
+    """Owns the only connection that writes to the database at `path`, and the thread that uses it from
     `start()` to `close()`. All methods may be called from any thread. `submit` holds a lock only for
     microseconds, so it may be called on an event loop.
     """
@@ -86,9 +84,9 @@ class Writer:
         self._spool_rows = spool_rows
         self._thread = threading.Thread(target=self._run, name=f"write {path.name}", daemon=True)
         self._opened: Future[None] = Future()
-        # These two are used by the writer thread only.
+        # Only the writer thread uses the next two attributes.
         self._database: WritableDatabase | None = None
-        self._refused = False  # Whether the disk refused the latest attempt to write.
+        self._refused = False  # Whether the disk refused the latest write.
 
         # The condition's lock guards all attributes below.
         self._condition = threading.Condition()
@@ -212,7 +210,7 @@ class Writer:
 
     @property
     def stalled_s(self) -> float:
-        """Time that the thread has spent on its current operation, in seconds; 0 while it waits for work. A
+        """How long the thread has spent on its current operation, in seconds; 0 while it waits for work. A
         high value means that the disk hangs without reporting an error."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since

@@ -167,7 +167,8 @@ def test_a_file_of_a_newer_version_is_refused_unchanged(tmp_path):
     before = path.read_bytes()
     for attempt in (lambda: WritableDatabase(path, NOTES, "FULL"), lambda: open_readonly(path, NOTES)):
         with pytest.raises(
-            SchemaVersionError, match="version 2, but this version of Appliance supports only 1"
+            SchemaVersionError,
+            match="version 2, but this release of Appliance supports only schema version 1",
         ):
             attempt()
     assert path.read_bytes() == before
