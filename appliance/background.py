@@ -18,8 +18,8 @@ _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _HEALTHY_S = 30.0
 _JITTER = 0.2
-"""Maximum random deviation of a delay, as a fraction of the delay. Without random deviations, processes that
-exited together would be restarted at the same moment again and again."""
+"""Maximum jitter, as a fraction of the delay. Without jitter, processes that exited together would keep
+restarting at the same moment."""
 _POLL_S = 0.05
 
 
@@ -27,9 +27,9 @@ Result = TypeVar("Result")
 
 
 async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
-    """Run a function in a separate thread, because it may hang, and return its result. Raises TimeoutError
-    after `timeout_s`. The thread then continues, but it neither occupies one of the few threads of
-    `asyncio.to_thread` nor delays the exit of the process."""
+    """Run a function that may hang in a separate thread, and return its result. Raises TimeoutError after
+    `timeout_s`. The thread then keeps running, but it neither takes up one of the few `asyncio.to_thread`
+    threads nor delays process exit."""
     future: concurrent.futures.Future[Result] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
@@ -45,7 +45,7 @@ async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
 
 
 async def wait_until(done: Callable[[], bool], timeout_s: float | None) -> None:
-    """Wait until `done` returns true, but at most `timeout_s` seconds (without a limit if it is None)."""
+    """Wait until `done` returns true or `timeout_s` seconds have passed. None means no limit."""
     deadline = asyncio.get_running_loop().time() + (float("inf") if timeout_s is None else timeout_s)
     while not done() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
@@ -59,7 +59,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task. Must be called on the thread of a running event loop."""
+        """Start a task. Must be called on a running event loop's thread."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -88,7 +88,7 @@ class Timer:
         self._handle = asyncio.get_running_loop().call_later(delay_s, late)
 
     def stop(self) -> None:
-        """Cancel the pending call, if there is one."""
+        """Cancel the pending call, if any."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -96,7 +96,7 @@ class Timer:
 
 class Backoff:
     """Computes the delay before each restart of a process. The delay doubles with each restart, up to a
-    limit, and varies randomly by up to 20%. When a process has been in service for 30 s, the delay is
+    limit, and varies randomly by up to 20%. Once a process has been in service for 30 s, the delay is
     reset."""
 
     def __init__(
@@ -111,12 +111,12 @@ class Backoff:
         self._draw = draw
 
     def reset(self) -> None:
-        """Begin again with the first delay."""
+        """Go back to the first delay."""
         self._next_s = self._first_s
 
     def delay_s(self, served_s: float) -> float:
-        """Return the delay before the next restart. `served_s` is the time in seconds that the process was in
-        service, or 0 if it was never in service."""
+        """Return the delay before the next restart. `served_s` is how long the process was in service, in
+        seconds, or 0 if it never was."""
         if served_s >= _HEALTHY_S:
             self.reset()
         delay, self._next_s = self._next_s, min(self._next_s * 2, self._max_s)
@@ -127,13 +127,12 @@ class TimeBudgets:
     """Limits each user's average share of a thread's time. All times are in seconds on the same clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
-        """`max_share` is between 0 and 1. A user that has been idle for `burst_s` seconds may use its share
-        of them immediately."""
+        """`max_share` is between 0 and 1. A user that has been idle for `burst_s` seconds may spend its share
+        of that time in one burst."""
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
-        """For each user that has recently used the thread, the time at which the user's average use will
-        again be within its share."""
+        """For each recent user of the thread, the time when its average use will be back within its share."""
 
     def rest_s(self, user: str, now: float) -> float:
         """Return how many seconds the user must pause, or 0 if the user is within its share."""

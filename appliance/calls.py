@@ -1,4 +1,4 @@
-"""The calls of the admin API: their paths, parameters and response types. `appliance.client` and
+"""The admin API's calls: their paths, parameters and response types. `appliance.client` and
 `appliance.events.async_client` perform the calls."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 READ_ONLY_HEADER = "x-appliance-read-only"
-"""Header that limits a session to read access, whatever rights the caller has. Its only valid value is
+"""Header that limits a session to read access, regardless of the caller's rights. The only valid value is
 "true"."""
 
 
@@ -67,7 +67,7 @@ class Call(NamedTuple, Generic[Answer]):
     answer: Any
     body: bytes | None = None
     is_long: bool = False
-    """Whether the service may take minutes to respond, as it may after a long action (`Action.is_long`)."""
+    """Whether the response may take minutes, as for long actions (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
         """Decode a response. `place` names the sender in error messages. Raises AdminError."""
@@ -88,15 +88,15 @@ class Call(NamedTuple, Generic[Answer]):
         raise AdminError(status, message)
 
     def decode_line(self, line: bytes, place: str) -> Answer | None:
-        """Return the value in a line of a stream, or None for an empty line. Raises AdminError if the line
-        says that the service cannot continue the stream."""
+        """Decode a line of a stream. Returns None for an empty line. Raises AdminError if the line says that
+        the service cannot continue the stream."""
         if not line.strip():
             return None
         if line.startswith(b'{"error":'):
             try:
                 raise AdminError(503, msgspec.json.decode(line, type=StreamEnd).error)
             except msgspec.DecodeError:
-                pass  # no error: a row whose first field has this name
+                pass  # not an error, but a row whose first field is named "error"
         return self.decode(200, line, place)
 
 
@@ -104,7 +104,7 @@ STATUS: Call[Status] = Call("GET", "/status", Status)
 IN_FLIGHT: Call[list[UnfinishedRequest]] = Call("GET", "/requests", list[UnfinishedRequest])
 """The unfinished requests, oldest first."""
 KV_BLOCKS: Call[list[ReplicaBlocks]] = Call("GET", "/kv-blocks", list[ReplicaBlocks])
-"""The KV blocks of each replica that answers."""
+"""Each responding replica's KV blocks."""
 KEYS: Call[list[Key]] = Call("GET", "/keys", list[Key])
 """All keys, including revoked keys."""
 TENANTS: Call[list[Tenant]] = Call("GET", "/tenants", list[Tenant])
@@ -239,7 +239,7 @@ def usage(query: UsageQuery) -> Call[UsageReport]:
 
 
 def _with(path: str, query: msgspec.Struct, *, follow: bool | None = None) -> str:
-    """Return the path with the parameters of the query. Raises AdminError."""
+    """Return the path with these query parameters. Raises AdminError."""
     given: dict[str, Any] = {**msgspec.to_builtins(query), "follow": follow}
     given = {name: value for name, value in given.items() if value is not None}
     texts = {

@@ -1,5 +1,5 @@
-"""The client of the admin API for the CLI and the console, and the connection with which all clients use the
-service's Unix sockets."""
+"""The admin API client used by the CLI and the console, and the Unix socket connections used by all
+clients."""
 
 from __future__ import annotations
 
@@ -46,15 +46,14 @@ class ServiceNotRunningError(Exception):
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """Raised if this user may not open the socket. In this case, it is unknown whether a service is listening
-    on the socket."""
+    """Raised if this user may not open the socket, so it is unknown whether a service is listening on it."""
 
 
 class AdminClient:
     """Calls the service in one run directory. Use it as a context manager. Not thread-safe.
 
     Every call can raise three errors: ServiceNotRunningError if no service answers, AdminError if the service
-    refuses the call, and UntrustedError if a user who is not trusted might answer in place of the service
+    refuses the call, and UntrustedError if an untrusted user might be answering in place of the service
     (`appliance.ownership`).
     """
 
@@ -70,7 +69,7 @@ class AdminClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Do nothing, because no connection stays open between calls."""
+        """Do nothing: no connection stays open between calls."""
 
     def status(self) -> Status:
         """Return the state of the service."""
@@ -173,19 +172,19 @@ class AdminClient:
 
 
 def call_timeout_s(call: Call[Answer], timeout_s: float) -> float | None:
-    """Return the time limit for a call. `timeout_s` is the client's limit for ordinary calls. A result of
-    None means that the client sets no limit, because the service enforces one."""
+    """Return the time limit for a call, or None if the service itself enforces one. `timeout_s` is the
+    client's limit for ordinary calls."""
     if call.is_long:
         return None
     return timeout_s if call.body is None else max(timeout_s, ACTION_TIMEOUT_S)
 
 
 def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
-    """Return an HTTP connection to the service's socket at `path`. It is not opened yet. `timeout_s` limits
-    each wait for data; None means no limit.
+    """Return an unopened HTTP connection to the service's socket at `path`. `timeout_s` limits each wait for
+    data; None means no limit.
 
-    The connection's method `connect` raises OSError if no process is listening. It raises UntrustedError
-    unless the run directory and the process behind the socket belong to users whom the caller trusts
+    Its `connect` method raises OSError if no process is listening, and UntrustedError unless the run
+    directory and the process behind the socket belong to users whom the caller trusts
     (`appliance.ownership`).
     """
     import http.client
@@ -195,8 +194,8 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
             uids = trusted_directory(path.parent, "--run-dir")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                # A blocking connect waits while the backlog of the socket is full. After settimeout(), it
-                # would fail immediately.
+                # A blocking connect waits while the socket's backlog is full. After settimeout(), it would
+                # fail immediately.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_CONNECT_TIMEOUT_S))
                 sock.connect(os.fspath(path))
                 check_peer(sock, uids)
@@ -210,7 +209,7 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
 
 
 def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
-    """Return an error with the reason why nothing can be sent to the socket at `path`, and the remedy."""
+    """Return an error that says why the socket at `path` cannot be used, and what to do about it."""
     if isinstance(error, PermissionError):
         return NotAllowedError(
             f"permission denied for uid {os.geteuid()} on {path}: run as root, as the service's user or "
@@ -224,7 +223,7 @@ def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
 
 
 def no_response(path: Path, call: Call[Answer], error: Exception) -> ServiceNotRunningError:
-    """Return the error for a call that the service on the socket at `path` has not answered."""
+    """Return the error for a call that got no response from the socket at `path`."""
     return ServiceNotRunningError(
         f"the service on {path} did not respond to {call.method} {call.path} "
         f"({error or type(error).__name__}); see its log"

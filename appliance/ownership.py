@@ -3,9 +3,8 @@ behind a socket.
 
 Clients make these checks before they send a key, a prompt or a command, because any user can create a
 directory in /tmp. Three users are trusted: root, the caller, and the service's user. $APPLIANCE_SERVICE_USER
-names the service's user. The owner of a run directory also counts as the service's user if only root or the
-caller can have created a directory at this path. For example, /run/appliance is created by systemd, which
-runs as root.
+names the service's user. A run directory's owner also counts as the service's user if only root or the caller
+could have created the directory. For example, systemd, which runs as root, creates /run/appliance.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import struct
 from pathlib import Path
 
 SERVICE_USER = "APPLIANCE_SERVICE_USER"
-"""Environment variable with the name of the service's user. It must be set if the service runs neither as
-root nor as the caller."""
+"""Environment variable that names the service's user. Required if the service runs neither as root nor as the
+caller."""
 _UCRED = struct.Struct("3i")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedError(Exception):
-    """Raised if a directory, a file or a process belongs to a user who is not trusted. No data has been sent
-    or read. The message ends with the remedy."""
+    """Raised if a directory, file or process belongs to an untrusted user. No data has been sent or read. The
+    message ends with the remedy."""
 
     def __init__(self, description: str, remedy: str) -> None:
         super().__init__(f"{description}: {remedy}")
@@ -38,7 +37,7 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
     """Return the users who are trusted to listen on sockets in this directory: root, the caller, and the
     service's user. If the directory does not exist, no process can listen there, so return only root and the
     caller. `option` is the command-line option that selects a different directory. `service` contains users
-    who are trusted because they own another directory of the service.
+    who are trusted because they own one of the service's other directories.
 
     Raises UntrustedError if the path is a symbolic link, if other users can write to the directory, or if its
     owner is not trusted.
@@ -98,7 +97,7 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
 
 
 def check_database(path: Path, uids: frozenset[int]) -> None:
-    """Check a database, and the files next to it that SQLite also reads, in the same way as `check_file`."""
+    """Check a database, and the files next to it that SQLite also reads, as `check_file` does."""
     for suffix in ("", "-wal", "-shm", "-journal"):
         check_file(path.with_name(path.name + suffix), uids)
 
@@ -116,7 +115,7 @@ def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
 
 
 def user_name(uid: int) -> str:
-    """Return the name and the number of a user, as shown in messages."""
+    """Return a user's name and number, as shown in messages."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:
@@ -144,11 +143,9 @@ def _uid_of(name: str) -> int:
 
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
-    """Return whether only these users can have created `path`. This is true if every parent directory belongs
-    to one of them, and no other user can write to it.
-
-    The result is False for a path in /tmp: the sticky bit protects existing entries, but any user may have
-    created them.
+    """Return whether only these users could have created `path`. This is so if every parent directory belongs
+    to one of them and no other user can write to it. False for paths in /tmp: the sticky bit protects
+    existing entries, but any user may have created them.
     """
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:

@@ -1,6 +1,6 @@
-"""Types of the lists that the admin API returns page by page or as a stream: request log, audit trail, log
-lines and usage. They are not in `appliance.protocol`, because they import modules of the store that front
-processes do not need."""
+"""Types for the lists that the admin API returns in pages or as streams: request log, audit trail, log lines
+and usage. They are kept out of `appliance.protocol` because they import store modules that front processes do
+not need."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 
 
 class NamedRequest(LoggedRequest, frozen=True, kw_only=True):
-    """A row of the request log, with the name of its key."""
+    """A request log row, with its key's name."""
 
     key_name: str | None = None
-    """Current name of the key with the id `key_id`. Null if the request used no key, or if the key is
-    unknown."""
+    """Current name of the key with id `key_id`. Null if the request used no key, or an unknown one."""
 
 
 class RequestPage(msgspec.Struct, kw_only=True):
@@ -43,10 +42,10 @@ class RequestPage(msgspec.Struct, kw_only=True):
 
     rows: list[NamedRequest]
     next: str | None
-    """The value of `before` for the next page, which contains older requests. Null if there are none."""
+    """Value of `before` for the next page, with older requests. Null on the last page."""
     sequence: int
-    """Sequence number of the latest change to the log at the time when the page was read. With this value as
-    `after`, the log can be followed without missing a change."""
+    """Sequence number of the latest change when the page was read. Pass it as `after` to follow the log
+    without missing a change."""
 
 
 class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -93,10 +92,10 @@ class AuditAction(msgspec.Struct, kw_only=True):
     """An operator's action. Times are in ISO 8601."""
 
     seq: int | None
-    """Sequence number of the row in the audit chain with the intent of the action. Null while the action
-    waits in the spool."""
+    """Sequence number of the audit chain row with the action's intent. Null while the action is still in the
+    spool."""
     result_seq: int | None
-    """Sequence number of the row with the result of the action."""
+    """Sequence number of the row with the action's result."""
     at: str
     ended_at: str | None
     actor: str
@@ -118,10 +117,10 @@ class AuditPage(msgspec.Struct, kw_only=True):
 
     rows: list[AuditAction]
     next: int | None
-    """The value of `before` for the next page, which contains older actions. Null if there are none."""
+    """Value of `before` for the next page, with older actions. Null on the last page."""
     sequence: int
-    """Sequence number of the newest row in the chain at the time when the page was read. With this value as
-    `after`, the chain can be followed."""
+    """Sequence number of the chain's newest row when the page was read. Pass it as `after` to follow the
+    chain."""
 
 
 class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -157,7 +156,7 @@ def audit_action(record: ActionRecord) -> AuditAction:
     """Convert a stored action to the API's format."""
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        # The text in a row that was tampered with may not be valid JSON. Show such a text unchanged.
+        # A row that was tampered with may contain invalid JSON. Show the text unchanged.
         with suppress(ValueError):
             fields[name] = json.loads(fields[name] or "null")
     return AuditAction(**fields)
@@ -173,28 +172,28 @@ class ChainReport(msgspec.Struct, kw_only=True):
     ok: bool
     """Whether the chain is complete and unchanged."""
     rows: int
-    """Number of rows that are unchanged, counted from the beginning of the chain."""
+    """Number of unchanged rows, from the start of the chain to the first fault."""
     head: AuditHead
     """The newest unchanged row."""
     broken_seq: int | None
-    """Sequence number of the first row that is wrong or missing. Null if there is none."""
+    """Sequence number of the first wrong or missing row, or null."""
     problems: list[str]
     """Descriptions of the faults. A fault in the chain comes first."""
     notes: list[str]
     """Remarks, such as checks that could not be made."""
     heads: int
-    """Number of recorded heads with which the chain was compared, including those from the journal."""
+    """Number of recorded heads that the chain was compared with, including those from the journal."""
     journal_heads: int
     journal_missing: str | None
-    """The reason why no heads were found in the journal, or why some heads may be missing."""
+    """Reason why the journal contained no heads, or why some may be missing."""
     confirmed_seq: int
-    """Sequence number of the newest row that a recorded head confirms."""
+    """Sequence number of the newest row confirmed by a recorded head."""
     spooled: int
-    """Number of entries that wait in the spool and are therefore not in the chain yet."""
+    """Number of entries still in the spool, and so not yet in the chain."""
 
 
 def chain_report(path: Path, findings: Findings, journal_heads: int, missing: str | None) -> ChainReport:
-    """Return the report about the chain at `path`. `missing` becomes the field `journal_missing`."""
+    """Return a report on the chain at `path`. `missing` becomes the field `journal_missing`."""
     verdict = findings.verdict
     return ChainReport(
         at=time.time(),
@@ -214,8 +213,8 @@ def chain_report(path: Path, findings: Findings, journal_heads: int, missing: st
 
 
 def iso_utc(seconds: float) -> str:
-    """Return a unix time in the format of the audit trail. A time before 1970 or after 9999 is replaced with
-    the nearest time in this range."""
+    """Format a unix time as in the audit trail. Times outside the years 1970 to 9999 are clamped to that
+    range."""
     inside = min(max(seconds, 0.0), 253_402_300_799.0)
     return datetime.fromtimestamp(inside, UTC).isoformat(timespec="microseconds")
 
@@ -228,7 +227,7 @@ CORE = "core"
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the log."""
+    """A log line."""
 
     number: int
     """Number of the line, counted from the start of the service."""
@@ -247,10 +246,9 @@ class LogPage(msgspec.Struct, kw_only=True):
 
     lines: list[LogLine]
     first: int
-    """Number of the oldest line that the core still keeps. Older lines are only in the journal."""
+    """Number of the oldest line still kept by the core. Older lines are only in the journal."""
     number: int
-    """Number of the newest line, or 0 if there are none. With this value as `after`, only newer lines are
-    returned."""
+    """Number of the newest line, or 0 if there are none. Pass it as `after` to get only newer lines."""
 
 
 class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -267,7 +265,7 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     text: Text | None = None
     """Only lines that contain this text, ignoring case."""
     process: Text | None = None
-    """Only lines from this process: "core", or the name of a front process or of a replica (with all its
+    """Only lines from this process: "core", or the name of a front process or replica (including all its
     ranks)."""
     until: Time | None = None
     """Only lines that were written at this time or before, in unix seconds."""
@@ -283,10 +281,10 @@ USAGE_COLUMNS: tuple[UsageColumn, ...] = ("day", "tenant", "key", "model")
 
 
 class UsageRow(msgspec.Struct, kw_only=True):
-    """Usage of one group of requests that have ended. Fields by which the query does not group are null."""
+    """Usage of one group of finished requests. Fields that the query does not group by are null."""
 
     day: str | None = None
-    """Day on which the requests ended, in UTC."""
+    """Day when the requests ended, in UTC."""
     tenant: str | None = None
     key_id: str | None = None
     """Id of the key that the requests used. Empty for requests without a key."""
@@ -295,15 +293,15 @@ class UsageRow(msgspec.Struct, kw_only=True):
     """Empty for requests that named an unknown model."""
     requests: int
     failed: int
-    """Number of requests that had a status of 400 or more, or an error."""
+    """Requests with a status of 400 or more, or with an error."""
     prompt_tokens: int
-    """Number of prompt tokens of the requests that ran, including `cached_tokens`."""
+    """Prompt tokens of the requests that ran, including `cached_tokens`."""
     cached_tokens: int
-    """Number of prompt tokens that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     output_tokens: int
-    """Number of delivered output tokens."""
+    """Output tokens delivered to clients."""
     cost: float | None = None
-    """Cost according to the prices in the settings. Null if no model of the group has a price."""
+    """Cost at the prices in the settings. Null if none of the group's models has a price."""
 
 
 class UsageReport(msgspec.Struct, kw_only=True):

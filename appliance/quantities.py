@@ -9,14 +9,14 @@ from datetime import datetime, timedelta
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
 MAX_SPAN_S = 36525 * 86400.0
-"""One hundred years. Times that are no further than this from now can be stored and displayed."""
+"""One hundred years. Times this far from now can still be stored and displayed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 _MAX_QUOTED = 40
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?")
 
 
 def of_bytes(count: float) -> str:
-    """Return a number of bytes in binary units, such as "1.5 GiB"."""
+    """Format a byte count in binary units, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
@@ -25,7 +25,7 @@ def of_bytes(count: float) -> str:
 
 
 def percent(fraction: float, digits: int = 0) -> str:
-    """Return a fraction as a percentage. Only 0 is shown as 0%, and only 1 or more as 100%. Values close to
+    """Format a fraction as a percentage. Only 0 is shown as 0%, and only 1 or more as 100%; values close to
     them are shown as "<1%" and "99%"."""
     text = f"{fraction * 100:.{digits}f}"
     step = 10.0**-digits
@@ -35,7 +35,7 @@ def percent(fraction: float, digits: int = 0) -> str:
 
 
 def of_measure(value: float | None, unit: str) -> str:
-    """Return a measured value as text with its unit (`AlertRule.unit`). If the unit is "%", the value is a
+    """Format a measured value with its unit (`AlertRule.unit`). If the unit is "%", the value is a
     fraction."""
     if value is None:
         return "unknown"
@@ -56,7 +56,7 @@ def of_measure(value: float | None, unit: str) -> str:
 
 
 def of_duration(seconds: float) -> str:
-    """Return a duration as text, rounded, in a unit that suits its length: "75 s", "12 min", "2.5 h"."""
+    """Format a duration, rounded, in a suitable unit: "75 s", "12 min", "2.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
@@ -65,8 +65,7 @@ def of_duration(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text in the format of OpenAI's API, rounded up: "12ms", "8s", "6m0s",
-    "1h0m30s"."""
+    """Format a duration as OpenAI's API does, rounded up: "12ms", "8s", "6m0s", "1h0m30s"."""
     if seconds < 1.0:
         milliseconds = math.ceil(seconds * 1000.0)
         return f"{milliseconds}ms" if 0 < milliseconds < 1000 else f"{milliseconds // 1000}s"
@@ -78,15 +77,14 @@ def duration(seconds: float) -> str:
 
 
 def span_seconds(text: str) -> float | None:
-    """Parse a duration such as 90s, 30m, 12h or 7d, and return it in seconds. Return None if the text is not
-    a duration."""
+    """Convert a duration such as 90s, 30m, 12h or 7d to seconds. Returns None if the text is not a
+    duration."""
     found = _SPAN.fullmatch(text.strip())
     return None if found is None else float(found[1]) * _SECONDS[found[2]]
 
 
 def span_text(seconds: float) -> str:
-    """Return a duration as text, in the largest unit that divides it without a remainder. `span_seconds` can
-    parse the result."""
+    """Format a duration in the largest unit that divides it evenly. `span_seconds` can parse the result."""
     for unit in ("w", "d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:g}{unit}"
@@ -109,9 +107,9 @@ def clock_time(text: str, now: float) -> float | None:
 
 
 def past_time(text: str, now: float) -> float:
-    """Parse a past time and return it as unix time. Accepts 14:03, 14:03:20, 20m or -20m (both mean 20
-    minutes ago), and ISO 8601 dates. Times are local unless they carry an offset. Raises ValueError with a
-    message that says how to fix the input."""
+    """Convert a past time to unix time. Accepts 14:03, 14:03:20, 20m or -20m (both mean 20 minutes ago), and
+    ISO 8601 dates. Times are local unless they carry an offset. Raises ValueError with a message that says
+    how to fix the input."""
     if (at := clock_time(text, now)) is not None:
         return at
     if (seconds := span_seconds(text.strip().removeprefix("-"))) is not None:
@@ -120,9 +118,9 @@ def past_time(text: str, now: float) -> float:
 
 
 def future_time(text: str, now: float) -> float:
-    """Parse a future time and return it as unix time. Accepts a time span from now, such as 90d, and ISO 8601
-    dates. Times are local unless they carry an offset. Raises ValueError with a message that says how to fix
-    the input."""
+    """Convert a future time to unix time. Accepts a time span from now, such as 90d, and ISO 8601 dates.
+    Times are local unless they carry an offset. Raises ValueError with a message that says how to fix the
+    input."""
     if (seconds := span_seconds(text)) is not None:
         return now + _allowed(text, seconds, MAX_SPAN_S)
     at = _date(text, "a time span such as 90d, or a date such as 2026-11-20 or 2026-11-20T14:30")
@@ -134,12 +132,12 @@ def future_time(text: str, now: float) -> float:
 
 
 def quoted(text: str) -> str:
-    """Return the beginning of a text in quotation marks, for messages."""
+    """Return the start of a text in quotation marks, for messages."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…")
 
 
 def _allowed(text: str, seconds: float, max_s: float) -> float:
-    """Return the length of a time span, unless it is too long. Raises ValueError."""
+    """Return the length of a time span. Raises ValueError if it is too long."""
     if seconds > max_s:
         days = span_text(max_s // 86400 * 86400)
         raise ValueError(f"{quoted(text)} is too long: use at most {days}")
@@ -147,7 +145,7 @@ def _allowed(text: str, seconds: float, max_s: float) -> float:
 
 
 def _date(text: str, expected: str) -> float:
-    """Parse an ISO 8601 date. `expected` says what may be entered. Raises ValueError."""
+    """Parse an ISO 8601 date. `expected` describes valid input, for the error message. Raises ValueError."""
     try:
         date = datetime.fromisoformat(text.strip())
         if _FIRST_YEAR <= date.year <= _LAST_YEAR:

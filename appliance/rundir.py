@@ -15,7 +15,7 @@ import msgspec
 from appliance.ownership import UntrustedError, trusted_directory
 
 SYSTEM_RUN_DIR = Path("/run/appliance")
-"""Run directory of the service that systemd runs."""
+"""Run directory of a service started by systemd."""
 SYSTEM_STATE_DIR = Path("/var/lib/appliance")
 _UNIT_FOLDERS = (
     "/etc/systemd/system",
@@ -41,7 +41,7 @@ class LockHolder(msgspec.Struct, kw_only=True):
     pid: int
     state_dir: str
     stopped: bool = True
-    """Whether the process has released the lock. The value is False if the process was killed or crashed."""
+    """Whether the process released the lock. False if the process was killed or crashed."""
 
 
 class RunDirLock:
@@ -69,7 +69,7 @@ class RunDirLock:
                 "one with a different --run-dir and --state-dir"
             ) from None
         self.former = last_holder(run_dir)
-        """The process that held the lock before, or None."""
+        """The lock's previous holder, or None."""
         self._holder = LockHolder(pid=os.getpid(), state_dir=str(state_dir), stopped=False)
         self._write()
         for left in run_dir.glob(f"{_RENDEZVOUS}*"):
@@ -88,8 +88,8 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return the process that holds the lock of the directory or held it last, and the state directory of its
-    service. The directory must be trusted (`appliance.ownership`)."""
+    """Return the process that holds, or last held, the directory's lock, and its service's state directory.
+    The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -99,15 +99,13 @@ def last_holder(run_dir: Path) -> LockHolder | None:
 
 
 def unit_is_installed() -> bool:
-    """Return whether systemd runs on this machine and has the service's unit."""
+    """Return whether systemd is running and the service's unit is installed."""
     return _BOOTED.is_dir() and any(os.path.exists(f"{folder}/{_UNIT}") for folder in _UNIT_FOLDERS)
 
 
 def start_remedy(run_dir: Path) -> str:
-    """Return instructions for starting the service.
-
-    If the service's unit is installed, the instructions contain only the systemctl command. A service that is
-    started in another way would begin with an empty state.
+    """Return instructions for starting the service. If its unit is installed, only the systemctl command is
+    given: a service started any other way would begin with an empty state.
     """
     if unit_is_installed():
         return "start the service with: systemctl start appliance"
@@ -115,14 +113,13 @@ def start_remedy(run_dir: Path) -> str:
 
 
 def new_rendezvous(run_dir: Path) -> str:
-    """Return the path of a new rendezvous file, with which the ranks of a replica find each other when they
-    start. The file is in the run directory. If the service is killed, the next start removes the file. Raises
-    OSError."""
+    """Return the path of a new rendezvous file in the run directory, through which a replica's ranks find
+    each other at startup. If the service is killed, the next start removes the file. Raises OSError."""
     return str(Path(tempfile.mkdtemp(prefix=_RENDEZVOUS, dir=run_dir)) / "store")
 
 
 def prepare_directories(run_dir: Path, state_dir: Path) -> None:
-    """Create the directories that are missing. Only this user can access a new directory.
+    """Create missing directories, which only this user can access.
 
     Raises RunDirError if a directory cannot be used, or if clients would not trust the run directory
     (`appliance.ownership`).
@@ -147,7 +144,7 @@ def prepare_directories(run_dir: Path, state_dir: Path) -> None:
 
 
 def remove_socket(path: Path) -> None:
-    """Remove a socket file that this service or an earlier one created. Files of other types are not removed.
+    """Remove a socket file created by this service or an earlier one. Other types of files are not removed.
     The caller must hold the lock."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):

@@ -1,8 +1,6 @@
-"""Routes that declare the scope that they require.
-
-Every route of this service is a `ScopedRoute`, which names the required scope and checks it before the
-endpoint is called. `check_routes` rejects applications with any other kind of route, so no route can be added
-without a scope.
+"""Routes that declare their required scope. Every route of this service is a `ScopedRoute`, which checks the
+caller's scopes before it calls the endpoint. `check_routes` rejects applications with any other kind of
+route, so no route can be added without a scope.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class InsufficientScopeError(Exception):
 
 
 class ScopedRoute(Route):
-    """A route that is called only if the scopes in the request's state include `wanted`."""
+    """A route that is called only if the scopes in the request's state include the scope `wanted`."""
 
     def __init__(
         self,
@@ -45,8 +43,7 @@ class ScopedRoute(Route):
         wanted: str,
         operation: Operation | None = None,
     ) -> None:
-        """`operation` describes the route in the OpenAPI document. If it is None, the document omits the
-        route."""
+        """`operation` describes the route in the OpenAPI document; None omits the route from it."""
         if wanted not in (OPEN, *SCOPES):
             raise ValueError(f"{wanted!r} is not a scope; available scopes: {', '.join((OPEN, *SCOPES))}")
         super().__init__(path, endpoint, methods=[method])

@@ -33,8 +33,8 @@ BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
 still contains a prefix. A "shared" block has more than one reference. All samples of one prompt collectively
 hold a single reference to the prompt's blocks."""
 STALL_FACTOR = 3.0
-"""A step that decodes is a stall if its duration is more than this many times the mean duration of a
-decode-only step."""
+"""A step that decodes is a stall if it takes more than this many times as long as the mean decode-only
+step."""
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,34 +55,34 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     itl: LatencyPercentiles | None = None
     """A request's mean time between output tokens."""
     queue: LatencyPercentiles | None = None
-    """Time from the admission of a request to its first dispatch."""
+    """Time from a request's admission to its first dispatch."""
     e2e: LatencyPercentiles | None = None
-    """Time from the arrival of a request to the end of its answer."""
+    """Time from a request's arrival to the end of its answer."""
 
 
 class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters over all models since the start of the service."""
+    """Counters over all models since the service started."""
 
     prompt_tokens: int | None = None
-    """Number of prompt tokens in sequences started by replicas."""
+    """Prompt tokens in sequences started by replicas."""
     cached_tokens: int | None = None
-    """Number of prompt tokens found in replicas' prefix caches."""
+    """Prompt tokens found in replicas' prefix caches."""
     computed_tokens: int | None = None
     generated_tokens: int | None = None
-    """Number of output tokens, counted when they are generated."""
+    """Output tokens, counted as they are generated."""
     admitted: int | None = None
     refused: int | None = None
-    """Number of requests refused by the core."""
+    """Requests refused by the core."""
     ended: int | None = None
     failed: int | None = None
-    """Number of requests that ended with the outcome "failed"."""
+    """Requests that ended with the outcome "failed"."""
     cancelled: int | None = None
     preemptions: int | None = None
     billed_tokens: int | None = None
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """Each total's increase per second, over the last `window_s` seconds. None if there is no earlier
+    """Each total's increase per second over the last `window_s` seconds, or None if there is no earlier
     snapshot."""
 
     window_s: float | None = None
@@ -90,7 +90,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_per_s: float | None = None
     generated_tokens_per_s: float | None = None
     requests_per_s: float | None = None
-    """Number of requests that ended per second."""
+    """Requests ended per second."""
     refused_per_s: float | None = None
     failed_per_s: float | None = None
 
@@ -109,7 +109,7 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of one replica in one period of time, called a slice."""
+    """One replica's steps in a period of time, called a slice."""
 
     model: str
     replica: str
@@ -142,16 +142,15 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     busy: float | None = None
     """Fraction of the slice in which a step was running, from 0 to 1."""
     longest_ms: float | None = None
-    """Duration of the longest step in the slice that decoded."""
+    """Duration of the longest decoding step in the slice."""
     longest_decodes: int | None = None
-    """Number of sequences that decoded in the longest step."""
+    """Number of sequences that this longest step decoded."""
     longest_prompt_tokens: int | None = None
-    """Number of prompt tokens computed in the longest step."""
+    """Number of prompt tokens that this longest step computed."""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that decodes and whose duration is more than `STALL_FACTOR` times the mean duration of a
-    decode-only step."""
+    """A step that decodes and takes more than `STALL_FACTOR` times as long as the mean decode-only step."""
 
     replica: str
     at: float
@@ -159,21 +158,20 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     ms: float
     """Duration of the step."""
     mean_ms: float
-    """Mean duration of a decode-only step at the time when the step was reported."""
+    """Mean duration of a decode-only step when the stall was reported."""
     decodes: int
     """Number of sequences that decoded in the step."""
     prompt_tokens: int
     """Number of prompt tokens that the step computed."""
     request: str = ""
-    """Id of the request whose prompt chunk was the largest in the step. Empty if the step computed no prompt
+    """Id of the request with the largest prompt chunk in the step. Empty if the step computed no prompt
     tokens."""
     tenant: str = ""
     """Tenant of `request`. Empty if the request had ended before the report."""
 
 
 class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks of a KV cache, in the order of the pool. The arrays are byte strings because caches have
-    many blocks."""
+    """A KV cache's blocks, in pool order. The arrays are byte strings because caches have many blocks."""
 
     states: bytes
     """One byte per block: an index into `BLOCK_STATES`."""
@@ -185,26 +183,25 @@ class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[str]
     """The tenant of each entry in `requests`."""
     stride: int = 1
-    """Number of blocks for which each entry of `states`, `owners` and `ages` stands. The entry describes the
-    first of these blocks."""
+    """Number of blocks that each entry of `states`, `owners` and `ages` represents. The entry describes the
+    first of them."""
     request_blocks: list[int] = []
     """Number of blocks owned by each request in `requests`."""
     preemptions: list[int] = []
-    """Number of times that samples of each request in `requests` were preempted."""
+    """Number of preemptions of each request in `requests`, counting all its samples."""
     ages: bytes | None = None
-    """One byte per block: the binary logarithm of 1 + the seconds since the block was last used, rounded
-    down."""
+    """One byte per block: log2(1 + seconds since the block was last used), rounded down."""
 
 
 class ReplicaBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks of one replica's KV cache."""
+    """One replica's KV cache blocks."""
 
     replica: str
     blocks: BlockMap
 
 
 class KvCache(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache of one replica."""
+    """One replica's KV cache."""
 
     model: str
     replica: str
@@ -220,14 +217,14 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KvDType | Literal[""] = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Number of prompt tokens found in the prefix cache since the start of the replica."""
+    """Prompt tokens found in the prefix cache since the replica started."""
     hit_rate: float | None = None
     """Fraction of prompt tokens found in the prefix cache over the last `hit_window_s` seconds, from 0 to
     1."""
     hit_window_s: float | None = None
     preemptions: int | None = None
     evictions: int | None = None
-    """Number of cached blocks that have been overwritten since the replica's start."""
+    """Cached blocks overwritten since the replica started."""
     blocks: BlockMap | None = None
 
 
@@ -240,9 +237,10 @@ class UnfinishedRequest(InFlight, kw_only=True):
     key_name: str = ""
     stream: bool | None = None
     queue_s: float | None = None
-    """Time in the queue until the first dispatch. For a request that is still waiting, the time until now."""
+    """Time in the queue before the first dispatch. If the request is still waiting, its time in the queue so
+    far."""
     ttft_s: float | None = None
-    """Time from the arrival of the request to its first token."""
+    """Time from the request's arrival to its first token."""
     cached_tokens: int | None = None
     computed_tokens: int | None = None
     """Number of prompt tokens whose keys and values are in the KV cache."""
@@ -260,7 +258,7 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     name: str = ""
     replica: str = ""
-    """Name of the replica to which the process belongs; empty if the process is not part of the service."""
+    """Name of the process's replica; empty if the process is not part of the service."""
 
 
 class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,14 +297,12 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     nvlink_rx_bytes_per_s: float | None = None
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
-    """Number of uncorrected memory errors since the driver was loaded."""
+    """Uncorrected memory errors since the driver was loaded."""
     last_xid: int | None = None
-    """Number of the newest Xid error that NVML has reported since the service started; 0 if there was
-    none."""
+    """Code of the latest Xid error reported by NVML since the service started, or 0."""
     processes: list[GpuProcess] | None = None
     mig_instances: list[MigInstance] | None = None
-    """The MIG instances into which the GPU is split, or null if it is not split. NVML reports no utilization
-    for a GPU that is split."""
+    """The GPU's MIG instances, or null if it is not split. NVML reports no utilization for a split GPU."""
 
 
 class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -325,17 +321,15 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
-    """Number of the tenant's prompt and output tokens per second, over the same window as `Rates`."""
+    """The tenant's prompt and output tokens per second, over the same window as `Rates`."""
     service_tokens: float | None = None
-    """Number of weighted tokens computed for the tenant since the start of the service."""
+    """Weighted tokens computed for the tenant since the service started."""
     share: float | None = None
-    """Fraction of the weighted tokens computed for all tenants that was computed for this tenant, over the
-    same window as `Rates`, from 0 to 1."""
+    """The tenant's fraction of all weighted tokens computed, over the same window as `Rates`, from 0 to 1."""
     fair_share: float | None = None
-    """The fraction to which the tenant's weight entitles it, considering the other tenants that have
-    requests, from 0 to 1."""
+    """The fraction that the tenant's weight entitles it to among all tenants with requests, from 0 to 1."""
     requests: int | None = None
-    """Number of requests that have ended since the start of the service."""
+    """Requests ended since the service started."""
     refused: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -354,7 +348,7 @@ AlertEvent = Literal["raised", "ended"]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """A condition that needs an operator's attention."""
+    """A condition that requires an operator's attention."""
 
     id: str
     rule: str
@@ -362,20 +356,20 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     severity: Severity
     state: AlertState
     where: str
-    """The model, replica, front process, GPU, tenant or database that the alert concerns."""
+    """The model, replica, front process, GPU, tenant or database that the alert is about."""
     description: str
     cause: str = ""
-    """Description of the likely cause, based on recent events."""
+    """The likely cause, based on recent events."""
     remedy: str = ""
-    """Description of what the operator should do next."""
+    """What the operator should do next."""
     since: float | None = None
-    """Time at which the condition began to hold, in unix seconds."""
+    """Time when the condition began to hold, in unix seconds."""
     ended_at: float | None = None
     value: float | None = None
     threshold: float | None = None
     unit: str = ""
     suppressed: int = 0
-    """Number of alerts that are not shown because this alert is their cause."""
+    """Number of alerts hidden because this alert is their cause."""
     acknowledged_by: str = ""
     silenced_until: float | None = None
 
@@ -394,7 +388,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     state: ProcessState = ""
     cpu_percent: float | None = None
-    """CPU time of the process in the last slice, in percent of one CPU core."""
+    """CPU usage of the process in the last slice, as a percentage of one core."""
     memory_bytes: int | None = None
     """Resident memory."""
     restarts: int | None = None
@@ -406,7 +400,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     cpus: int | None = None
     cpu_percent: float | None = None
-    """CPU time of all processes on the machine, in percent of all CPU cores."""
+    """CPU usage of all processes on the machine, as a percentage of all cores."""
     load_1m: float | None = None
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
@@ -422,8 +416,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     at: float
     """Time when the values were read, in unix seconds."""
     started_at: float
-    """Time at which the service started, in unix seconds. If this value increases, the service has been
-    restarted."""
+    """Time when the service started, in unix seconds. If this value increases, the service has restarted."""
     uptime_s: float
     version: str
     pid: int | None = None
@@ -438,7 +431,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     latency: Latency
     queue: Queue
     batches: list[Batch]
-    """The newest slice of each replica."""
+    """Each replica's latest slice."""
     kv: list[KvCache]
     requests: list[UnfinishedRequest]
     """Unfinished requests, oldest first."""
@@ -448,7 +441,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     alerts: list[Alert]
     host: Host
     stalls: list[Stall] = []
-    """The newest stalls of all replicas, oldest first."""
+    """The most recent stalls of all replicas, oldest first."""
     drains: list[DrainStatus] = []
     fronts: list[FrontStatus] = []
     sockets: list[SocketStatus] = []
@@ -457,15 +450,14 @@ class Snapshot(msgspec.Struct, kw_only=True):
     audit_rows: int | None = None
     audit_head: str = ""
     audit_recorded_rows: int | None = None
-    """Number of audit rows that are proven unchanged by chain heads recorded outside the database."""
+    """Number of audit rows proven unchanged by chain heads recorded outside the database."""
     gpu_error: str = ""
     """Reason why the GPUs could not be read."""
 
 
 def with_blocks(snapshot: Snapshot, blocks: Mapping[str, BlockMap]) -> Snapshot:
-    """Return the snapshot with the blocks of each replica. The block maps also contain each request's numbers
-    of blocks and of preemptions, which are set in the snapshot's requests. The maps of an older service may
-    lack these numbers."""
+    """Return the snapshot with each replica's blocks. Each request's block and preemption counts are taken
+    from the block maps. An older service's maps may lack these counts."""
     snapshot.kv = [
         msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
     ]

@@ -1,5 +1,5 @@
-"""The longest steps of a replica, and the stalls of all replicas. A stall is a step that noticeably delays
-decodes."""
+"""Tracks each replica's longest steps, and the stalls of all replicas. A stall is a step that noticeably
+delays decodes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _WINDOW_S = 10.0
 """Time in seconds for which a replica's longest steps are remembered."""
 _MAX_STEPS = 64
 _MEAN_STEPS = 32
-"""Number of recent decode-only steps whose mean duration a step is compared with. A report can contain a
-single step, whose duration says little."""
+"""A step is compared with the mean duration of this many recent decode-only steps. A report can contain just
+one step, whose duration says little."""
 
 
 class LongestSteps:
-    """The longest steps of a replica in the last `_WINDOW_S` seconds. A step is kept only if it is longer
-    than all later steps."""
+    """A replica's longest steps in the last `_WINDOW_S` seconds. A step is kept only if it is longer than all
+    later steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, LongestStep]] = deque()
 
     def add(self, at: float, step: LongestStep) -> None:
-        """Add a step that was reported at the time `at` on the monotonic clock."""
+        """Add a step reported at monotonic time `at`."""
         steps = self._steps
         while steps and steps[0][0] < at - _WINDOW_S:
             steps.popleft()
@@ -37,13 +37,12 @@ class LongestSteps:
             steps.append((at, step))
 
     def since(self, at: float) -> LongestStep | None:
-        """Return the longest step that was reported after the time `at` on the monotonic clock, or None if
-        there was none."""
+        """Return the longest step reported after monotonic time `at`, or None."""
         return next((step for time, step in self._steps if time > at), None)
 
 
 class StallLog:
-    """The newest stalls of all replicas."""
+    """The most recent stalls of all replicas."""
 
     def __init__(self) -> None:
         self._stalls: list[Stall] = []
@@ -51,15 +50,13 @@ class StallLog:
         """The mean duration of each replica's recent decode-only steps, in milliseconds."""
 
     def list(self) -> list[Stall]:
-        """Return the newest stalls, oldest first."""
+        """Return the most recent stalls, oldest first."""
         return self._stalls
 
     def add(self, replica: str, at: float, report: Report, tenant: str) -> None:
-        """If the longest step in a report is a stall, record it. `tenant` is the tenant of the request that
-        the report names.
-
-        The step is compared with the mean of earlier reports if there are any, because the step may be the
-        only one in its report.
+        """Record a report's longest step if it is a stall. `tenant` is the tenant of the request named in the
+        report. The step is compared with the mean of earlier reports, if any, because it may be the only step
+        in its own.
         """
         mean_ms = self._means.get(replica) or report.step_ms
         if report.step_ms:

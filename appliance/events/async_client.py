@@ -33,7 +33,7 @@ _MAX_LINE_BYTES = 64 << 20
 
 
 class AsyncAdminClient:
-    """Calls the service of one run directory, on the running event loop. Each call opens a separate
+    """Calls the service in one run directory, on the running event loop. Each call opens a separate
     connection, so any number of calls can run concurrently. Cancelling a call closes its connection. Raises
     the same errors as `appliance.client.AdminClient`.
     """

@@ -27,8 +27,8 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A frame of `GET /events`."""
 
     seq: int
-    """Number of the frame. A frame that is not `whole` applies to the snapshot produced by the
-    preceding frame."""
+    """The frame's number. Unless it is `whole`, a frame applies to the snapshot produced by the preceding
+    frame."""
     whole: bool = False
     """Whether the frame contains a full snapshot, as the first frame always does. A reader that falls behind
     gets a full snapshot instead of the missed frames."""
@@ -41,7 +41,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended: list[str] = []
     """Ids of the requests that have ended."""
     generated_tokens: dict[str, int] = {}
-    """Output tokens so far, by request id, for the other requests that have generated tokens."""
+    """For all other requests that have generated tokens: number of output tokens so far, by request id."""
 
 
 class MissingFrameError(Exception):
@@ -59,8 +59,8 @@ class SnapshotAssembler:
         self._requests: dict[str, UnfinishedRequest] = {}
 
     def add(self, frame: Frame) -> Snapshot:
-        """Return the snapshot after this frame. The previous snapshot's requests are changed in place. Raises
-        MissingFrameError, or AdminError if the snapshots of the service's version cannot be read."""
+        """Return the snapshot after this frame. The previous snapshot's requests are modified in place.
+        Raises MissingFrameError, or AdminError if this version cannot read the service's snapshots."""
         if frame.whole:
             self._fields, self._requests = {}, {}
         elif self._seq is None or frame.seq != self._seq + 1:
@@ -101,7 +101,7 @@ def _unreadable(reason: str) -> AdminError:
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the values of the fields whose change causes a request to be sent again in full."""
+    """Return the values of the fields that, when changed, cause a request to be sent again in full."""
     return (
         one.state,
         one.phase,

@@ -1,1 +1,1 @@
-"""Functions of the operating system in a form that several processes of the service use."""
+"""Operating system helpers shared by the service's processes."""

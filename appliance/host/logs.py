@@ -26,12 +26,12 @@ class LineFormatter(logs.UtcFormatter):
 
 
 def configure_logging(level: LogLevel, process: str = "") -> None:
-    """Set up logging to standard error for records of at least `level`. If standard error is read slowly,
-    logging does not block. `process` is the name of this process, or empty for the core."""
+    """Set up logging to standard error for records of at least `level`. Logging does not block, even if
+    standard error is read slowly. `process` is this process's name, or empty for the core."""
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())
-    # Log the heads of the audit chain at every log level. Their copy in the journal proves that the chain is
-    # complete.
+    # Log the audit chain's heads at every log level, because their copies in the journal prove that the chain
+    # is complete.
     logging.getLogger("store.heads").setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, root.level))

@@ -1,5 +1,5 @@
-"""Anonymous memory files (memfd). They are used to transfer large byte strings to another process, by passing
-the file's descriptor."""
+"""Anonymous memory files (memfd). Large byte strings are transferred to another process by passing such a
+file's descriptor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def new_memory(name: str, data: bytes) -> int:
 
 
 def read_memory(descriptor: int, max_bytes: int = -1) -> bytes:
-    """Return the contents of a memory file, but at most `max_bytes` bytes (-1 for no limit). The descriptor
-    is then closed."""
+    """Read up to `max_bytes` bytes from a memory file (-1 for no limit), and close its descriptor."""
     with open(descriptor, "rb", buffering=0) as memory:
         memory.seek(0)
         return memory.read(max_bytes) or b""
