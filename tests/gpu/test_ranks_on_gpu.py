@@ -201,6 +201,17 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def same_best(found: torch.Tensor, expected: torch.Tensor, near_tie: float) -> torch.Tensor:
+    """Return a mask of the rows in which both have the same best token. In the other rows, the scores of the
+    two tokens must be almost equal."""
+    token = found.argmax(1)
+    gaps = expected.max(1).values - expected.gather(1, token[:, None])[:, 0]
+    assert bool((gaps <= near_tie).all()), f"best scores differ by {gaps.tolist()}"
+    agree = token == expected.argmax(1)
+    assert bool(agree.any()), "every row is a near-tie"
+    return agree
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, None], ids=["1-kv-head", "2-kv-heads", "8-kv-heads", "demo"])
 def test_several_gpus_generate_the_tokens_of_one_up_to_near_ties(
@@ -236,14 +247,18 @@ def compare_with_one_gpu(
     expected = tokens_of(made)
     expected_passes = passes(made.runner)
 
+    allowed = DEMO_NEAR_TIE if spec.model_path == str(DEMO) else NEAR_TIE
+    agree = same_best(first["passes"]["prompts captured"], expected_passes["prompts captured"], allowed)
     for name, logits in first["passes"].items():
         for other in others:
             assert torch.equal(logits, other["passes"][name]), f"ranks differ in {name}"
-        assert apart(logits, expected_passes[name]) < ALLOWED, f"{size} GPUs and one GPU differ in {name}"
+        # A decode's input is the best token of its prompt, so only equal inputs give equal logits.
+        rows = agree if name.startswith("decodes") else slice(None)
+        wanted = expected_passes[name][rows]
+        assert apart(logits[rows], wanted) < ALLOWED, f"{size} GPUs and one GPU differ in {name}"
     for kind in ("prompts", "decodes"):
         assert apart(first["passes"][f"{kind} captured"], first["passes"][f"{kind} eager"]) < ALLOWED, kind
 
-    allowed = DEMO_NEAR_TIE if spec.model_path == str(DEMO) else NEAR_TIE
     prompts = [*PROMPTS, *PROMPTS, *PROMPTS, PROMPTS[0]]
     requests = [*REQUESTS, *FILTERED, REQUESTS[0]]
     gaps = []
