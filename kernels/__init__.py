@@ -4,9 +4,9 @@
 testing the GPU kernels. Each operation combines all steps that touch the same data, so that a single fused
 kernel can implement it.
 
-In the shapes, *tokens* is the number of packed tokens in one forward pass, and *heads* and *kv_heads* are the
-numbers of heads on this rank. A *page* holds the 64 tokens of one block for one KV head. It is contiguous in
-the KV pool `[blocks, kv_heads, 64, head_dim]`.
+In shapes, *tokens* is the number of packed tokens in one forward pass, and *heads* and *kv_heads* are this
+rank's head counts. A *page* holds one block's 64 tokens for one KV head, and is contiguous in the KV pool
+`[blocks, kv_heads, 64, head_dim]`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from kernels.draws import SamplingOps
 
 PAGE_TOKENS = 64
-"""Number of tokens in a block of the KV pool."""
+"""Tokens per block of the KV pool."""
 
 PDL_FROM = 90
-"""Minimum compute capability, times ten, for programmatic dependent launch (PDL)."""
+"""Minimum compute capability (times ten) for programmatic dependent launch (PDL)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Fp8Weight:
     values: torch.Tensor
     """Quantised matrix: [out, in] float8_e4m3fn."""
     scales: torch.Tensor
-    """Each row's scale: [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`. If `block`
-    is set, each block's scale: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
+    """One scale per row: [out] float32. Row i of the weight matrix is `values[i] × scales[i]`. If `block` is
+    set, one scale per block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
-    """A block's numbers of rows and columns, or None if there is one scale per row. With blocks, activations
-    are quantised with one scale per token and group of `columns` inputs."""
+    """Rows and columns per block, or None for one scale per row. With blocks, activations have one scale per
+    token and group of `columns` inputs."""
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -55,7 +55,7 @@ class Fp8Activation:
     scales: torch.Tensor
     """Each token's scale, [tokens, 1] float32."""
     dtype: torch.dtype
-    """The model's dtype, in which GEMMs on these activations return their results."""
+    """The model's dtype, which is also the result dtype of GEMMs on these activations."""
 
 
 Activation = torch.Tensor | Fp8Activation
@@ -65,7 +65,7 @@ Activation = torch.Tensor | Fp8Activation
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
     """An RMSNorm whose per-token factor, 1 / √(Σ x² / n + eps), has not been applied yet. The next GEMM
-    multiplies its result by it."""
+    multiplies its result by this factor."""
 
     values: torch.Tensor
     """Scaled values x × gain, [tokens, n], rounded once to x's dtype."""
@@ -80,9 +80,9 @@ class Residual:
     values: torch.Tensor
     """Residual values, [tokens, hidden]."""
     deferred_norm: DeferredNorm | None = None
-    """Deferred norm of `values` for the next GEMM to read, or None if it has not been computed."""
+    """Deferred norm of `values` for the next GEMM, or None if not computed."""
     normed: Fp8Activation | None = None
-    """Quantised norm of `values` for the next GEMM to read, or None if it has not been computed."""
+    """Quantised norm of `values` for the next GEMM, or None if not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class NextNorm:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The router and the routed experts of a mixture-of-experts layer on one rank. Each expert is an MLP with
-    SwiGLU. FP8 experts' `Fp8Weight`s have an additional first dimension: values [experts, out, in] and scales
+    SwiGLU. With FP8, each `Fp8Weight` has an extra first dimension: values [experts, out, in] and scales
     [experts, out]."""
 
     router: torch.Tensor
@@ -110,23 +110,22 @@ class Experts:
     down: Weight
     """Down matrices, [experts, hidden, intermediate]."""
     top_k: int
-    """Number of experts chosen by each token."""
+    """Number of experts per token."""
     normalised: bool
-    """Whether the softmax covers only the chosen experts' logits, so that their weights sum to one, rather
-    than all experts' logits."""
+    """If true, the softmax covers only the chosen experts' logits, so that their weights sum to one.
+    Otherwise, it covers all experts' logits."""
     first: int = 0
-    """The router row of the first expert in `gate_up` and `down`. Experts that are only on other ranks
-    contribute zero."""
+    """Router row of the first expert in `gate_up` and `down`. Experts on other ranks contribute zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceCount:
-    """Counts how many tokens choose each expert of a layer."""
+    """Counts the tokens routed to each expert of a layer."""
 
     totals: torch.Tensor
-    """Number of tokens that have chosen each expert: [experts of all ranks] int64. Updated by the router."""
+    """Tokens routed to each expert: [experts of all ranks] int64. Updated by the router."""
     live: torch.Tensor
-    """One number per token: [tokens] int64. A negative number marks a padding token, which is not counted."""
+    """[tokens] int64. A negative value marks a padding token, which is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +134,8 @@ class ExpertActivation:
     them."""
 
     chosen: torch.Tensor
-    """Each token's chosen experts, by decreasing logit: [tokens, top_k] int32. Among equal logits, the lower
-    expert index comes first."""
+    """Each token's experts, highest logit first: [tokens, top_k] int32. Experts with equal logits are in
+    index order."""
     weights: torch.Tensor
     """Weights of the chosen experts' results: [tokens, top_k] float32."""
     values: Any
@@ -174,7 +173,7 @@ class KvPool:
     v_scales: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all of the pool's tensors, whose first dimension is the block number. FP8 tensors are
+        """Return all of the pool's tensors. Their first dimension is the block number. FP8 tensors are
         returned as byte views, because torch cannot index FP8."""
         scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
         if not scales:
@@ -182,7 +181,7 @@ class KvPool:
         return [self.keys.view(torch.uint8), self.values.view(torch.uint8), *scales]
 
     def first(self, blocks: int) -> KvPool:
-        """Return a pool with only the first `blocks` blocks, in the same memory."""
+        """Return a view of the pool's first `blocks` blocks."""
         parts = (self.keys, self.values, self.k_scales, self.v_scales)
         return KvPool(*(None if part is None else part[:blocks] for part in parts))  # type: ignore[arg-type]
 
@@ -207,7 +206,7 @@ class ChunkSpan:
 
     @property
     def end(self) -> int:
-        """Number of the sequence's tokens in the cache after the pass."""
+        """Number of the sequence's tokens that are cached after the pass."""
         return self.context + self.count
 
 
@@ -232,7 +231,7 @@ class AttentionInput:
     Captured passes use them instead of `chunks`, and they are overwritten in place before each replay."""
     queries: torch.Tensor | None = None
     """Indices of the tokens for which attention is computed, [decodes] int64: each sequence's last token. For
-    the others, only keys and values are written to the cache. None means all tokens."""
+    other tokens, only keys and values are written to the cache. None means all tokens."""
 
 
 class Ops(Protocol):
@@ -242,8 +241,7 @@ class Ops(Protocol):
     name: str
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Return the weight in the layout that is fastest for this backend's GEMMs. Other backends cannot
-        read it."""
+        """Return the weight in this backend's fastest GEMM layout. Other backends cannot read this layout."""
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
@@ -272,9 +270,8 @@ class Ops(Protocol):
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `linear(rms_norm(x.values))`. If `out` is given, the result is written to it. If `x`
-        contains a deferred or quantised norm, it must have been computed with the same `norm_weight` and
-        `eps`."""
+        """Return `linear(rms_norm(x.values))`. If `out` is given, the result is written to it. A deferred or
+        quantised norm in `x` must have been computed with the same `norm_weight` and `eps`."""
 
     def norm_gate_up(
         self,
@@ -298,15 +295,15 @@ class Ops(Protocol):
     ) -> Residual:
         """Return `residual + linear(x)`. The result may overwrite `residual.values`.
 
-        next_gain: gain `[out]` of the norm that follows, or None if no norm follows. With a gain, the
-        returned residual may contain a deferred norm.
+        next_gain: gain `[out]` of the norm that follows, or None for no norm. With a gain, the returned
+        residual may contain a deferred norm.
         """
 
     def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
-        """Return the norm for the all-reduce after `linear_add` to compute too, or None if the next GEMM
-        computes it itself.
+        """Return the norm that the all-reduce after `linear_add` must also compute, or None if the next GEMM
+        computes the norm itself.
 
-        rows: number of rows of the result.
+        rows: number of result rows.
         weight: weight of the linear that computes the partial results, which must be of the same type as the
           next linear's.
         gain, eps: parameters of the norm.
@@ -321,8 +318,8 @@ class Ops(Protocol):
         count: ChoiceCount | None = None,
     ) -> ExpertActivation:
         """Choose each token's experts by the logits `rms_norm(x.values) @ router.T`, computed in float32.
-        Return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP. count: the counter
-        to which the choices are added, or None."""
+        Return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP. count: counter to
+        which the choices are added, or None."""
 
     def experts_sum(
         self, x: ExpertActivation, experts: Experts, out: torch.Tensor | None = None
@@ -337,7 +334,7 @@ class Ops(Protocol):
         `linear_add`."""
 
     def plan_attention(self, inputs: AttentionInput) -> Any:
-        """Prepare the attention of a forward pass. Every layer passes the returned plan to `attend`."""
+        """Prepare attention for a forward pass. Every layer passes the returned plan to `attend`."""
 
     def attend(
         self,
@@ -358,12 +355,11 @@ class Ops(Protocol):
         The result is `[tokens, heads, head_dim]` in qkv's dtype, or `[decodes, heads, head_dim]` for a plan
         with `AttentionInput.queries`. The softmax is computed in float32.
 
-        qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, the query, key and value heads of each token.
+        qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, each token's query, key and value heads.
         positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
           Slot -1 marks padding: no key or value is written, and that row of the result is undefined. A decode
           sequence has one entry in each of these tensors, for the last of its `lens` tokens.
-        window: each token attends to itself and the window - 1 tokens before it, or to all tokens before it
-          if window is None.
+        window: each token attends to itself and the window - 1 tokens before it. None means no limit.
         """
 
 
@@ -372,11 +368,11 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
 
     expansion_blocks: see `kernels.cuda.CudaOps`; only an FP8 cache uses expansion blocks.
 
-    On a GPU, a float32 model, used only for comparisons, runs in plain torch, because the Triton kernels
+    On a GPU, float32 models (used only for comparisons) run in plain torch, because the Triton kernels
     support only 16-bit dtypes.
 
     Raises ValueError if no backend supports the device. The caller chooses the device; a backend never moves
-    work to a different one.
+    work to another device.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device_type!r}; supported devices: cpu, cuda")

@@ -73,7 +73,7 @@ class GpuModel:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory available to one program."""
+        """Shared memory available to one program, in bytes."""
         return shared_bytes(self.target.arch)
 
     @property
@@ -88,8 +88,8 @@ class GpuModel:
 
 
 def this_gpu() -> GpuModel:
-    """Return the model of the first NVIDIA GPU. The query runs in a child process, so that this one does not
-    initialise CUDA and can still fork.
+    """Return the model of the first NVIDIA GPU. The query runs in a child process, so that this process does
+    not initialise CUDA and can still fork.
 
     Raises GpuError if there is no usable GPU.
     """
@@ -207,7 +207,7 @@ def _launcher_class() -> Any:
 
 
 class _Offline:
-    """Implements as much of Triton's driver interface as compilation needs, without a GPU."""
+    """Implements the parts of Triton's driver interface that compilation needs. Needs no GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

@@ -49,8 +49,8 @@ class _ChunkPlan:
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
     hopper: bool = False
-    """Whether the kernel `attention_prefill_hopper` computes the tiles whose keys and values have the model's
-    dtype: the expanded ones with an FP8 cache, otherwise the direct ones."""
+    """Whether `attention_prefill_hopper` computes the tiles with keys and values in the model's dtype: the
+    expanded tiles with an FP8 cache, otherwise the direct tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class CudaOps:
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
       before attention (`attention_prefill.Expansion`); 0 disables the conversion.
     table: the device's measured GEMM plans, or None if rules choose all plans.
-    pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels that use it
+    pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels that use PDL
       do not compile for other devices.
-    hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), which has a
-      separate kernel for long prompts; 0 for other GPUs.
+    hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), or 0 for other
+      GPUs. Hopper GPUs use a separate kernel for long prompts.
     """
 
     name = "cuda"
@@ -175,7 +175,7 @@ class CudaOps:
     def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
         """Return a GEMM's plan if it can share a norm with an adjacent GEMM, otherwise None. float16 GEMMs
         never share norms: a shared norm stores x × gain before applying the norm's factor, and this product
-        may exceed the range of float16.
+        may exceed float16's range.
         """
         if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
             return None

@@ -32,8 +32,8 @@ Bans = tuple[torch.Tensor, torch.Tensor]
 
 
 class Variant(IntEnum):
-    """Variants of the sampling graph, from the simplest to the most general. Each can also sample rows for
-    which a simpler one suffices."""
+    """Variants of the sampling graph, from the simplest to the most general. Each can also sample the rows of
+    a simpler variant."""
 
     GREEDY = 0
     """Select the token with the largest logit."""
@@ -68,7 +68,7 @@ class Logits:
     """The logits to sample from. Columns from index `columns` onwards are padding and are never read."""
 
     values: torch.Tensor
-    """[logit rows, at least `columns`] bfloat16, float16 or float32. The columns of a row are contiguous."""
+    """[logit rows, at least `columns`] bfloat16, float16 or float32. Each row is contiguous."""
     columns: int
     first: int = 0
     """Token id of the first column."""
@@ -82,7 +82,7 @@ class Logits:
     """The result of `edit`: [edited rows, columns] float32. A sampling row whose `edited_index` is not -1
     uses that row of `edited` instead of its logits."""
     edited_index: torch.Tensor | None = None
-    """Each sampling row's row in `edited`: [sampling rows] int64. -1 means that it is not edited."""
+    """Each sampling row's row in `edited`: [sampling rows] int64. -1 for unedited rows."""
 
 
 class SamplingOps(Protocol):
@@ -101,7 +101,7 @@ class SamplingOps(Protocol):
         """For each row, return the largest value of logits / temperature + noise among the tokens kept by
         top-k, top-p and min-p, and its token id. Supports all rows.
 
-        `logits` must contain the whole vocabulary. with tensor parallelism, the caller first gathers the
+        `logits` must contain the whole vocabulary. With tensor parallelism, the caller first gathers the
         shards.
         """
 
@@ -115,14 +115,14 @@ class SamplingOps(Protocol):
         bias: Biases | None = None,
         banned: Bans | None = None,
     ) -> torch.Tensor:
-        """Copy the logits of some rows, apply penalties, biases and bans to the copies, in this order, and
-        return them: `[edited rows, columns]` float32, for `Logits.edited`. The original logits stay
-        unchanged, because log probabilities are computed from them.
+        """Copy some rows' logits, apply penalties, biases and bans to the copies, in this order, and return
+        the copies: `[edited rows, columns]` float32, for `Logits.edited`. The original logits stay unchanged,
+        because log probabilities are computed from them.
 
-        index: [edited rows] int64, the sampling row of each edited row; -1 marks padding.
+        index: [edited rows] int64, each edited row's sampling row; -1 marks padding.
         counts: [count slots, vocabulary] int32, 2 × (occurrences in the output) + (1 if the token is in the
           prompt).
-        count_slots: [edited rows] int64, the row of `counts` for each edited row; -1: no penalties.
-        bias, banned: neither contains the same pair of row and token id twice; row -1 marks padding. `first`
-          of the logits must be 0, because token ids index the whole vocabulary.
+        count_slots: [edited rows] int64, each edited row's row in `counts`, or -1 for no penalties.
+        bias, banned: no (row, token id) pair occurs twice; row -1 marks padding. `logits.first` must be 0,
+          because token ids index the whole vocabulary.
         """

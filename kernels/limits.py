@@ -7,7 +7,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 At a width of 512, two pipeline stages of keys and values would exceed a multiprocessor's shared memory."""
 
 MAX_GROUP = 128
-"""Maximum number of query heads per KV head, which prefill attention packs into the rows of one tile."""
+"""Maximum number of query heads per KV head. Prefill attention packs them into the rows of one tile."""
 
 LARGEST_ROW = 65536
 """Maximum row length, in elements, for norms and quantisation. A program keeps a whole row in registers."""
@@ -23,16 +23,16 @@ MAX_TOP_K = 32
 """Maximum number of experts per token."""
 
 MIN_CAPABILITY = 80
-"""Minimum compute capability, times ten: the lowest that supports bfloat16."""
+"""Minimum compute capability (times ten), required for bfloat16."""
 
 MIN_FP8_CAPABILITY = 89
-"""Minimum compute capability for FP8, times ten: the lowest that supports e4m3."""
+"""Minimum compute capability for FP8 (times ten), required for e4m3."""
 
 FP8_ALIGNMENT = 16
 """Both dimensions of an e4m3 matrix must be multiples of this, as `torch._scaled_mm` requires."""
 
 
 def shared_bytes(capability: int) -> int:
-    """Return the bytes of shared memory available to a program, as listed in NVIDIA's CUDA programming guide.
-    capability: compute capability times ten."""
+    """Return the shared memory available to a program, in bytes, as listed in NVIDIA's CUDA programming
+    guide. capability: compute capability times ten."""
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) << 10

@@ -36,10 +36,10 @@ _FP8_MAX = 448.0
 def pack_weight(weight: Weight) -> Weight:
     """Return float32 CPU weights in oneDNN's blocked layout, and other weights unchanged.
 
-    In the blocked layout, GEMMs of 4 to 256 rows are 2 to 3.6 times as fast as with MKL (Zen 5, one thread),
-    which torch uses for float32 by default, and which uses AVX-512 only on Intel CPUs. For other dtypes,
-    torch already uses oneDNN. Packing uses two private torch operations. If the torch build lacks them, the
-    weight is returned unchanged.
+    In the blocked layout, GEMMs of 4 to 256 rows are 2 to 3.6 times as fast as with MKL (Zen 5, one thread).
+    MKL, torch's default for float32, uses AVX-512 only on Intel CPUs. For other dtypes, torch already uses
+    oneDNN. Packing uses two private torch operations. If the torch build lacks them, the weight is returned
+    unchanged.
     """
     if isinstance(weight, Fp8Weight):
         return weight

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum number of bytes of keys, and likewise of values, that decode attention copies at a time, unless a
-single sequence has more. The limit bounds the working memory, keeps the copy in the CPU cache, and keeps
+"""Maximum size, in bytes, of the keys that decode attention copies at a time, and likewise of the values. A
+single sequence may exceed it. The limit bounds the working memory, keeps the copy in the CPU cache, and keeps
 allocations small: for larger buffers, the C library requests new pages from the operating system each time,
 which makes attention for 64 sequences take 4 times as long."""
 
@@ -27,7 +27,7 @@ class AttentionPlan:
     lens: torch.Tensor
     queries: torch.Tensor | None
     chunks: list[tuple[ChunkSpan, torch.Tensor]]
-    """Each prompt chunk, and the used part of its block-table row."""
+    """Each prompt chunk, with the used part of its block-table row."""
 
 
 def plan_attention(inputs: AttentionInput) -> AttentionPlan:
@@ -36,8 +36,8 @@ def plan_attention(inputs: AttentionInput) -> AttentionPlan:
         used = -(-chunk.end // PAGE_TOKENS)
         chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
-    # Replace entries past the end of a sequence with its own first block. They may point to other sequences'
-    # blocks, which may contain NaN, and masking multiplies values by 0, but 0 × NaN is NaN.
+    # Replace entries past the end of a sequence with its own first block. Such entries may point to other
+    # sequences' blocks, which may contain NaN. Masking multiplies by 0, and 0 × NaN is NaN.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
     return AttentionPlan(tables, inputs.lens, inputs.queries, chunks)
@@ -88,8 +88,7 @@ def paged_attention_decode(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
-
+    """Compute attention for one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
     block_tables: `[sequences, columns]` int64.
     lens: `[sequences]` int64, the number of cached tokens including the new one, at least 1.
     """

@@ -40,9 +40,9 @@ def dynamic_frequencies(
 def llama3_frequencies(
     head_dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
 ) -> torch.Tensor:
-    """Return the frequencies of Llama 3.1. Long wavelengths have their frequencies divided by `factor`, short
-    ones keep theirs, and those in between are interpolated. original: maximum sequence length, in tokens, in
-    training before scaling.
+    """Return Llama 3.1's frequencies. Frequencies of long wavelengths are divided by `factor`, those of short
+    wavelengths are kept, and those in between are interpolated. original: maximum training length before
+    scaling, in tokens.
     """
     frequencies = default_frequencies(head_dim, theta)
     wavelength = 2 * math.pi / frequencies

@@ -166,8 +166,8 @@ def _best_narrowed(
 def _change(
     rows: torch.Tensor, some: torch.Tensor, change_: Callable[[torch.Tensor, torch.Tensor | slice], object]
 ) -> None:
-    """Apply an in-place operation to the rows selected by the mask `some`. It is called with these rows and
-    their indices."""
+    """Apply an in-place operation to the rows selected by the mask `some`. The operation is called with these
+    rows and their indices."""
     at = some.nonzero().squeeze(1)
     if len(at) == len(rows):
         change_(rows, slice(None))
@@ -326,12 +326,11 @@ def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor)
 def best_in_top_p(
     scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor, tries: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `best(keep_top_p_(scores, logits, top_p))`, usually without a sort. Modifies `scores`.
-
-    Tokens are tried by decreasing score, and the first one in the nucleus is returned: the total probability
-    of all more likely tokens must be below top_p. The result is the same as with a sort, except for rounding
-    at the boundary of the nucleus. On average, about 1 / top_p tokens are tried; after `tries`, the row is
-    sorted. Reads results on the host, so it is meant for CPUs.
+    """Return `best(keep_top_p_(scores, logits, top_p))`, usually without sorting. Modifies `scores`. Tokens
+    are tried by decreasing score, and the first token in the nucleus is returned. A token is in the nucleus
+    if the total probability of all more likely tokens is below top_p. The result is the same as with sorting,
+    except for rounding at the boundary of the nucleus. On average, about 1 / top_p tokens are tried; after
+    `tries`, the row is sorted. Reads results on the host, so it is meant for CPUs.
     """
     values, columns = best(scores)
     highest = logits.amax(dim=1, keepdim=True)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 """Implements an all-gather of small messages between the GPUs of one host, and a selection of the best token
-over all ranks. Both use the push protocol of `kernels.triton.peer_arena`. Calls to them and to
-`all_reduce_add` may alternate on the same arena.
+over all ranks. Both use the push protocol of `kernels.triton.peer_arena`. Calls to both may be mixed with
+calls to `all_reduce_add` on the same arena.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.triton.peer_arena import (
 )
 
 _WARP_WORDS = 128
-"""Number of 32-bit words per warp (four per thread)."""
+"""32-bit words per warp (four per thread)."""
 _MAX_WARP_PROGRAMS = 8
 """Maximum number of single-warp programs. Messages that would need more are divided into larger items."""
 
@@ -52,7 +52,7 @@ def all_gather(
 
     x: [count] int32, contiguous, with the same count on every rank.
     width: number of words per row.
-    out: a contiguous tensor that receives the result; if None, it is allocated.
+    out: contiguous tensor for the result; allocated if None.
     fence: if true, this call also makes all earlier memory writes on each rank's stream visible to the other
       ranks.
 

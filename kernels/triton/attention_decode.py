@@ -1,11 +1,11 @@
-"""Implements paged attention of one new token per sequence (decode), with split-KV (Flash-Decoding, Dao et
+"""Implements paged attention for one new token per sequence (decode), with split-KV (Flash-Decoding, Dao et
 al. 2023).
 
-The KV pages of a sequence are divided into splits. Each program of the grid finds its split from the sequence
+A sequence's KV pages are divided into splits. Each program of the grid finds its split from the sequence
 lengths on the device. The maximum number of pages per split is chosen so that the whole batch's splits fit
-into the grid. (FlashInfer computes the splits on the host, Ye et al. 2025.) The grid depends only on the
-number of sequences, so one CUDA graph supports all lengths. A short sequence is a single split and needs no
-combine step; a long one is distributed over many programs. If a sequence has several splits, each split
+into the grid. FlashInfer (Ye et al. 2025) computes the splits on the host instead. The grid depends only on
+the number of sequences, so one CUDA graph supports all lengths. A short sequence is a single split and needs
+no combine step; a long one is distributed over many programs. If a sequence has several splits, each split
 writes its partial result to the workspace, and the program that finishes last combines the results in cache
 order. No second kernel is needed, and the result is deterministic.
 
@@ -15,9 +15,9 @@ bfloat16 takes several instructions.
 
 With a `Rotation`, the input is the result of the qkv GEMM, and the kernel applies QK-norm and RoPE to the
 heads that it reads. The program of a sequence's last page writes the new key and value to the cache and
-computes their attention from registers. No other kernel therefore runs between the qkv GEMM and attention.
-Inputs that do not depend on the GEMM are read before the GEMM has ended: lengths, slots, angles, and with
-`DecodeConfig.early` the first page of each split.
+computes their attention from registers. Therefore, no other kernel runs between the qkv GEMM and attention.
+Inputs that do not depend on the GEMM are read before it ends: lengths, slots, angles and, with
+`DecodeConfig.early`, each split's first page.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from kernels.triton.attention_decode_kernel import decode_kernel
 _LOG2_E = 1.4426950408889634
 
 _MAX_AT_ONCE = 32
-"""Maximum number of splits whose partial results are loaded together. The loop over them is unrolled. With
-small heads, 128 would be possible, but compiling the kernel would take a minute."""
+"""Maximum number of splits whose partial results are loaded together. The loop over these splits is unrolled.
+With small heads, 128 would be possible, but compiling the kernel would take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,22 @@ class DecodeConfig:
     """The decode attention kernel's launch parameters."""
 
     items: int
-    """Number of programs per KV head, which is also the maximum total number of splits. At least the number
-    of sequences."""
+    """Programs per KV head, which is also the maximum total number of splits. At least the number of
+    sequences."""
     stages: int
     """Number of pipeline stages over pages. Page numbers and tiles are each prefetched (stages - 1) / 2
     iterations ahead."""
     maxnreg: int | None = 128
-    """Maximum number of registers per thread."""
+    """Maximum registers per thread."""
     at_once: int = 4096
-    """Number of partial results loaded at a time by the combine step."""
+    """Partial results loaded at a time by the combine step."""
     num_warps: int = 4
     min_pages: int = 1
     """Sequences with at most this many pages are not split, because reading the pages in one program is
     faster than combining splits."""
     early: bool = False
-    """Whether a program loads its first page before the qkv GEMM has ended, if there is a `Rotation`. The
-    GEMM does not change this page, but the page then occupies registers for longer."""
+    """With a `Rotation`, whether a program loads its first page before the qkv GEMM ends. The GEMM does not
+    change this page, but the page then occupies registers for longer."""
 
 
 def config_for(
@@ -115,12 +115,12 @@ def config_for(
 
 
 def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
-    """Return the number of a sequence's splits that the combine step loads together."""
+    """Return how many of a sequence's splits the combine step loads together."""
     return min(_MAX_AT_ONCE, max(1, config.at_once // (group * head_dim)))
 
 
 def config_on(keys: torch.Tensor, sequences: int, group: int) -> DecodeConfig:
-    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` and the GPU that it is on.
+    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` and its GPU.
     group: number of query heads per KV head."""
     _, kv_heads, _, head_dim = keys.shape
     multiprocessors = multiprocessors_of(keys.device)
@@ -135,7 +135,7 @@ def max_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
 def allocate_workspace(
     sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    """Allocate a workspace for `decode` with up to `sequences` sequences and the given numbers of heads."""
+    """Allocate a workspace for `decode` with up to `sequences` sequences and the given head counts."""
     items = max_items(sequences, kv_heads, multiprocessors_of(device))
     group = triton.next_power_of_2(heads // kv_heads)
     return DecodeWorkspace(
@@ -162,14 +162,14 @@ def decode(
     pdl: bool = True,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
+    """Compute attention for one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
     q: `[sequences, heads, head_dim]`, heads contiguous. With `rotation`, q is the result of the qkv GEMM,
       `[sequences, (heads + 2 kv_heads) × head_dim]`.
     keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with
       `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[slots, columns]` int32 or int64.
-    slots: `[sequences]`, the row of the block table for each sequence.
+    slots: `[sequences]`, each sequence's row in the block table.
     lens: `[sequences]`, number of cached tokens, including the new token. A length of 0 marks padding: the
       result is zeros, and no other inputs of the padding are read.
     window: each token attends to itself and the window - 1 tokens before it.
@@ -279,7 +279,7 @@ def _check_workspace(
     if not sequences <= items <= most:
         raise ValueError(
             f"items is {items}; must be at least {sequences} (number of sequences) "
-            f"and at most {most} (capacity of the workspace)"
+            f"and at most {most} (the workspace's capacity)"
         )
 
 

@@ -173,8 +173,8 @@ def decode_kernel(
     item = tl.program_id(0) // KV_HEADS
 
     # Find this program's sequence and split. A split has at most `most` pages, so that all splits fit into
-    # the grid. The loads bypass the L1 cache: they run before gdc_wait, when it may still contain the lengths
-    # and slots of an earlier step.
+    # the grid. The loads bypass the L1 cache: they run before gdc_wait, when the cache may still contain an
+    # earlier step's lengths and slots.
     if SCAN == 1:
         length = tl.load(lens, cache_modifier=".cg").to(tl.int32)
         row = tl.load(rows, cache_modifier=".cg").to(tl.int64)

@@ -1,13 +1,12 @@
-"""Implements causal paged attention of prompt chunks (prefill), based on the loop of FlashAttention-2 (Dao
-2023).
+"""Implements causal paged attention for prompt chunks (prefill), based on FlashAttention-2's loop (Dao 2023).
 
-A tile has 128 rows, which are the query heads of one KV head for as many tokens as fit. Even a short chunk
-therefore fills the tensor cores, and tiles on the diagonal waste little work. One launch computes the tiles
-of all chunks of a pass, those with the most keys first. The host builds the list of tiles once per step for
-all layers (`plan_tiles`). A tensor descriptor reads each page of a KV head as one contiguous tile. Pages that
-are visible to every row of a tile are not masked.
+A tile's 128 rows are one KV head's query heads for as many tokens as fit. Even a short chunk therefore fills
+the tensor cores, and tiles on the diagonal waste little work. One launch computes all of a pass's tiles,
+those with the most keys first. The host builds the tile list once per step for all layers (`plan_tiles`). A
+tensor descriptor reads each page of a KV head as one contiguous tile. Pages that are visible to every row of
+a tile are not masked.
 
-The pages of an FP8 cache that a pass reads are first expanded to the model's dtype, into a scratch pool
+With an FP8 cache, the pages that a pass reads are first expanded to the model's dtype, in a scratch pool
 (`plan_expansion`, `expand`). Each page is thus converted only once, instead of once per tile. Short chunks,
 and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them to float16. On
 Hopper, one instruction converts two values to float16, whereas a conversion to bfloat16 takes several
@@ -193,7 +192,7 @@ def suits_hopper(
 
 
 EXPAND_FROM = 64
-"""Chunk length, in tokens, from which it is faster to expand the chunk's FP8 pages first."""
+"""Minimum chunk length, in tokens, for which expanding the chunk's FP8 pages first is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +201,8 @@ class Expansion:
     every layer with the same attention window."""
 
     pages: np.ndarray
-    """Pages to expand, `[pages, 2]` int32, as slot and block-table column. `expand` writes page i to scratch
-    block i."""
+    """Pages to expand, as (slot, block-table column) pairs: `[pages, 2]` int32. `expand` writes page i to
+    scratch block i."""
     expanded: np.ndarray
     """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. The last column is the scratch
     block of page 0 instead of the slot."""
@@ -219,8 +218,8 @@ def plan_expansion(
     scratch_blocks: int,
     tile_rows: int = 128,
 ) -> Expansion:
-    """Decide whether each chunk of a pass reads the scratch pool (of `scratch_blocks` blocks) or the FP8
-    pool."""
+    """Decide for each chunk of a pass whether it reads the scratch pool (of `scratch_blocks` blocks) or the
+    FP8 pool."""
     direct, moved, pages, used = [], [], [], 0
     for chunk in chunks:
         first = 0 if window is None else max(0, chunk.context + 1 - window) // PAGE_TOKENS
@@ -319,13 +318,13 @@ class PrefillConfig:
     """The prefill attention kernel's launch parameters."""
 
     tile_rows: int
-    """Number of rows per tile, as passed to `plan_tiles`."""
+    """Rows per tile, as passed to `plan_tiles`."""
     num_warps: int
     stages: int
     """Number of pipeline stages over pages. If a block table is read, some are used for page numbers and the
     others for tiles."""
     maxnreg: int | None
-    """Maximum number of registers per thread, or None for no limit."""
+    """Maximum registers per thread, or None for no limit."""
 
 
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
@@ -358,8 +357,8 @@ def prefill(
     pdl: bool = True,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Compute the causal attention of chunks: `[tokens, heads, head_dim]` in q's dtype. The chunks' keys and
-    values must already be in the cache. Tokens in no tile keep their previous values in `out`.
+    """Compute causal attention for prompt chunks: `[tokens, heads, head_dim]` in q's dtype. The chunks' keys
+    and values must already be in the cache. Tokens in no tile keep their previous values in `out`.
 
     q: `[tokens, heads, head_dim]`, heads contiguous.
     keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Implements causal prefill attention for Hopper GPUs. The softmax of one block of keys overlaps with the
-tensor-core products of another block.
+"""Implements causal prefill attention for Hopper GPUs. The softmax of one key block overlaps with the
+tensor-core products of another.
 
 The kernel implements FlashAttention-3's schedule (Shah et al. 2024) for a paged cache, in Gluon, Triton's
 lower-level language. One producer warp loads the queries, keys and values of a tile with the copy engine
@@ -62,7 +62,7 @@ def prefill(
       If block_table is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`.
     tiles: `plan_tiles` on the device, contiguous, each with at least one token.
     out: same shape and dtype as q.
-    multiprocessors: number of multiprocessors of the GPU.
+    multiprocessors: the GPU's number of multiprocessors.
 
     The softmax is computed in float32.
     """

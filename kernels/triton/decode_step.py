@@ -58,7 +58,7 @@ def place(
     """Fill `decodes` for the sequences in `slots`.
 
     slots: [decodes] int64; -1 marks padding.
-    last_tokens, lengths: [slots] int64, the input token and the number of cached tokens of each slot.
+    last_tokens, lengths: [slots] int64, each slot's input token and number of cached tokens.
     block_table: [slots, columns] int64.
     """
     _place[(triton.cdiv(len(slots), _BLOCK),)](

@@ -15,8 +15,7 @@ def embedding_part(
     token_ids: torch.Tensor, weight: torch.Tensor, first: int, *, pdl: bool = False
 ) -> torch.Tensor:
     """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`. `weight`
-    must be contiguous, and its first row belongs to token `first`. The result is zero for tokens outside
-    `weight`.
+    must be contiguous; its first row is for token id `first`. The result is zero for tokens outside `weight`.
 
     pdl: see `kernels.triton.fused`.
     """

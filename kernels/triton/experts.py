@@ -1,10 +1,10 @@
 """Launches the kernels of mixture-of-experts layers. The number of tokens determines which kernels run.
 
 `activate` and `weighted_sum` are the two halves of a layer, as defined in `kernels.Ops`. Few tokens take
-three launches: router, up and down. With FP8 weights, a fourth may be needed to quantise the activations,
-unless `down` does so itself. Many tokens take more launches, because they are first sorted by expert. No
-function in this module waits for the device. All launches can be captured in CUDA graphs, because their
-number and sizes depend only on the token count.
+three launches: router, up and down. With FP8 weights, a fourth launch quantises the activations, unless
+`down` does so itself. Many tokens take more launches, because they are first sorted by expert. No function in
+this module waits for the device. All launches can be captured in CUDA graphs, because their number and sizes
+depend only on the token count.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans
 from kernels.triton.linear_rows import Workspace
 
 MAX_ROUTE_TOKENS = 16
-"""Maximum number of tokens for which a single launch computes the norm and chooses the experts. It reads the
-router's matrix once per token."""
+"""Maximum number of tokens for which a single launch computes the norm and chooses the experts. This launch
+reads the router's matrix once per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def activate(
 
     workspace: the stream's workspace.
     plans: the plans chosen by a table or by the rules for this number of tokens.
-    count: counts each expert's tokens; this call adds this layer's choices.
+    count: per-expert token counts, to which this call adds the layer's choices.
     """
     weight, scale = _parts(experts.gate_up)
     first, dtype = _first(experts), x.dtype

@@ -1,15 +1,14 @@
-"""Computes the experts of few tokens. The GEMMs are divided into programs by outputs, so tokens need not be
-sorted by expert. `up` computes SwiGLU for each token's chosen experts. `down` computes the weighted sum of
-the experts' results, plus the residual. Each function makes one launch of one of three variants:
+"""Computes the experts for a few tokens. The GEMMs are divided into programs by outputs, so tokens need not
+be sorted by expert. `up` computes SwiGLU for each token's chosen experts. `down` computes the weighted sum of
+the experts' results, plus the residual. Each function launches one of three kernel variants:
 
-- `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. An expert that
-  several tokens have chosen is read once for each of these tokens.
+- `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. An expert
+  chosen by several tokens is read once per token.
 - `stream`: like `gemv`, but for FP8 weights and on the tensor cores (`experts_stream`).
 - `dot`: a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the
-  results of the tokens that have chosen the expert. Each chosen expert is therefore read only once. The
-  weight is the 64-row operand of the tensor-core instruction. In `down`, the program that finishes a tile
-  last adds the weighted results of each token in the order of its choices, so results do not depend on
-  timing.
+  results of the tokens that chose the expert. Each chosen expert is therefore read only once. The weight is
+  the 64-row operand of the tensor-core instruction. In `down`, the program that finishes a tile last adds the
+  weighted results of each token in the order of its choices, so results do not depend on timing.
 
 Rounding: sums are computed in float32. SwiGLU rounds as the reference does. `down` multiplies the float32
 sums by the routing weights, adds the products and the residual in float32, and rounds once. The reference
@@ -51,8 +50,8 @@ def up(
     x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised.
     chosen: `[tokens, top_k]` int32; a token's experts are distinct.
     weight: `[experts, 2 × intermediate, hidden]`.
-    x_scale: `[tokens, 1]`, and weight_scale: `[experts, 2 × intermediate]`, both float32: scales if x and
-      weight are quantised. In this case, dtype is the model's dtype.
+    x_scale, weight_scale: float32 scales `[tokens, 1]` and `[experts, 2 × intermediate]` if x and weight are
+      quantised. dtype must then be the model's dtype.
     first: if given, the index of the first expert in `weight`.
 
     Results of experts not in `weight` are undefined.
@@ -204,8 +203,8 @@ def down(
 
 
 def _slots(tokens: int, top_k: int, experts: int) -> tuple[bool, int]:
-    """Return whether `dot` has one group of programs per choice of a token (True) or per expert (False), and
-    the number of groups."""
+    """Return whether `dot` has one group of programs per choice (True) or per expert (False), and the number
+    of groups."""
     pairs = tokens * top_k
     return pairs < experts, min(pairs, experts)
 
@@ -224,11 +223,11 @@ def _check(
             f"x is {tuple(x.shape)}, but the weight {tuple(weight.shape)} needs {(rows, weight.shape[2])}"
         )
     if chosen.dtype != torch.int32:
-        raise ValueError(f"chosen is {chosen.dtype}; needs int32")
+        raise ValueError(f"chosen is {chosen.dtype}; expected int32")
     for name, tensor in (("x", x), ("chosen", chosen), ("weight", weight)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
     if weight_scale is not None and weight_scale.shape != weight.shape[:2]:
-        raise ValueError(f"weight_scale is {tuple(weight_scale.shape)}; needs {tuple(weight.shape[:2])}")
+        raise ValueError(f"weight_scale is {tuple(weight_scale.shape)}; expected {tuple(weight.shape[:2])}")
     if x_scale is not None and x_scale.numel() != rows:
-        raise ValueError(f"x_scale is {tuple(x_scale.shape)}; needs {(rows, 1)}")
+        raise ValueError(f"x_scale is {tuple(x_scale.shape)}; expected {(rows, 1)}")

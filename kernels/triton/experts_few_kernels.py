@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Contains the kernels that compute the experts of few tokens, which `kernels.triton.experts_few` explains
-and launches."""
+"""Contains the kernels that compute the experts for a few tokens. `kernels.triton.experts_few` explains and
+launches them."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def _up_gemv(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Let the next kernel start only after this wait: it reads the chosen experts before waiting for this
-        # kernel.
+        # Let the next kernel start only after this wait, because that kernel reads the chosen experts
+        # before waiting for this one.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -260,8 +260,8 @@ def _up_dot(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Let the next kernel start only after this wait: it reads the chosen experts before waiting for this
-        # kernel.
+        # Let the next kernel start only after this wait, because that kernel reads the chosen experts
+        # before waiting for this one.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(

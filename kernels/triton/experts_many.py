@@ -1,20 +1,20 @@
 # mypy: allow-untyped-defs
-"""Computes the experts of many tokens. The choices are sorted by expert on the device, and each GEMM is one
-launch for the tokens of all experts.
+"""Computes the experts for many tokens. The choices are sorted by expert on the device, and each GEMM is one
+launch for all experts' tokens.
 
-`sort` is the second half of a stable counting sort. The router has already counted the choices of each expert
-in each block of tokens. `sort` is a single launch, which adds the counts of all blocks and writes each choice
-to its position. It also lists the groups of choices that form the tiles of the GEMMs, so that the programs of
-the GEMMs do not have to search for their choices. `up` reads the tokens in the sorted order and computes
-SwiGLU. `down` writes its results in the original order of the choices. `combine` multiplies the results by
-their routing weights. It then adds each token's results, in the order of its choices, and the residual. No
-kernel uses atomic additions, so the results do not depend on timing.
+`sort` is the second half of a stable counting sort. The router has already counted each expert's choices in
+each block of tokens. `sort` is a single launch, which adds up all blocks' counts and writes each choice to
+its position. It also lists the groups of choices that form the GEMMs' tiles, so that programs need not search
+for their choices. `up` reads the tokens in the sorted order and computes SwiGLU. `down` writes its results in
+the original order of the choices. `combine` multiplies the results by their routing weights. It then adds
+each token's results, in the order of its choices, and the residual. No kernel uses atomic additions, so the
+results do not depend on timing.
 
 The GEMMs (`experts_grouped`) read the number of groups on the device. No launch depends on the routing, so
 all launches can be captured in a CUDA graph.
 
-A rank may have only some of the experts. The rank sorts all choices, but forms groups only for the choices of
-its own experts. `combine` skips the results of all other experts.
+A rank with only some of the experts sorts all choices, but forms groups only for its own experts. `combine`
+skips the results of all other experts.
 
 Results are rounded as in the reference, except that the residual is added to the float32 sum before the sum
 is rounded.
@@ -34,19 +34,19 @@ from kernels.triton.experts_route import Routed, block_tokens
 from kernels.triton.linear_rows import check_results
 
 _SUMMED = 1 << 14
-"""Maximum number of counts that a `sort` program adds up at a time."""
+"""Maximum number of counts a `sort` program adds up at a time."""
 
 _SMALL_ROWS = 32
 """Number of rows of the smaller tiles that plans with large tiles use for groups with few choices."""
 
 _COMBINED_COLUMNS = 1024
-"""Number of columns per program of `combine`."""
+"""Columns per `combine` program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """The choices of all tokens, sorted by expert and then by token. A token's choice `i` has the number
-    token × top_k + i."""
+    """All tokens' choices, sorted by expert and then by token. A token's choice `i` has the number token ×
+    top_k + i."""
 
     order: torch.Tensor
     """The numbers of all choices, in sorted order: [tokens × top_k] int32."""
@@ -83,8 +83,8 @@ def sort(
     """Sort the choices made by `experts_route.route_many`. A token never chooses an expert twice.
 
     experts: total number of experts on all ranks.
-    rows: row counts of the tiles of `up` and `down`.
-    first, held: this rank's first expert and number of experts; by default, it has all experts.
+    rows: row counts of the tiles of `up` and `down`. first, held: this rank's first expert and number of
+      experts. By default, the rank has all experts.
     """
     if routed.places is None or routed.counts is None:
         raise ValueError("routed has no counts; route the tokens with route_many")

@@ -1,5 +1,5 @@
-"""The rules for dividing the kernels of mixture-of-experts layers into programs. This module does not import
-Triton, so plans can be created and tested on any machine.
+"""The rules for dividing mixture-of-experts kernels into programs. This module does not import Triton, so
+plans can be created and tested on any machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from kernels.triton.linear_plans import HOPPER_SHARED
 
 _SHARED_BESIDE = 4 << 10
-"""Upper bound on a program's shared memory, in bytes, in addition to its tiles."""
+"""Upper bound, in bytes, on the shared memory that a program uses besides its tiles."""
 
 _REGISTERS, _MAX_REGISTERS = 1 << 16, 255
 """A multiprocessor's number of registers, and the maximum number per thread (CUDA programming guide)."""
@@ -26,20 +26,20 @@ class ExpertsPlan:
     """The kernel variant. In `gemv`, a program multiplies weight rows of one chosen expert by one token on
     the CUDA cores. `stream` does the same with e4m3 weights on the tensor cores (`experts_stream`). In `dot`,
     a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the results of
-    the tokens that have chosen the expert (`experts_few`). In `grouped`, the tokens are sorted by expert
+    the tokens that chose the expert (`experts_few`). In `grouped`, the tokens are sorted by expert
     (`experts_many`)."""
     rows: int
-    """Number of tokens per tile, including padding."""
+    """Tokens per tile, including padding."""
     block_n: int
-    """Number of weight rows per program or tile."""
+    """Weight rows per program or tile."""
     block_k: int
-    """Number of columns per pipeline step."""
+    """Columns per pipeline step."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages: how many steps can have weights in flight at the same time."""
+    """Number of pipeline stages, which is the number of steps whose weights can be in flight at the same
+    time."""
     programs: int = 1
-    """Number of programs per multiprocessor. Used only by `grouped`, each of whose programs computes several
-    tiles."""
+    """Programs per multiprocessor. Used only by `grouped`, whose programs compute several tiles each."""
 
     @property
     def quantises(self) -> bool:
@@ -48,7 +48,7 @@ class ExpertsPlan:
 
     @property
     def max_registers(self) -> int:
-        """Maximum number of registers per thread with which `programs` programs fit on a multiprocessor."""
+        """Maximum registers per thread with which `programs` programs fit on a multiprocessor."""
         return min(_MAX_REGISTERS, _REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 
@@ -152,7 +152,7 @@ def problem(
     if plan.rows < 8 or plan.block_n < 16 * plan.warps or plan.warps % 4:
         return (
             f"a tile is {plan.rows} x {plan.block_n} with {plan.warps} warps; "
-            f"it needs at least 8 x {16 * plan.warps}, and a multiple of 4 warps"
+            f"expected at least 8 x {16 * plan.warps}, and a multiple of 4 warps"
         )
     if k % plan.block_k:
         return f"block_k is {plan.block_k}, which does not divide {k}"
@@ -160,7 +160,7 @@ def problem(
     if plan.programs * (plan.stages * step + _SHARED_BESIDE) > shared_bytes:
         return (
             f"stages is {plan.stages} and programs is {plan.programs}; "
-            f"more than {shared_bytes} bytes of shared memory would be needed"
+            f"this needs more than {shared_bytes} bytes of shared memory"
         )
     return None
 

@@ -80,11 +80,11 @@ def route(
     contiguous.
 
     router: `[experts, hidden]` of x's dtype.
-    normalised: whether the softmax covers only the chosen experts' logits, so that the weights add up to one,
-      rather than all experts' logits.
+    normalised: whether the softmax covers only the chosen experts' logits (so the weights sum to one) or all
+      experts' logits.
     values: dtype of the normalised values if they are quantised, or None for x's dtype.
     workspace: contains at least one counter per token.
-    count: counts each expert's tokens; this call adds the choices.
+    count: per-expert token counts, to which this call adds the choices.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)

@@ -329,7 +329,7 @@ def silu_mul_fp8(
 
 
 _SILU_COLUMNS = 2048
-"""Number of columns per program of the SiLU·mul kernel, unless the result is quantised."""
+"""Columns per program of the SiLU·mul kernel, unless the result is quantised."""
 
 
 def _launch_silu(
@@ -338,7 +338,7 @@ def _launch_silu(
     tokens, width = out.shape
     _whole("gate_up", gate_up)
     if gate_up.shape[1] != 2 * width:
-        raise ValueError(f"gate_up has {gate_up.shape[1]} columns; the number must be even, for gate and up")
+        raise ValueError(f"gate_up has {gate_up.shape[1]} columns; expected an even number (gate and up)")
     if tokens == 0:
         return
     _silu_mul[(tokens, triton.cdiv(width, block))](

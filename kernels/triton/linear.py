@@ -130,7 +130,8 @@ def linear_fp8(
 
     x: `[rows, K]`, either in the model's dtype or in e4m3. In the model's dtype, x is quantised after the
     optional RMSNorm. In e4m3, x has float32 scales `x_scale`, `[rows]` or `[rows, 1]`, norm_weight must be
-    None, and dtype must be the model's dtype. The result has the model's dtype unless that of `out` differs.
+    None, and dtype must be the model's dtype. The result has `out`'s dtype or, without `out`, the model's
+    dtype.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
@@ -341,7 +342,7 @@ def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, 
     """Raise ValueError if this GEMM cannot share a norm with these arguments."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
-        raise ValueError(f"only plans of the form dot or tiles can share a norm, not {plan or 'the library'}")
+        raise ValueError(f"only 'dot' and 'tiles' plans can share a norm; this GEMM uses {plan or 'cuBLAS'}")
     if extras.silu_mul and extras.deferred_norm is not None:
         raise ValueError(
             "deferred_norm and silu_mul are both given; a deferred norm needs a result without SwiGLU"

@@ -21,15 +21,15 @@ bandwidth, and cuBLAS is faster. For e4m3 weights with few outputs, the limit is
 reads them at only a third of the memory bandwidth."""
 
 MAX_SPLIT_PROGRAMS = 180
-"""Upper limit on the number of programs of a split-K GEMM. The number of splits is doubled as long as the
-programs stay below it."""
+"""Upper limit on a split-K GEMM's number of programs. The number of splits is doubled as long as the limit is
+not exceeded."""
 
 HOPPER_SHARED = 227 << 10
 """Shared memory, in bytes, available to a program on a Hopper GPU. The rules were derived from measurements
 on Hopper GPUs."""
 
 _SHARED_BESIDE = 2 << 10
-"""Upper bound on a program's shared memory, in bytes, in addition to its tiles."""
+"""Upper bound, in bytes, on the shared memory that a program uses besides its tiles."""
 
 WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
 """Capacity of the split-K workspace: the maximum numbers of float32 partial sums and of tiles."""
@@ -48,16 +48,17 @@ class GemmPlan:
     into tensor-core registers (`linear_stream`). `tiles` is similar to `dot`, but its weight loads start
     before the previous kernel has ended. It needs a Hopper GPU (`linear_tiles`)."""
     rows: int
-    """Number of tokens per tile, including padding."""
+    """Tokens per tile, including padding."""
     block_n: int
-    """Number of weight rows per program."""
+    """Weight rows per program."""
     block_k: int
-    """Number of columns of K per pipeline step: per warp for `stream`, per program for the other kernels."""
+    """Columns of K per pipeline step: per warp for `stream`, per program for the other kernels."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages: how many steps can have weights in flight at the same time."""
+    """Number of pipeline stages, which is the number of steps whose weights can be in flight at the same
+    time."""
     split: int = 1
-    """Number of programs that K is divided among (split-K)."""
+    """Number of programs among which K is split (split-K)."""
 
     @property
     def tiled(self) -> bool:
@@ -111,7 +112,7 @@ def choose(
 
 
 _MANY = 16384
-"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
+"""Minimum number of outputs for which a GEMM is assumed to need many waves of programs."""
 
 
 def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:

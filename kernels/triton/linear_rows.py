@@ -52,8 +52,7 @@ def check_workspace(plan: GemmPlan, n: int) -> None:
 
 
 def check_results(out: torch.Tensor, residual: torch.Tensor | None, shape: tuple[int, int]) -> None:
-    """Raise ValueError unless the result, and the residual if there is one, are contiguous with this
-    shape."""
+    """Raise ValueError unless the result and any residual are contiguous and have this shape."""
     for name, tensor in (("out", out), ("residual", residual)):
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
             raise ValueError(f"{name} is {tuple(tensor.shape)}; expected {shape}, contiguous")

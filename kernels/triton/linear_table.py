@@ -51,7 +51,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """The fastest kernel for one GEMM with up to a given number of rows."""
+    """The fastest kernel for a GEMM with up to a given number of rows."""
 
     plan: GemmPlan | None
     """The plan, or None for the library's GEMM."""
@@ -61,8 +61,8 @@ class PlanEntry:
     library_us: float
     """Time, in microseconds, that the library's GEMM adds to a decoder layer."""
     layer_us: float | None = None
-    """Time, in microseconds, for a whole decoder layer, including attention, if the layer's plans were chosen
-    together to minimise it. None if the plan was chosen to minimise `us`."""
+    """The whole decoder layer's time in microseconds, including attention, if the layer's plans were chosen
+    together to minimise this time. None if this plan was chosen to minimise `us`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,15 @@ class Table:
     about: Mapping[str, str] = field(default_factory=dict)
     """Date and software versions of the measurement."""
     products: Mapping[Product, Mapping[int, PlanEntry]] = field(default_factory=dict)
-    """Entries by GEMM, then by the maximum row count they apply to, in ascending order."""
+    """Entries by GEMM, then by maximum row count, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
     """Shared memory, in bytes, available to a program on the GPU. The rules respect this limit."""
     experts: Mapping[ExpertsShape, Mapping[int, ExpertsEntry]] = field(default_factory=dict)
-    """Entries by MoE layer, then by the maximum token count they apply to, in ascending order."""
+    """Entries by MoE layer, then by maximum token count, in ascending order."""
 
     def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
-        """Return an MoE layer's plans from the entry with the smallest sufficient token count or, if there is
-        none, from the rules."""
+        """Return an MoE layer's plans from the entry with the smallest sufficient token count, or from the
+        rules if no entry suffices."""
         for most, entry in self.experts.get(shape, {}).items():
             if tokens <= most:
                 return entry.plans
@@ -105,8 +105,8 @@ class Table:
         return replace(self, experts={**self.experts, shape: dict(sorted(entries.items()))})
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
-        """Return a GEMM's plan from the entry with the smallest sufficient row count or, if there is none,
-        from the rules. Returns None if the library computes the GEMM."""
+        """Return a GEMM's plan from the entry with the smallest sufficient row count, or from the rules if no
+        entry suffices. Returns None if the library computes the GEMM."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
                 return entry.plan
@@ -153,8 +153,8 @@ def table_path(gpu: str) -> Path:
 
 
 def load_table(gpu: str, shared_bytes: int = linear_plans.HOPPER_SHARED) -> Table:
-    """Load the table shipped for a GPU, or an empty one if there is none. `shared_bytes` is the GPU's shared
-    memory per program. Raises TableError if the table is invalid."""
+    """Load the table shipped for a GPU, or return an empty table if none is shipped. `shared_bytes` is the
+    GPU's shared memory per program. Raises TableError if the table is invalid."""
     path = table_path(gpu)
     table = read_table(path) if path.exists() else Table(gpu)
     return replace(table, shared_bytes=shared_bytes)
@@ -258,9 +258,9 @@ def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
         return f"rows is {plan.rows}; the entry needs at least {max_num_seqs}"
     if plan.form in ("gemv", "stream"):
         if plan.rows != 1:
-            return f"rows is {plan.rows}; {plan.form} needs 1"
+            return f"rows is {plan.rows}; {plan.form} requires 1"
         if plan.split != 1:
-            return f"split is {plan.split}; {plan.form} needs 1"
+            return f"split is {plan.split}; {plan.form} requires 1"
     if plan.form == "stream" and product.dtype != torch.float8_e4m3fn:
         return f"form is 'stream', which needs float8_e4m3fn weights, not {product.dtype}"
     if plan.form == "tiles":
@@ -269,7 +269,7 @@ def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
         if plan.warps % 4 or plan.block_n < 16 * plan.warps:
             return f"warps is {plan.warps}; it must be a multiple of 4, and at most block_n / 16"
         if plan.block_k * product.dtype.itemsize < 128:
-            return f"block_k is {plan.block_k}; a row of a tile needs at least 128 bytes"
+            return f"block_k is {plan.block_k}; a tile row must have at least 128 bytes"
     step = {"gemv": 1, "stream": plan.warps * plan.block_k}.get(plan.form, plan.split * plan.block_k)
     if product.k % step:
         return f"block_k is {plan.block_k}; k = {product.k} is not a multiple of {step}"

@@ -3,7 +3,7 @@
 """Computes GEMMs with few rows on Hopper GPUs, loading weights before the previous kernel has ended.
 
 As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core instruction, the tokens are the
-other operand, and K may be split over programs. Unlike there, the copy engine (TMA) loads the tiles. The
+other operand, and K may be split over programs. Unlike in `dot`, the copy engine (TMA) loads the tiles. The
 kernel is written in Gluon, Triton's lower-level language, which controls when each load starts. Each program
 first requests the weights of all its stages, then waits for the previous kernel, and only then requests x.
 Programs are small, so that those of the next GEMM fit on a multiprocessor alongside the running ones, and

@@ -53,7 +53,7 @@ class Arena:
     addresses: torch.Tensor
     """Start address of each rank's arena: [world] int64 on the device."""
     calls: torch.Tensor
-    """Number of calls that each program has taken part in: [PROGRAMS] int32 on the device."""
+    """Each program's number of calls: [PROGRAMS] int32 on the device."""
     stop_address: int
     """Address of the result of `stop_words`."""
     items: int

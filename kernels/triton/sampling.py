@@ -27,8 +27,8 @@ For a row with a small top-k, *above* is not needed. *scan* stores the largest l
 tokens. Only tokens that reach the k-th largest of these values can be in the top k. *decide* therefore
 collects these few tokens and compares them with each other.
 
-The result of a row does not depend on the other rows or on their number. Chunks have a fixed size, and their
-sums are added in the order of the chunks.
+A row's result does not depend on the other rows or on their number. Chunks have a fixed size, and their sums
+are added in chunk order.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from kernels.triton.sampling_search import settle_kernel
 
 _CHUNK = 4096
 _CHUNK_WARPS = 8
-"""Number of columns and of warps per program of *scan* and *above*. Both affect the order in which values are
-summed."""
+"""Columns and warps per program of *scan* and *above*. Both affect the order in which values are summed."""
 _DECIDE_WARPS = 8
 _SETTLE_TILE = 2048
 _SETTLE_WARPS = 16
@@ -54,10 +53,10 @@ _FEW = 64
 """Maximum top-k for which *decide* selects a row's token from a few groups instead of scanning the whole row.
 It then reads at most this many groups and compares at most twice as many tokens."""
 _GROUP = 128
-"""Number of logits per group. *scan* stores each group's largest logit."""
+"""Logits per group. *scan* stores each group's largest logit."""
 _THRESHOLDS = 2
-"""Number of thresholds that *settle* tests per read. More need more registers and instructions; fewer need
-more reads."""
+"""Number of thresholds that *settle* tests per read. More thresholds need more registers and instructions;
+fewer need more reads."""
 
 
 def greedy(logits: Logits, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:

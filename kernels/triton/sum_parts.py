@@ -16,8 +16,8 @@ def sum_parts(
     """Write `residual` plus the sum of all ranks' parts to `out`. The parts are added in rank order and
     rounded once.
 
-    parts: [ranks, at least `rows`, hidden]. This rank's entry is not read; `own` is used instead: [rows,
-      hidden].
+    parts: [ranks, at least `rows`, hidden]. This rank's entry is not read.
+    own: [rows, hidden], this rank's part.
     residual, out: [rows, hidden], contiguous, with the same dtype. `out` may be `residual`.
     """
     count = own.numel()

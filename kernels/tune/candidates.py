@@ -9,11 +9,11 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Row counts measured by the tuner. Each result also applies to all smaller row counts, down to the previous
+"""Row counts measured by the tuner. Each result also applies to smaller row counts, down to the previous
 entry."""
 
 _MANY = 16384
-"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
+"""Minimum number of outputs for which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
 """Maximum shared memory per program, in bytes, at which two programs of the `tiles` kernel fit on a
@@ -42,9 +42,9 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
 
 def shared_bytes(plan: GemmPlan, product: Product) -> int:
-    """Return a program's approximate shared memory in bytes, to within one or two kilobytes. The kernels
-    `tiles` and `dot` use shared memory for pipeline stages, and `stream` for the input row in float16. `gemv`
-    uses almost no shared memory."""
+    """Return a program's approximate shared memory use in bytes, accurate to one or two kilobytes. The
+    kernels `tiles` and `dot` use shared memory for pipeline stages, and `stream` for the input row in
+    float16. `gemv` uses almost no shared memory."""
     if plan.form == "gemv":
         return 0
     if plan.form == "stream":
@@ -99,7 +99,7 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
     """Yield `tiles` plans with weight tiles of 64 rows by 128 or 256 bytes, or of 128 rows by 128 bytes. Each
-    has as many stages as let two programs fit on a multiprocessor."""
+    has the largest number of stages with which two programs fit on a multiprocessor."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))

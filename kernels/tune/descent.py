@@ -19,7 +19,7 @@ from kernels.triton.linear_table import Product
 Choice = Mapping[Product, GemmPlan | None]
 """Each linear's plan. None selects the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Function that measures choices of plans in interleaved runs. It returns the layer's time with each choice
+"""Function that measures choices of plans in interleaved runs. It returns the layer's time with each choice,
 in microseconds, or infinity if the choice cannot run."""
 Replay = Callable[[Sequence[int]], list[float]]
 """Function that runs the runners with the given indices, in this order, and returns each run's time in
@@ -32,8 +32,7 @@ NOISE = 0.001
 """Expected relative difference between two measured medians of the same choice in interleaved runs."""
 
 _SCREENING, _MORE = 4, 12
-"""Number of rounds with all runners, and of additional rounds with only those almost as fast as the
-fastest."""
+"""Number of rounds with all runners, then of additional rounds with only the runners close to the fastest."""
 _NEAR = 0.015
 
 

@@ -30,7 +30,7 @@ MAX_ERROR = 1e-2
 """Maximum relative error ‖out − ref‖ / ‖ref‖ of a pair of plans. FP8 plans reach 4e-3."""
 
 _LAYERS = 8
-"""Number of layers in a captured graph. They have different tokens, so that different experts are read."""
+"""Number of layers in a captured graph. Each has different tokens, so that different experts are read."""
 
 _COPIES = 2
 """Number of copies of the experts. As the layers also choose different experts, no weight is in the L2 cache

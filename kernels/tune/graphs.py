@@ -46,7 +46,7 @@ class Graphs:
 
     def microseconds(self, graphs: Sequence[torch.cuda.CUDAGraph], order: Sequence[int]) -> list[float]:
         """Return each replay's time in microseconds. `order` contains the indices of the graphs to replay.
-        The first graph is replayed once more beforehand, untimed."""
+        The first of them is replayed once beforehand, untimed."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]

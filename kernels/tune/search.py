@@ -40,12 +40,12 @@ class Chain(Protocol):
 
     rows: int
     products: list[Product]
-    """The linears that look up their plan in the table, those whose results are added to the residual
-    first."""
+    """The linears that look up their plan in the table, starting with those whose results are added to the
+    residual."""
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
-        """Return the time for one layer with the plans of `table`, in microseconds, omitting the operations
-        of the linear `without` if given. Exceptions from launches propagate."""
+        """Return one layer's time, in microseconds, with the plans of `table`. If `without` is given, that
+        linear's operations are omitted. Exceptions from launches propagate."""
 
     def error(self, table: Table, rows: int) -> float:
         """Return the largest relative error ‖out − ref‖ / ‖ref‖ of any operation on `rows` rows with the

@@ -93,7 +93,7 @@ def good() -> dict[str, Any]:
         ({"block_n": 48}, "block_n is 48, not a power of two"),
         ({"rows": 8}, "rows is 8; the entry needs at least 16"),
         ({"block_k": 4096}, "block_k is 4096; k = 4096 is not a multiple of 8192"),
-        ({"form": "gemv"}, "rows is 16; gemv needs 1"),
+        ({"form": "gemv"}, "rows is 16; gemv requires 1"),
         ({"split": 32, "rows": 64}, "split is 32; its partial sums do not fit into the workspace"),
         ({"us": "fast"}, "us is 'fast', not a number"),
         ({"layer_us": None}, "layer_us is None, not a number"),
@@ -168,7 +168,7 @@ def test_the_plans_of_experts_are_read_as_they_were_written(tmp_path: Path) -> N
         ({"up": asdict(replace(DOT, rows=8))}, "rows is 8; the entry needs at least 16"),
         ({"up": asdict(replace(DOT, block_k=768))}, "block_k is 768, not a power of two"),
         ({"down": asdict(replace(DOT, block_k=512))}, "block_k is 512, which does not divide 768"),
-        ({"up": asdict(replace(DOT, stages=12))}, "stages is 12 and programs is 1; more than"),
+        ({"up": asdict(replace(DOT, stages=12))}, "stages is 12 and programs is 1; this needs more than"),
         (
             {"up": asdict(replace(DOT, form="tiles"))},
             "form is 'tiles'; expected gemv, stream, dot or grouped",
