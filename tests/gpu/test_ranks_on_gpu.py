@@ -254,8 +254,8 @@ def compare_with_one_gpu(
             assert torch.equal(logits, other["passes"][name]), f"ranks differ in {name}"
         # A decode's input is the best token of its prompt, so only equal inputs give equal logits.
         rows = agree if name.startswith("decodes") else slice(None)
-        wanted = expected_passes[name][rows]
-        assert apart(logits[rows], wanted) < ALLOWED, f"{size} GPUs and one GPU differ in {name}"
+        one_gpu = expected_passes[name][rows]
+        assert apart(logits[rows], one_gpu) < ALLOWED, f"{size} GPUs and one GPU differ in {name}"
     for kind in ("prompts", "decodes"):
         assert apart(first["passes"][f"{kind} captured"], first["passes"][f"{kind} eager"]) < ALLOWED, kind
 
