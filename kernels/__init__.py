@@ -304,8 +304,8 @@ class Ops(Protocol):
         computes the norm itself.
 
         rows: number of result rows.
-        weight: weight of the linear that computes the partial results, which must be of the same type as the
-          next linear's.
+        weight: weight of the linear that computes the partial results. The next linear's weight must be of
+          the same type.
         gain, eps: parameters of the norm.
         """
 

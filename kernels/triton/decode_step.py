@@ -19,7 +19,7 @@ _BLOCK = 128
 @dataclass(frozen=True, slots=True)
 class Decodes:
     """The inputs of a decode pass, one token per sequence. All tensors are `[decodes]` int64. Padding entries
-    belong to no sequence and are not written to the cache."""
+    are not written to the cache."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor

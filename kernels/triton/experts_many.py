@@ -51,7 +51,7 @@ class Sorted:
     order: torch.Tensor
     """The numbers of all choices, in sorted order: [tokens × top_k] int32."""
     groups: dict[int, torch.Tensor]
-    """For each tile height (row count), the groups that each expert's choices are divided into: [groups + 1,
+    """For each tile height (row count), the groups into which each expert's choices are divided: [groups + 1,
     4] int32. A group has at most as many choices as a tile has rows. The first row begins with the number of
     groups. Each further row describes a group: the expert (numbered from the rank's first), the group's first
     position in `order`, and the end of the expert's positions. The last column is unused."""

@@ -11,7 +11,7 @@ chooses the experts, and counts each expert's choices.
 Both functions can also count how many tokens have chosen each expert, with atomic integer additions, so that
 the totals do not depend on timing.
 
-The input is normalised in float32, and rounded once to its own dtype. The logits are its products with the
+The input is normalised in float32 and rounded once to its dtype. The logits are its products with the
 router's rows, summed in float32 and not rounded. Experts are ordered by decreasing logit, and for equal
 logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every token has
 top_k distinct experts for any input.
@@ -33,8 +33,8 @@ from kernels.triton.linear_rows import Workspace
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 _PROGRAMS = 128
-"""Number of programs of each `route_many` kernel if there are enough tokens. It is close to the number of
-multiprocessors of an H100 or H200, but constant, so that results do not depend on the GPU."""
+"""Programs per `route_many` kernel, given enough tokens. The number is close to an H100's or H200's number of
+multiprocessors, but constant, so that results do not depend on the GPU."""
 
 _LINES = 2
 """Number of 128-byte cache lines that `route_many` prefetches per router row."""
@@ -59,8 +59,8 @@ class Routed:
     """For each choice, how many earlier tokens in the same block chose the same expert: [tokens, top_k]
     int32. Only `route_many` returns `places` and `counts`."""
     counts: torch.Tensor | None = None
-    """For each block of `block_tokens` tokens, how many tokens chose each expert: [blocks, number of experts
-    rounded up to a power of two] int32."""
+    """Tokens routed to each expert, per block of `block_tokens` tokens: [blocks, experts rounded up to a
+    power of two] int32."""
 
 
 def route(

@@ -113,7 +113,7 @@ st.relaxed.gpu.global.u32 [$8], stop;
 done:
 }""")
 """Assembly code that polls each thread's four consecutive words. Every 1,024th poll also reads the flag, and
-every 65,536th the host's word (`stop_words`)."""
+every 65,536th also reads the host's word (`stop_words`)."""
 
 _PUSH = gl.constexpr("""{
 st.relaxed.sys.global.v4.b32 [$4], {$8, $9, $10, $11};

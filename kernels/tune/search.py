@@ -32,7 +32,7 @@ _NOISE = 0.002
 Report = Callable[[str], None]
 Microseconds = Callable[[GemmPlan | None], float]
 Timed = list[tuple[GemmPlan | None, float]]
-"""Plans and their times in microseconds, fastest first. The plan None is the library's GEMM."""
+"""Plans and their times in microseconds, fastest first. None stands for the library's GEMM."""
 
 
 class Chain(Protocol):
