@@ -1,5 +1,4 @@
-"""The running service's alerts. Connects the rules in the settings, the alert manager, the database and the
-receivers."""
+"""Connects the running service's alert rules, alert manager, database and receivers."""
 
 from __future__ import annotations
 

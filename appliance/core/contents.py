@@ -39,7 +39,7 @@ class ContentKeeper:
     def __init__(
         self, writer: Writer, policies: Callable[[], Policies], rules: Callable[[], LogSettings]
     ) -> None:
-        """`writer` performs the writes to `contents.db`."""
+        """`writer` writes to `contents.db`."""
         self.writer = writer
         self._policies = policies
         self._rules = rules
@@ -55,8 +55,8 @@ class ContentKeeper:
     # ── storing ──
 
     def keep(self, message: Keep, descriptor: int) -> None:
-        """Store the texts in the memfd according to the log policy of `message.identity`. The caller of this
-        method closes the descriptor."""
+        """Store the texts in the memfd according to the log policy of `message.identity`. The caller closes
+        the descriptor."""
         if message.identity.log_policy == "metadata":
             return
         with self._lock:

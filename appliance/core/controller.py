@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _COUNT_WITHIN_S = 1.0
-"""Time that replicas have, before the service stops, to report how many tokens they generated for the last
-requests."""
+"""Before the service stops, replicas have this long to report the last requests' token counts."""
 
 
 @dataclass

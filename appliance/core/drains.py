@@ -42,7 +42,7 @@ class FrontConfiguration(Protocol):
 
 
 class DrainTools(NamedTuple):
-    """The parts of the service used by a drain."""
+    """The parts of the service that a drain uses."""
 
     requests: RequestManager
     fronts: FrontConfiguration
@@ -159,8 +159,7 @@ class DrainError(Exception):
 
 
 class Drains:
-    """All current drains: at most one per model, one of the whole service, and one for the service's
-    shutdown."""
+    """All current drains: at most one per model, one for the whole service, and one for its shutdown."""
 
     def __init__(
         self, tools: DrainTools, settings: Callable[[], Settings], models: Callable[[], Collection[str]]
@@ -182,7 +181,7 @@ class Drains:
 
     @property
     def of_service(self) -> Drain | None:
-        """The drain of the whole service, whether for shutdown or by an operator; None if there is none."""
+        """The drain of the whole service, either an operator's or the shutdown drain, or None."""
         return self.stopping or self._active.get(None)
 
     def of(self, model: str | None) -> Drain | None:
@@ -242,7 +241,7 @@ class Drains:
         await self.stopping.run()
 
     def keep_only(self, models: Collection[str]) -> None:
-        """Cancel the drains of models that are no longer served. Admission to them stays paused."""
+        """Cancel drains of models that are no longer served. Their admission stays paused."""
         for drain in list(self._active.values()):
             if drain.model is not None and drain.model not in models:
                 self._forget(drain.model)

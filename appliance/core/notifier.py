@@ -43,7 +43,7 @@ class Notifier:
             self._tick()
 
     def begin_stop(self) -> None:
-        """Report that the service is stopping, which begins with a drain."""
+        """Report that the service is stopping. Call this before the drain."""
         self._stopping = True
         self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=EXTENSION_US)
 

@@ -41,7 +41,7 @@ class ObservingParts:
         alerts: AlertManager,
         held: contextlib.AsyncExitStack,
     ) -> None:
-        """Everything opened here is later closed by the exit stack `held`."""
+        """The exit stack `held` closes everything opened here."""
         control = state.control
         lines = LogLines()
         lines.attach()

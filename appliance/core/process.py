@@ -31,7 +31,7 @@ from store.errors import StoreError
 log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
-"""Interval at which to check, during startup, whether any model can be served."""
+"""How often startup checks whether any model can be served."""
 COLLECT_AFTER = (50_000, 20, 100)
 """Python garbage collector thresholds. New objects are scanned after this many allocations, the middle
 generation after 20 such scans, and the oldest generation after 100 scans of the middle one. With the default
@@ -88,8 +88,7 @@ async def serve(
     if the service cannot start.
 
     `manager` is the service manager that started the process. `launch` starts replicas, `front_module` is the
-    Python module to run as a front, and `checks` checks the models' files; tests pass other values for these
-    three.
+    Python module to run as a front, and `checks` checks the models' files; tests replace these three.
     """
     stop, hurry = _signals()
     _raise_descriptor_limit()
@@ -123,7 +122,7 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
 
 
 def _tell_end(manager: Manager, reason: str) -> None:
-    """Tell the service manager why the service was not ready. It still shows this status after the process
+    """Tell the service manager why the service was not ready. This status remains visible after the process
     has exited."""
     if reason:
         manager.tell(STATUS=f"stopped: {reason}")

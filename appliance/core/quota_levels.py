@@ -28,7 +28,7 @@ class LevelKeeper:
 
     def restore(self, path: Path) -> None:
         """Restore the quota levels saved by the previous run in the database at `path`. Call this once, after
-        the quota policies have been set and before the first request."""
+        setting the quota policies and before the first request."""
         try:
             state = read_quotas(path)
         except StoreError as error:

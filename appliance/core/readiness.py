@@ -44,9 +44,9 @@ class Readiness:
         return ready and not any(map(self.silence, self.models.required()))
 
     def worth_waiting_for(self) -> bool:
-        """Return whether the service manager should keep waiting for the service to start: while a replica is
-        loading, or if any model is already being served. Otherwise, one model that cannot start would make
-        the service manager stop the service, including the working models.
+        """Return whether the service manager should keep waiting for the service to start. True while a
+        replica is loading, or if any model is already being served: one model that cannot start must not make
+        the service manager stop the working models too.
         """
         return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 

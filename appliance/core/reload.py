@@ -175,8 +175,8 @@ def _close(opened: Sequence[socket.socket | None]) -> None:
 
 
 def check_still_there(former: Loaded, loaded: Loaded) -> None:
-    """Check that the settings file still exists, since otherwise removing it would unload every model. Raises
-    SettingsError."""
+    """Raise SettingsError if the settings file no longer exists. Otherwise, deleting it would unload every
+    model."""
     if not former.files or (missing := former.files[0]) in loaded.files:
         return
     if missing.parent.name == DROP_INS and loaded.files:
@@ -191,8 +191,8 @@ def check_still_there(former: Loaded, loaded: Loaded) -> None:
 
 
 def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
-    """Check that no model added to the settings shares its name with a model or alias in the registry. Raises
-    SettingsError."""
+    """Raise SettingsError if a model added to the settings has the name of a model or alias in the
+    registry."""
     faults = []
     for name in loaded.settings.models.keys() - former.settings.models.keys():
         if name in registry.models or name in registry.aliases:

@@ -58,8 +58,8 @@ class Service:
         checks: ModelChecks,
         broken: Mapping[str, str],
     ) -> None:
-        """Everything opened here is later closed by the exit stack `held`. `broken` maps each model with
-        faulty files to the problem. Raises SettingsError, ListenError or StoreError."""
+        """The exit stack `held` closes everything opened here. `broken` maps each model with faulty files to
+        the problem. Raises SettingsError, ListenError or StoreError."""
         self.settings = LiveSettings(loaded.settings)
         self._state, self._started_at, self._clock = state, time.time(), ClockGuard()
         self._problems = _problems_at_start(loaded, state)

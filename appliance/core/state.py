@@ -41,16 +41,16 @@ class State(NamedTuple):
 
     @property
     def stalled_s(self) -> float:
-        """How many seconds the slowest writer has been waiting for its disk."""
+        """How many seconds the slowest writer has been waiting for the disk."""
         return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
     """Open the state in the directories named by the settings, and lock them for this service. Log rows left
-    open by an earlier run are closed. Raises RunDirError or StoreError. A migration, a recovery or a slow
-    disk can take a long time, so the service manager is told to keep waiting, and the service's status shows
-    which database is being opened.
+    open by an earlier run are closed. Raises RunDirError or StoreError. Because a migration, a recovery or a
+    slow disk can take a long time, the service manager is told to keep waiting, and the service's status
+    shows which database is being opened.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))

@@ -14,7 +14,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""Time by which the start timeout is repeatedly extended during a long operation."""
+"""During long operations, the start timeout is repeatedly extended by this much."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
