@@ -39,7 +39,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Backend(NamedTuple):
-    """The functions that the routes of the admin API call."""
+    """The functions called by the admin API's routes."""
 
     status: Callable[[], Status]
     in_flight: Callable[[], Awaitable[list[UnfinishedRequest]]]
@@ -54,8 +54,8 @@ class Backend(NamedTuple):
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action with the given parameters. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
-    """Adds an audit row for an action that was denied because the caller lacked the required scope. The
-    arguments are the caller, the action and the reason."""
+    """Audits an action that was denied because the caller lacked the required scope. The arguments are the
+    caller, the action and the reason."""
     note: Callable[[str, str], None]
     """Reports a problem to operators. The arguments are the location and a description."""
 
@@ -117,7 +117,7 @@ def _guarded(app: Starlette, authenticator: Authenticator, denials: CountedLog) 
 
 
 async def _refuse(backend: Backend, denials: CountedLog, request: Request, error: Exception) -> Response:
-    """Return the response for a caller who lacks the required scope. A denied action is recorded."""
+    """Return the response for a caller who lacks the required scope. Denied actions are audited."""
     caller: Caller = request.scope["state"]["caller"]
     if caller.read_only:
         error = PermissionError(_READ_ONLY)

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 _MAX_AUDIT_WAIT_S = 3.0
 _MAX_DENIALS_PER_MINUTE = 10
-"""Maximum number of denied actions audited per caller and minute. There is a limit because each audit row is
-written to disk. All denials are logged."""
+"""Maximum number of denied actions audited per caller per minute, because each audit row is written to disk.
+Further denials are only logged."""
 _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,
     SettingsError: 400,
@@ -47,7 +47,7 @@ _STATUSES: Mapping[type[Exception], int] = {
     UnknownRecordError: 404,
     LookupError: 404,
 }
-"""HTTP status codes for the errors with which handlers refuse actions."""
+"""HTTP status codes for the errors that handlers raise to refuse actions."""
 
 
 class ActionError(AdminRequestError):

@@ -1,4 +1,4 @@
-"""Parses the JSON bodies of admin API requests and creates the JSON bodies of the responses."""
+"""Parses the admin API's JSON request bodies and creates its JSON responses."""
 
 from __future__ import annotations
 

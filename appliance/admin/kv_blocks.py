@@ -32,7 +32,7 @@ class BlockMaps:
         self._replicas = replicas
         self._traffic = traffic
         self._maps: dict[str, tuple[BlockUse, BlockMap]] = {}
-        """For each replica, its latest block state and the block map made from it."""
+        """Each replica's latest block state, and the block map made from it."""
 
     async def read(self) -> list[ReplicaBlocks]:
         """Return the block maps of all replicas that respond."""

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 MAX_READ_S = 2.0
 """Time limit for reading one page, in seconds."""
 MAX_PAGE_BYTES = 1 << 20
-"""A page of the request log ends with the row at which the total size of its texts exceeds this limit."""
+"""A request log page ends once its texts exceed this total size, in bytes."""
 _FOLLOWED_ROWS = 200
 _THREADS = 2
 
@@ -131,7 +131,7 @@ class LogReading:
             if after is None:
                 after = self._requests.last_sequence()
                 return [], False
-            # Skip rows that do not match the query, too; otherwise they would be read again.
+            # Also advance past rows that do not match the query, so that they are not read again.
             latest = self._requests.last_sequence()
             rows = self._requests.changes(after, _FOLLOWED_ROWS, wanted)
             more = len(rows) == _FOLLOWED_ROWS or sum(map(_size, rows)) > MAX_PAGE_BYTES

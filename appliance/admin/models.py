@@ -63,8 +63,7 @@ class ModelAdmin:
     """Runs all checks on a model. Blocks, so it must not be called on the event loop's thread."""
     settings: Callable[[], Settings]
     declared_in: Callable[[str], str]
-    """Returns the settings file or command-line flag that declares a model, or an empty string if there is
-    none."""
+    """Returns the settings file or command-line flag that declares a model, or an empty string."""
     _background: Background = field(default_factory=Background, init=False)
 
     def __post_init__(self) -> None:

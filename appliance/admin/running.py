@@ -80,7 +80,7 @@ def _phase(one: TrackedRequest, started: bool) -> Phase:
         case "ending":
             return "ending"
         case _:
-            return "queued"  # includes requests that lost their replica and are waiting for a new one
+            return "queued"  # includes requests that have lost their replica and are waiting for another one
 
 
 def _queue_s(one: TrackedRequest, now: float) -> float | None:

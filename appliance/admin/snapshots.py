@@ -36,7 +36,7 @@ from appliance.snapshot import (
 from store.policies import Policies, TenantRecord
 
 MAX_TENANTS = 200
-"""Maximum number of tenants in a snapshot. Tenants with requests come first."""
+"""Maximum number of tenants in a snapshot. Tenants with requests take precedence."""
 _CHOOSE_EVERY_S = 30.0
 """If there are more than `MAX_TENANTS` tenants, they are chosen again at this interval, in seconds."""
 _BLOCK_TOKENS = 64
@@ -94,7 +94,7 @@ class SnapshotReader:
         """Return a snapshot of the current state."""
         running = self._parts.running
         progress = await running.progress()
-        # Request ages must be as of the snapshot's time, because readers derive later ages from them.
+        # Compute request ages at the snapshot's time, because readers derive later ages from them.
         at = time.time()
         return self._read(at, running.known(progress, at))
 

@@ -171,7 +171,7 @@ class StatusReader:
         )
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
-        """Return the state of the service. `degraded` is true if the service currently has problems."""
+        """Return the service's state. `degraded` is true if the service currently has problems."""
         if (drain := self.drains.of_service) is not None:
             return drain.public_state
         drains = [self.drains.of(model) for model in self.models.models]

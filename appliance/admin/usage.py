@@ -16,7 +16,7 @@ from store.usage import DailyUsage, UsageFilter, read_usage
 
 DEFAULT_DAYS = 30
 MAX_DAILY_ROWS = 50_000
-"""Maximum number of daily usage rows that one report may add up."""
+"""Maximum number of daily usage rows that one report may sum."""
 _MILLION = 1e6
 
 
