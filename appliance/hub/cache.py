@@ -1,6 +1,6 @@
-"""The folder of one repository in a hub cache. Its folder `blobs/` contains each file once, named after the
-file's checksum. Its folder `snapshots/` contains a folder of links for each commit. All tools that use
-huggingface_hub can read this cache."""
+"""One repository's folder in a hub cache. `blobs/` contains each file once, named after its checksum.
+`snapshots/` contains a folder of links for each commit. All tools that use huggingface_hub can read this
+cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ disk."""
 
 
 class RepositoryCache:
-    """The folder of one repository in a hub cache."""
+    """One repository's folder in a hub cache."""
 
     def __init__(self, root: Path, repository: str) -> None:
         self.root = root
@@ -33,11 +33,11 @@ class RepositoryCache:
         return self.folder / "blobs" / file.digest
 
     def partial(self, file: RemoteFile) -> Path:
-        """Return the path of the file while it is only partially downloaded."""
+        """Return the path of the partially downloaded file."""
         return self.folder / "blobs" / f"{file.digest}.incomplete"
 
     def snapshot(self, commit: str) -> Path:
-        """Return the path of the folder that contains the files of a commit."""
+        """Return the path of a commit's folder."""
         return self.folder / "snapshots" / commit
 
     def received_bytes(self, files: Iterable[RemoteFile]) -> int:
@@ -68,7 +68,7 @@ class RepositoryCache:
         os.replace(self.partial(file), self.blob(file))
 
     def link(self, commit: str, files: Iterable[RemoteFile]) -> None:
-        """Create links to the complete files in the folder of a commit."""
+        """Link the complete files into a commit's folder."""
         for file in files:
             link = self.snapshot(commit) / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -105,12 +105,11 @@ class RepositoryCache:
 
 @contextmanager
 def as_owner(root: Path) -> Iterator[None]:
-    """While the context is active, create files in `root` with the owner and group of this folder.
-
-    As root, act as the owner of the folder. Then the service's user can read the files, and links that this
-    user may have placed in the folder cannot redirect root's writes to other files. As another user, keep
-    files writable for the group if new files inherit the folder's group (set-group-ID), because every
-    operator must be able to continue a pull.
+    """While the context is active, create files in `root` with that folder's owner and group. Root acts as
+    the folder's owner, so that the service's user can read the files, and links that this user may have
+    placed in the folder cannot redirect root's writes to other files. For other users, files stay
+    group-writable if they inherit the folder's group (set-group-ID), because every operator must be able to
+    continue a pull.
     """
     found = root.stat()
     shared = bool(found.st_mode & stat.S_ISGID)

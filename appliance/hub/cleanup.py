@@ -14,13 +14,13 @@ _FOLDER = "models--"
 
 
 def in_hub_cache(folder: Path) -> bool:
-    """Return whether the folder is in a hub cache and contains the files of a commit."""
+    """Return whether the folder is a commit's folder in a hub cache."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith(_FOLDER)
 
 
 def delete_snapshot(folder: Path) -> int:
-    """Delete the folder of a commit from its hub cache, together with the files that no other commit uses.
-    Return the number of freed bytes. Raises HubError."""
+    """Delete a commit's folder from its hub cache, along with files that no other commit uses. Return the
+    number of bytes freed. Raises HubError."""
     if not in_hub_cache(folder):
         raise HubError(
             f"{folder} was not downloaded with models pull, so its files are kept: delete them yourself"

@@ -1,5 +1,5 @@
-"""Downloads files into a hub cache. Several files are received at the same time, an interrupted download is
-continued, and checksums are verified.
+"""Downloads files into a hub cache. Receives several files concurrently, resumes interrupted downloads, and
+verifies checksums.
 
 huggingface_hub removes a partial file when a download fails, and does not verify checksums. This module
 therefore uses only the library's HTTP client, and writes the files itself.
@@ -31,12 +31,12 @@ _THREADS = 8
 """Number of files received concurrently, the same as in huggingface_hub."""
 _CHUNK_BYTES = 1 << 20
 _MAX_FAILURES = 5
-"""A download fails after this many consecutive retries in which no byte arrived."""
+"""A download fails after this many consecutive retries without receiving a byte."""
 _MAX_WAIT_S = 8.0
 _SHOW_EVERY_S = 0.2
 _STOP_S = 2.0
-"""Time in seconds that threads have to end after the download has been stopped. If a thread is still waiting
-for the network after this time, it does not prevent the process from ending."""
+"""Once a download is stopped, its threads have this many seconds to end. A thread that is still waiting for
+the network after that does not keep the process from exiting."""
 _RETRIED_STATUS = (408, 416, 429, 500, 502, 503, 504)
 _RETRIED = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)
 
@@ -66,8 +66,8 @@ class Download:
         """Number of bytes received from the hub."""
 
     def run(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
-        """Download the files that are not in the cache yet, and show the progress. Raises HubError. Complete
-        and partial files are kept even after an error, except for files with a wrong checksum."""
+        """Download the files not yet in the cache, and show the progress. Raises HubError. Complete and
+        partial files are kept even after an error, except those with a wrong checksum."""
         missing = [file for file in files if not self._cache.blob(file).exists()]
         total = sum(file.size for file in missing)
         self._stop = threading.Event()
@@ -156,7 +156,7 @@ class Download:
             self._check()
 
     def _receive(self, file: RemoteFile, partial: _Partial) -> None:
-        """Receive the rest of a file until the end of the file or until an error."""
+        """Receive the rest of a file, until it ends or an error occurs."""
         url = hf_hub_url(
             self._listing.reference.repository,
             file.path,
@@ -168,7 +168,7 @@ class Download:
         with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
             hf_raise_for_status(response)
             if partial.size and response.status_code != 206:
-                # The server has ignored the requested range and sends the whole file.
+                # The server ignored the requested range and is sending the whole file.
                 self._count(-partial.restart())
             for chunk in response.iter_bytes(_CHUNK_BYTES):
                 self._check()
@@ -195,11 +195,11 @@ class Download:
 
 
 class _Stopped(Exception):
-    """Raised in a thread if the download has been stopped."""
+    """Raised in a download's threads once it has been stopped."""
 
 
 class _Partial:
-    """A partially downloaded file on the disk, and its checksum so far."""
+    """A partially downloaded file, and its checksum so far."""
 
     def __init__(self, path: Path, file: RemoteFile) -> None:
         self.path = path
@@ -222,7 +222,7 @@ class _Partial:
         os.close(self._descriptor)
 
     def append(self, chunk: bytes) -> None:
-        """Write bytes that have been received to the file. Raises OSError."""
+        """Append received bytes to the file. Raises OSError."""
         rest = memoryview(chunk)
         while rest:
             written = os.write(self._descriptor, rest)
@@ -231,7 +231,7 @@ class _Partial:
             rest = rest[written:]
 
     def restart(self) -> int:
-        """Delete the content of the file, and return how many bytes it had."""
+        """Empty the file, and return how many bytes it contained."""
         former = self.size
         os.ftruncate(self._descriptor, 0)
         self.size = 0
@@ -239,14 +239,14 @@ class _Partial:
         return former
 
     def digest(self) -> str:
-        """Return the checksum of the content, computed with the same algorithm as the file's `digest`."""
+        """Return the content's checksum, computed with the algorithm of the file's `digest`."""
         return self._digest.hexdigest()
 
     def _new_digest(self) -> hashlib._Hash:
         if len(self._file.digest) == 64:
             return hashlib.sha256()
-        # A file that is not in Git LFS is identified by the hash of its git object. This hash does not
-        # protect against forgery.
+        # A file that is not in Git LFS is identified by its git object's hash. This hash does not protect
+        # against forgery.
         digest = hashlib.sha1(usedforsecurity=False)
         digest.update(b"blob %d\0" % self._file.size)
         return digest

@@ -23,7 +23,7 @@ class Pulled(msgspec.Struct, kw_only=True):
     bytes: int
     """Total size of the model's files, in bytes."""
     received_bytes: int
-    """Number of bytes that this pull received. The rest was already in the cache."""
+    """Bytes received by this pull. The rest was already in the cache."""
 
 
 def pull_model(
@@ -32,9 +32,9 @@ def pull_model(
     """Download the safetensors, tokenizer and configuration files of a repository into the hub cache `root`,
     which must exist. Raises HubError.
 
-    The small files are downloaded first. One of them is the index with the names of the weight files, and
-    their total size must be known before the free disk space can be checked. `check` is called with the
-    folder of the small files, and raises HubError if the weights should not be downloaded.
+    The small files are downloaded first, because they include the index of weight files, whose total size
+    must be known before the free disk space can be checked. `check` is called with the folder of the small
+    files, and raises HubError if the weights should not be downloaded.
     """
     cache = RepositoryCache(root, reference.repository)
     with as_owner(root), cache.lock():

@@ -52,8 +52,8 @@ class Hub(NamedTuple):
     token: str | None
 
     def header_token(self) -> str | bool:
-        """Return the token in the form that huggingface_hub expects. If there is no token, return False,
-        because the library would otherwise use the token of the user of the current process."""
+        """Return the token as huggingface_hub expects it. Return False if there is none, because the library
+        would otherwise use the current user's token."""
         return self.token if self.token is not None else False
 
 
@@ -64,13 +64,13 @@ class RemoteFile:
     path: str
     size: int
     digest: str
-    """SHA-256 of the file if it is in Git LFS, otherwise git's SHA-1. Hubs send this value as the ETag, and
-    hub caches use it as the name of the blob."""
+    """The file's SHA-256 if it is in Git LFS, otherwise git's SHA-1. Hubs send this value as the ETag, and
+    hub caches use it as the blob's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The list of files of a repository at one commit."""
+    """A repository's files at one commit."""
 
     reference: Reference
     commit: str
@@ -78,7 +78,7 @@ class Listing:
 
 
 def hub_from_environment() -> Hub:
-    """Return the hub that $HF_ENDPOINT names, with the token in $HF_TOKEN or in the caller's token file."""
+    """Return the hub named by $HF_ENDPOINT, with the token from $HF_TOKEN or the caller's token file."""
     return Hub(constants.ENDPOINT, get_token())
 
 
@@ -95,7 +95,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def list_files(hub: Hub, reference: Reference) -> Listing:
-    """Return those files of a repository that this product could read. Raises HubError."""
+    """Return the files of a repository that this product can read. Raises HubError."""
     api = HfApi(endpoint=hub.endpoint, token=hub.header_token(), library_name="appliance")
     try:
         with hub_errors(hub, reference):
@@ -120,8 +120,8 @@ def list_files(hub: Hub, reference: Reference) -> Listing:
 
 
 def configuration_files(listing: Listing) -> list[RemoteFile]:
-    """Return the configuration and tokenizer files, including the index of the weights. Raises HubError if
-    the weights or the tokenizer are in a format that this product cannot read."""
+    """Return the configuration and tokenizer files, including the weight index. Raises HubError if the
+    weights or the tokenizer are in a format that this product cannot read."""
     name = listing.reference.repository
     if SINGLE not in listing.files and INDEX not in listing.files:
         raise HubError(_no_safetensors(name, listing.files))
@@ -139,9 +139,8 @@ def configuration_files(listing: Listing) -> list[RemoteFile]:
 
 
 def weight_files(listing: Listing, snapshot: Path) -> list[RemoteFile]:
-    """Return the safetensors files that contain the weights. These are the files listed in the index, which
-    must have been downloaded to `snapshot`. If there is no index, the weights are in a single file. Raises
-    HubError."""
+    """Return the safetensors files that contain the weights: those listed in the index, which must have been
+    downloaded to `snapshot`, or a single file if there is no index. Raises HubError."""
     if INDEX not in listing.files:
         return [_checked(listing, listing.files[SINGLE])]
     name = listing.reference.repository
@@ -184,7 +183,7 @@ def _checked(listing: Listing, file: RemoteFile) -> RemoteFile:
 
 @contextmanager
 def hub_errors(hub: Hub, reference: Reference) -> Iterator[None]:
-    """Convert errors of huggingface_hub and HTTP errors into HubErrors."""
+    """Convert huggingface_hub and HTTP errors into HubErrors."""
     name, revision = reference
     page = f"{hub.endpoint}/{name}"
     try:
