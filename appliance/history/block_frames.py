@@ -13,7 +13,8 @@ import msgspec
 from appliance.snapshot import NO_OWNER, BlockMap
 
 MAX_RECORDED_CELLS = 1024
-"""Maximum number of blocks in a recorded map. If a replica has more, the map has only every n-th block."""
+"""Maximum number of blocks in a recorded map. If a replica has more, the map contains only every n-th
+block."""
 
 
 class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
@@ -38,7 +39,7 @@ class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
 
 
 def coarse(blocks: BlockMap) -> BlockMap:
-    """Return a map with at most `MAX_RECORDED_CELLS` cells that represents the given map."""
+    """Return the map, reduced to at most `MAX_RECORDED_CELLS` cells."""
     step = -(-len(blocks.states) // MAX_RECORDED_CELLS)
     if step <= 1:
         return blocks

@@ -50,7 +50,7 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
     ended: list[int]
     """Indices of the finished requests in the preceding list."""
     tokens: list[int]
-    """Number of new output tokens of each unfinished request, in the order of the preceding list."""
+    """Each unfinished request's number of new output tokens, in the preceding list's order."""
     alerts: list[Alert] | None
     """All alerts, or None if they have not changed."""
     stalls: list[Stall] = []

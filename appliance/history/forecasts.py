@@ -32,7 +32,7 @@ class TenantForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuotaForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect that new limits would have had, determined by replaying the last few minutes' requests."""
+    """The effect that new limits would have had, found by replaying the last few minutes' requests."""
 
     since: float
     until: float

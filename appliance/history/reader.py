@@ -35,7 +35,7 @@ from store.telemetry_reader import RecordedSample, TelemetryReader, TooManyValue
 _SHOWN_ENDED_S = 3600.0
 _SHOWN_ALERTS = 200
 _LITERAL = str.maketrans({"[": "[[]", "?": "[?]"})
-"""Escapes all characters that have a special meaning in `fnmatch` patterns, except `*`."""
+"""Escapes all characters that are special in `fnmatch` patterns, except `*`."""
 
 
 class NotRecordedError(LookupError):

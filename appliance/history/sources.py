@@ -120,7 +120,7 @@ class ServicePast:
         return self._call(calls.log_lines(query))
 
     def close(self) -> None:
-        """Do nothing, because no connection stays open between calls."""
+        """Do nothing: no connection stays open between calls."""
 
     def _call(self, call: Call[Answer]) -> Answer:
         try:
@@ -230,7 +230,7 @@ class FilePast:
 
 
 _END = 1e11
-"""A time later than any recorded one, in unix seconds."""
+"""A time later than any recorded time, in unix seconds."""
 
 
 @contextlib.contextmanager
