@@ -58,7 +58,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="model-failed",
-        reason="No replica of the model can serve, so its requests are refused at once.",
+        reason="No replica of the model can serve, so its requests are refused immediately.",
         metric="models[*].state",
         severity="critical",
         texts=["failed"],
@@ -161,8 +161,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="kv-cache-filling",
-        reason="The trend over 5 minutes leaves time to act. Below 60%, it is normal for cache usage to "
-        "rise with the load.",
+        reason="A trend over 5 minutes leaves time to act. Below 60%, it is normal for cache usage to rise "
+        "with load.",
         metric="kv[*].blocks_used",
         per="blocks_total",
         measure="time_to",
@@ -196,7 +196,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── queue ──
     BuiltInRule(
         name="queue-full",
-        reason="At the limit of the queue, requests are refused with status 503.",
+        reason="When the queue reaches its limit, requests are refused with status 503.",
         metric="queue.waiting",
         per="queue.limit",
         severity="critical",
@@ -237,8 +237,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="refusals",
-        reason="Some refusals are normal if tenants have limits. A rate of six standard deviations above "
-        "the usual rate is not normal.",
+        reason="Some refusals are normal if tenants have limits. A rate six standard deviations above "
+        "normal is not.",
         metric="rates.refused_per_s",
         measure="deviation",
         window_s=1800.0,
@@ -252,8 +252,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="failures",
-        reason="Counts errors of the service, not of clients. If one in twenty requests fails over a "
-        "period of 15 seconds, the faults are not isolated.",
+        reason="Counts errors of the service, not of clients. If one in twenty requests fails over 15 "
+        "seconds, the failures are not isolated.",
         metric="rates.failed_per_s",
         per="rates.requests_per_s",
         severity="critical",
@@ -320,8 +320,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── machine ──
     BuiltInRule(
         name="disk-full",
-        reason="If the disk is full, rows of the request log wait in memory, and rows beyond 50,000 are "
-        "lost.",
+        reason="If the disk is full, request log rows wait in memory, and rows beyond 50,000 are lost.",
         metric="host.disk_free_bytes",
         per="host.disk_bytes",
         severity="critical",
@@ -334,8 +333,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="disk-filling",
-        reason="Four hours leave time to act. A trend over an hour is not affected by short-term changes "
-        "in the size of the write-ahead log.",
+        reason="Four hours leave time to act. A trend over an hour is not affected by short-term changes in "
+        "the write-ahead log's size.",
         metric="host.disk_free_bytes",
         measure="time_to",
         window_s=3600.0,

@@ -30,8 +30,8 @@ def cycle(rules: Iterable[AlertRule]) -> list[str]:
 def rule_set_faults(
     configured: Sequence[AlertRule], disabled: Sequence[str]
 ) -> list[tuple[int | None, RuleFault]]:
-    """Return the faults in the configured rules, each with the index of its rule. For a fault in the setting
-    `disabled`, the index is None."""
+    """Return the faults in the configured rules, each with the index of its rule. The index is None for a
+    fault in the setting `disabled`."""
     faults: list[tuple[int | None, RuleFault]] = []
     seen: set[str] = set()
     known = {rule.name for rule in (*BUILT_IN, *configured)}

@@ -33,8 +33,8 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     severity: Severity = "warning"
     """How urgent the alert is."""
     per: str = ""
-    """Name of a second metric by which the metric is divided, such as "blocks_total" for "blocks_used". A
-    name without a dot is looked up in the object that contains the metric."""
+    """Name of a second metric to divide by, such as "blocks_total" for "blocks_used". A name without a dot is
+    looked up in the object that contains the metric."""
     measure: Measure = "value"
     """What is compared with the threshold. "value": the metric. "rate": its increase per second over
     `window_s`. "change": the difference between its maximum and minimum within `window_s`. "deviation": its
@@ -60,9 +60,9 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """The texts that end the alert. Default: all texts that do not raise it. With this setting, the alert is
     raised only after one of these texts has been seen."""
     for_s: Seconds = 0.0
-    """Number of seconds for which the condition must last before the alert is raised."""
+    """How long the condition must last before the alert is raised, in seconds."""
     clear_for_s: Seconds = 30.0
-    """Number of seconds that must pass after the condition ends before the alert ends."""
+    """How long the condition must be over before the alert ends, in seconds."""
     downstream_of: list[str] = []
     """Names of rules that detect possible causes of this alert. While an alert of one of these rules is
     active for the same model, replica or GPU, and for one minute afterwards, this alert is not shown, but is
@@ -84,9 +84,9 @@ class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     webhook: str = ""
     """URL (http or https) to which the alert is posted as JSON."""
     severity: Severity = "warning"
-    """Minimum severity of the alerts that the receiver gets."""
+    """Minimum severity of alerts sent to the receiver."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0
-    """Maximum duration of one attempt, in seconds."""
+    """Time limit for one attempt, in seconds."""
     attempts: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     """Number of attempts before an alert is dropped. The delay between attempts doubles, starting at one
     second."""
@@ -133,7 +133,7 @@ def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
 
 
 def faults_of_sink(sink: AlertSink) -> list[RuleFault]:
-    """Return the faults in the definition of a receiver."""
+    """Return the faults in a receiver."""
     if bool(sink.command) == bool(sink.webhook):
         both = "both a command and a webhook" if sink.command else "neither a command nor a webhook"
         return [RuleFault("command", f"the receiver has {both}", "set exactly one of command and webhook")]
