@@ -1,4 +1,4 @@
-"""Predicts when limits will be exhausted, based on their usage over the last minute."""
+"""Predicts when limits will be exhausted, based on the last minute's usage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.protocol import LimitUsage
 WINDOW_S = 60.0
 _EVERY_S = 2.0
 _MIN_SPAN_S = 10.0
-"""A limit's usage must have been recorded for this many seconds before its exhaustion is predicted."""
+"""Exhaustion is predicted only after a limit's usage has been recorded for this many seconds."""
 
 
 class _Use(NamedTuple):
@@ -24,7 +24,7 @@ class BurnRates:
 
     def __init__(self) -> None:
         self._uses: dict[tuple[str, str], deque[_Use]] = {}
-        """Each limit's recorded usage, oldest first, by tenant and limit name."""
+        """Each limit's recorded usage, by tenant and limit name, oldest first."""
 
     def record(self, at: float, usage: Mapping[str, Iterable[LimitUsage]]) -> None:
         """Record the current usage of all tenants' limits. `at` is a time on a monotonic clock."""

@@ -1,4 +1,4 @@
-"""`python -m appliance.monitoring.check_process`: runs a running service's long checks: audit chain
+"""`python -m appliance.monitoring.check_process` runs the long checks of a running service: audit chain
 verification and `appliance doctor`. They run in a separate process because hashing a long chain would block
 the core's event loop, and because a damaged database must not be able to crash the core.
 """
@@ -23,7 +23,7 @@ Check = Literal["audit", "findings"]
 MAX_PROBLEMS = 100
 """Maximum number of audit chain faults reported individually. Further faults are only counted."""
 _NICENESS = 10
-"""This process's nice value, which gives the service priority for CPU time."""
+"""This process's nice value, so that the service takes priority for CPU time."""
 _NO_JOURNAL = (
     "the service cannot read the journal: to verify the chain against it, run appliance audit verify on the "
     "service's machine"

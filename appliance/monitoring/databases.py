@@ -155,7 +155,7 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
 
 
 def _refused(subject: str, error: StoreError | UntrustedError) -> Finding:
-    """Return a finding about a file that cannot be used."""
+    """Return a finding about an unusable file."""
     return _broken(subject, error.description, error.remedy)
 
 

@@ -14,8 +14,8 @@ from store.requests import RequestRow
 
 WINDOW_S = 60.0
 MAX_KEPT = 4096
-"""Maximum number of latencies kept. At more than 68 requests per second, the percentiles therefore cover less
-time than `WINDOW_S`; their field `window_s` gives the actual period."""
+"""Maximum number of latencies kept. Above 68 requests per second, the percentiles therefore cover less than
+`WINDOW_S`; their `window_s` field gives the actual period."""
 _SHARES = (0.5, 0.9, 0.99)
 _REUSED_S = 0.9
 """Time in seconds for which computed percentiles are reused, because sorting the latencies is the most

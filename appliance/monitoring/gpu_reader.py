@@ -1,6 +1,5 @@
-"""Reads GPU measurements through NVML, which creates no CUDA context. A value that a GPU or its driver does
-not report is None. If NVML reports a value as unsupported by the GPU, `Gpu.unsupported` contains the field's
-name."""
+"""Reads GPU measurements through NVML, which creates no CUDA context. Values that a GPU or its driver does
+not report are None. `Gpu.unsupported` names the fields that NVML reports as unsupported."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ _THROTTLE_REASONS = (
 
 
 _ALL_LINKS = 0xFFFFFFFF
-"""Scope of an NVML field value that covers all of a GPU's NVLinks."""
+"""Scope of NVML field values that cover all of a GPU's NVLinks."""
 _MAX_EVENTS = 100
-"""Maximum number of events per read. Without this limit, a continuous stream of events could keep the read
-from ending."""
+"""Maximum number of events per read. Without this limit, a continuous stream of events could prevent a read
+from ever ending."""
 
 
 class _LinkBytes(NamedTuple):
@@ -175,7 +174,7 @@ class GpuReader:
     # ── Xid errors ──
 
     def _register_events(self) -> None:
-        """Ask NVML to report all GPUs' Xid errors from now on. Earlier errors are not reported."""
+        """Ask NVML to report all GPUs' Xid errors from now on."""
         nvml, known = self._nvml, self._known
         self._events = known(nvml.nvmlEventSetCreate)
         if self._events is None:
@@ -191,7 +190,7 @@ class GpuReader:
             self._xids.setdefault(number, 0)
 
     def _read_events(self) -> None:
-        """Read the Xid errors that have already arrived."""
+        """Read the Xid errors received since the last call."""
         nvml = self._nvml
         if self._events is None:
             return

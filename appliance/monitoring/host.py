@@ -12,7 +12,7 @@ from appliance.snapshot import Host, Process, ProcessRole, ProcessState
 
 
 class ServiceProcess(NamedTuple):
-    """A process of the service, as far as the core knows it."""
+    """What the core knows about one of the service's processes."""
 
     name: str
     role: ProcessRole

@@ -1,4 +1,4 @@
-"""Reads the load of the machine and its GPUs, in a separate thread, for all snapshots."""
+"""Reads the load of the machine and its GPUs in a separate thread, for all snapshots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class MachineStats(NamedTuple):
 
 
 class MachineReader:
-    """Keeps the machine's latest measurements. Callers never wait for a disk or driver, which might not
-    respond. Must be used on the event loop's thread."""
+    """Keeps the machine's latest measurements, so that callers never wait for an unresponsive disk or driver.
+    Must be used on the event loop's thread."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads

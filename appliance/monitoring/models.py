@@ -47,8 +47,8 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
 
 
 def _is_removed(folder: Path) -> bool:
-    """Return whether the folder was removed. The check runs with the current user's permissions; the
-    service's user may have access to more folders."""
+    """Return whether the folder was removed. This check uses the current user's permissions; the service's
+    user may be able to access more folders."""
     try:
         return not folder.is_dir()
     except PermissionError:

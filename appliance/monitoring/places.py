@@ -31,7 +31,7 @@ class SocketState(NamedTuple):
     answered: bool
     ready: bool = False
     text: str = ""
-    """The answer of the socket, or the reason why there was no answer."""
+    """The response, or the reason why there was none."""
 
 
 def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
@@ -105,7 +105,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
 
 
 def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check for sockets and locks left behind by a stopped service, and for a service that hangs."""
+    """Check for sockets and locks left behind by a stopped service, and for a hung service."""
     holder = None if running else lock_holder(run_dir / "service.lock")
     if holder is not None:
         yield Finding(

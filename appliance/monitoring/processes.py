@@ -10,12 +10,12 @@ from appliance.monitoring.findings import Finding
 
 _CHILDREN = ("engine.replica", "appliance.front")
 _EXIT_S = 5.0
-"""Time in seconds that a service's processes may take to exit after it has ended."""
+"""How long a service's processes may take to exit after it ends, in seconds."""
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
-    """Check for ranks and front processes that have outlived their parent. Normally, they exit soon after it,
-    because the kernel kills them or their channels are closed."""
+    """Check for ranks and front processes that have outlived their parent. Normally, they exit soon after
+    their parent, because the kernel kills them or their channels close."""
     import psutil
 
     orphaned = []
@@ -40,7 +40,7 @@ def orphans(service_pid: int | None) -> Iterator[Finding]:
             area="leftovers",
             subject="processes",
             level="ok",
-            text="no rank or front process is left from a service that has ended",
+            text="no rank or front process of an ended service is still running",
         )
 
 

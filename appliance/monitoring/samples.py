@@ -36,7 +36,7 @@ class CounterSample(NamedTuple):
 
 
 class CounterSampler:
-    """Keeps the last minute's samples. Must be used on the event loop's thread."""
+    """Keeps the samples of the last minute. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CounterSampler:
         return next((one for one in self._samples if now.at - one.at <= window_s + _EVERY_S / 2), None)
 
     def rates(self, now: CounterSample) -> Rates:
-        """Return the per-second increase of the counters over the rate window that ends at `now`."""
+        """Return the counters' increase per second over the rate window that ends at `now`."""
         then = self.before(now, RATE_WINDOW_S)
         if then is None or now.at - then.at < _EVERY_S / 2:
             return Rates()
@@ -111,15 +111,15 @@ class CounterSampler:
         )
 
     def hit_rate(self, now: CounterSample, replica: str) -> tuple[float | None, float | None]:
-        """Return the fraction of a replica's prompt tokens found in the prefix cache during a window, and the
-        window's length in seconds."""
+        """Return what fraction of a replica's prompt tokens was found in the prefix cache during a window,
+        and the window's length in seconds."""
         then = self.before(now, HIT_WINDOW_S)
         if then is None or replica not in now.prefix or replica not in then.prefix:
             return None, None
         prompt_tokens, cached_tokens = (
             new - old for new, old in zip(now.prefix[replica], then.prefix[replica], strict=True)
         )
-        if prompt_tokens <= 0 or cached_tokens < 0:  # no prompts, or the replica has restarted
+        if prompt_tokens <= 0 or cached_tokens < 0:  # no prompts, or the replica restarted
             return None, now.at - then.at
         return cached_tokens / prompt_tokens, now.at - then.at
 

@@ -1,4 +1,4 @@
-"""Decides when a rule raises an alert for one metric, and when the alert ends."""
+"""Decides when a rule raises an alert for a metric, and when that alert ends."""
 
 from __future__ import annotations
 

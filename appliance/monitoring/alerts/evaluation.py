@@ -20,8 +20,7 @@ from store.samples import TelemetryLayout, TelemetrySample
 SETTLE_S = 60.0
 """Time in seconds for which an ended alert can still be the cause of other alerts."""
 GROUP_S = 30.0
-"""Alerts that a rule raises within this many seconds after another one of its alerts are grouped under the
-first alert."""
+"""If a rule raises several alerts within this many seconds, the later ones are grouped under the first."""
 
 
 class Raised(msgspec.Struct, kw_only=True):
@@ -48,7 +47,7 @@ class Raised(msgspec.Struct, kw_only=True):
     announced: bool = False
     """Whether the alert is shown."""
     known: bool = False
-    """Whether a state change of this alert has been reported before."""
+    """Whether any change in this alert's state has been reported yet."""
 
 
 class Transition(msgspec.Struct, frozen=True):

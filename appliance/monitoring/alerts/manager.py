@@ -84,8 +84,7 @@ class AlertManager:
         self._explained = {one.id: len(one.explains) for one in self._evaluator.alerts.values()}
 
     def list(self) -> list[Alert]:
-        """Return the active and unsuppressed alerts and those that ended within the last hour, newest
-        first."""
+        """Return all unsuppressed alerts that are active or ended within the last hour, newest first."""
         lasting = [
             self._shown(alert)
             for alert in self._evaluator.alerts.values()

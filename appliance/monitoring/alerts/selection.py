@@ -10,7 +10,7 @@ from typing import NamedTuple
 from store.samples import TelemetryLayout
 
 Scope = frozenset[tuple[str, str]]
-"""The objects that an alert concerns: models, replicas, GPUs and tenants, each as a pair of kind and name."""
+"""The objects that an alert is about: models, replicas, GPUs and tenants, each as a (kind, name) pair."""
 
 _KINDS = {
     "models": "model",
@@ -27,7 +27,7 @@ _KINDS = {
 }
 """The lists in a sample whose entries can be subjects of alerts, and the kind of their entries."""
 _PLAIN = ("replica", "front", "process", "problem")
-"""Kinds that descriptions of subjects leave out, because the subject's name shows them."""
+"""Kinds omitted from subject descriptions, because the subject's name implies them."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 
@@ -45,7 +45,7 @@ class Selected(NamedTuple):
     text: str
     """The text, if the metric is a text."""
     remedy: str
-    """Value of the `remedy` field of the object that contains the metric."""
+    """The `remedy` field of the object that contains the metric."""
 
 
 def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:

@@ -1,5 +1,5 @@
-"""Keeps a metric's recent values and computes their rate, change, deviation and trend. The values are stored
-in a limited number of buckets."""
+"""Computes a metric's rate, change, deviation and trend from its recent values, which are kept in a limited
+number of buckets."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Summaries(MetricFamily[Mean]):
 
 
 def render(families: Iterable[MetricFamily[object]]) -> bytes:
-    """Return the exposition text of these families, in this order."""
+    """Return these families' exposition text, in the given order."""
     parts: list[str] = []
     for family in families:
         parts.append(f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n")

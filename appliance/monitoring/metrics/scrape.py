@@ -31,7 +31,7 @@ _KEPT_S = 0.05
 
 
 class Scraper:
-    """Returns the values of all the service's metrics."""
+    """Returns the current values of all metrics."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Serves the metrics on a separate TCP address, without a key, to every client that can connect. The listener
-runs inside the core, which its clients must not slow down. It accepts only a few connections, with short time
-limits, and closes the oldest one to accept a new one. Each connection handles one request at a time, and
-requests that arrive at about the same time share one scrape.
+"""Serves the metrics on a separate TCP address, without a key, to every client that can connect. Because the
+listener runs inside the core, which its clients must not slow down, it accepts only a few connections, with
+short time limits, and closes the oldest to accept a new one. Each connection handles one request at a time,
+and requests that arrive at about the same time share one scrape.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MetricsServer:
 
     def prepare(self, settings: Settings) -> socket.socket | None:
         """If the address in `settings` has changed, open a socket on the new address and return it, to be
-        passed to `change`. Raises ListenError, and then changes nothing."""
+        passed to `change`. Raises ListenError without changing anything."""
         wanted = settings.metrics.address()
         if wanted is None or (self._server is not None and listens_on(self._address, wanted)):
             return None

@@ -34,7 +34,7 @@ class ShownTenants:
         return tenant
 
     def forget_deleted(self) -> bool:
-        """Remove deleted tenants from the set, and return whether there were any."""
+        """Remove deleted tenants from the set. Return whether there were any."""
         known, before = self._known(), len(self._shown)
         self._shown = {tenant: None for tenant in self._shown if tenant in known}
         return len(self._shown) < before

@@ -60,6 +60,7 @@ class Families:
         return (family for group in self.groups() for family in group.families)
 
     def keep(self, label: str, values: Collection[str]) -> None:
-        """Keep only the series without this label and those whose value of it is in `values`."""
+        """Remove the series whose value of this label is not in `values`. Series without the label are
+        kept."""
         for group in self.groups():
             group.keep(label, values)

@@ -44,7 +44,7 @@ MODELS = (
            "Unfinished requests that have been dispatched to a replica.",
            lambda m: m.running),
     Metric("gauge", "appliance_overload_step", "",
-           "Current load shedding step of a model, or 0 without overload.",
+           "A model's current load shedding step, or 0 if it is not overloaded.",
            lambda m: m.overload_step),
 )
 RESIDENCY = (
@@ -52,17 +52,17 @@ RESIDENCY = (
            "1 if the model is loaded or being loaded, otherwise 0.",
            lambda r: int(r.in_memory)),
     Metric("counter", "appliance_model_demand_loads_total", "",
-           "Number of times that the model was loaded or woken because a request was waiting for it.",
+           "Number of times the model was loaded or woken because a request was waiting for it.",
            lambda r: r.loads),
     Metric("counter", "appliance_model_evictions_total", "",
-           "Number of times that the model was unloaded or put to sleep automatically: another model needed "
-           "the memory, a group forbids loading the model together with another one, or the model was idle. "
-           "Unloading a model that is already asleep is not counted again.",
+           "Number of times the model was automatically unloaded or put to sleep, because it was idle, "
+           "another model needed the memory, or a group forbids loading both. Unloading a sleeping model is "
+           "not counted again.",
            lambda r: r.evictions, ("reason",)),
 )
 SHADOWS = (
     Metric("counter", "appliance_shadow_requests_total", "requests",
-           "Requests that were selected for copying, by result of the copy: compared, dropped or failed.",
+           "Requests selected for copying, by result of the copy: compared, dropped or failed.",
            lambda s: {"compared": s.compared, "dropped": s.dropped, "failed": s.failed}, ("result",)),
     Metric("counter", "appliance_shadow_tokens_total", "tokens",
            "Tokens of compared greedy requests.",

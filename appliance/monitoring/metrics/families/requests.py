@@ -90,8 +90,8 @@ ARMS = (
 )
 FALLBACKS = (
     Metric("counter", "appliance_fallbacks_total", "requests",
-           "Finished requests that the model could not answer and that were passed to its fallback, "
-           "by outcome.",
+           "Finished requests that were passed to the model's fallback because the model could not answer "
+           "them, by outcome.",
            lambda row: {outcome(row): 1}, ("outcome",)),
 )
 # fmt: on

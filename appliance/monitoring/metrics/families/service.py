@@ -1,4 +1,4 @@
-"""Metrics of the service as a whole, the core process and all processes' logs."""
+"""Metrics of the whole service, the core process and all processes' logs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ SERVICE = (
            "1 while the whole service is draining or drained.",
            lambda s: int(s.draining)),
     Metric("counter", "appliance_problems_total", "",
-           "Number of problems since the start, for example crashed processes and unreadable files. "
-           "The status lists the details.",
+           "Problems since the start, such as crashed processes and unreadable files. The status lists the "
+           "details.",
            lambda s: s.problems),
     Metric("counter", "appliance_connections_total", "",
            "Accepted connections, by listening socket.",

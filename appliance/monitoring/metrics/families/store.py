@@ -13,7 +13,7 @@ DATABASES = (
            "Waiting time of the oldest row that is not committed yet.",
            lambda state: state.lag_ms * 1e-3),
     Metric("gauge", "appliance_store_failing_seconds", "seconds",
-           "Time for which writes to a database have been failing.",
+           "How long writes to a database have been failing.",
            lambda state: state.failing_s),
     Metric("counter", "appliance_store_committed_rows_total", "rows",
            "Rows committed to a database.",

@@ -37,7 +37,7 @@ TENANTS = (
 )
 LIMITS = (
     Metric("gauge", "appliance_tenant_limit", "",
-           "Capacity of a tenant's rate limit, which is the largest burst that it allows.",
+           "Capacity of a tenant's rate limit: the largest burst it allows.",
            lambda bucket: bucket.rate.capacity),
     Metric("gauge", "appliance_tenant_limit_left", "",
            "Remaining capacity of a tenant's rate limit. Unfinished requests are counted at their maximum "
