@@ -49,7 +49,7 @@ SERVICE = (
            "1 while the whole service is draining or drained.",
            lambda s: int(s.draining)),
     Metric("counter", "appliance_problems_total", "",
-           "Problems since the start, such as crashed processes and unreadable files. The status lists the "
+           "Problems since the start, for example crashed processes and unreadable files. The status lists the "
            "details.",
            lambda s: s.problems),
     Metric("counter", "appliance_connections_total", "",
