@@ -1,6 +1,6 @@
 """Derives commands from registered actions: arguments, options, confirmation and help. A parameter that names
 the target and has no default becomes an argument; all others become options. On the command line, durations
-and times are text (90s, 30m, 2026-11-20), and so are the declared tenant and key fields, because "none" is a
+and times are given as text (90s, 30m, 2026-11-20), and so are tenant and key fields, because "none" is a
 valid value.
 """
 
@@ -23,8 +23,8 @@ WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Change nothing. Replay the requests of the last 15 minutes with these limits, and show which "
-        "would have been refused.",
+        help="Change nothing. Replay the last 15 minutes of requests with these limits, and show which would "
+        "have been refused.",
     ),
 ]
 
@@ -52,7 +52,7 @@ class _Parameter:
         self.max = getattr(kind, "le", None)
 
     def signature(self) -> inspect.Parameter:
-        """Return the corresponding parameter of the command's function."""
+        """Return the matching parameter of the command's function."""
         if self.declared is not None:
             return field_option(self.declared)
         kind: Any = str | None
@@ -90,7 +90,7 @@ class _Parameter:
 
 
 def add_commands(group: typer.Typer, *names: str) -> None:
-    """Add a command to the group for each of these actions."""
+    """Add each action's command to the group."""
     for name in names:
         add_command(group, action_named(name), name.rpartition(".")[2])
 

@@ -31,7 +31,7 @@ def back_test_rules(
     every: bool,
     as_json: bool,
 ) -> None:
-    """Evaluate the rules on the history and print when alerts start and end."""
+    """Evaluate the rules against the history, and print when alerts start and end."""
     settings = _settings(rules)
     path = _history(run_dir, state_dir, on)
     begin = moment(since, "--since", ahead=False)
@@ -66,9 +66,7 @@ def _settings(rules: str) -> AlertSettings:
     with as_failure(SettingsError):
         settings = read_alert_settings(path)
     if not settings.rules:
-        raise CommandLineError(
-            f"{rules} has no [[alerts.rules]]: add a rule, or test the rules {BUILT_IN_WORD}"
-        )
+        raise CommandLineError(f"{rules} has no [[alerts.rules]]: add a rule, or give {BUILT_IN_WORD}")
     return settings
 
 

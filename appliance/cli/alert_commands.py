@@ -66,9 +66,9 @@ def alerts_test(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Test alert rules on the recorded history, and show when they would have raised and ended alerts. The
-    built-in rules are evaluated as well, because their alerts can be the cause of others. Requires read
-    access to the state directory, but no running service.
+    """Test alert rules against the recorded history, and show when they would have raised and ended alerts.
+    The built-in rules are evaluated too, because their alerts can explain others. Requires read access to the
+    state directory, but no running service.
     """
     from appliance.cli.alert_backtest import back_test_rules
 

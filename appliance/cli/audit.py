@@ -62,7 +62,7 @@ def verify(
     as_json: bool,
 ) -> int:
     """Check the chain against all recorded heads, print the result, and return the exit code. `journal`
-    selects the heads to read from the journal: all (True), any of this state directory (None), or none
+    selects the heads to read from the journal: all (True), only those of this state directory (None), or none
     (False).
     """
     if file is None and state_dir is None and is_forwarded(run := find_run_dir(run_dir)):
@@ -204,8 +204,8 @@ def _noted(text: str) -> Recorded:
     found = _HEAD.fullmatch(text.strip())
     if not found:
         raise CommandLineError(
-            f"--head {text[:100]!r} is not valid: write SEQ:HASH, which is the row number, a colon and "
-            "the 64 hex digits of its hash"
+            f"--head {text[:100]!r} is not valid: write SEQ:HASH, the row number and the 64 hex digits "
+            "of the row's hash"
         )
     return Recorded(Head(int(found[1]), found[2].lower()), "--head")
 

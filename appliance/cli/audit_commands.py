@@ -118,8 +118,8 @@ def audit_verify(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Verify that the audit trail is complete and unchanged. Otherwise, the command reports the first wrong
-    row and exits with code 1. If the run directory contains only a socket that was forwarded from another
+    """Verify that the audit trail is complete and unchanged. If it is not, the command reports the first
+    wrong row and exits with code 1. If the run directory contains only a socket forwarded from another
     machine, the service there verifies its own trail."""
     from appliance.cli.audit import verify
 

@@ -223,7 +223,7 @@ def _target(options: Options) -> Target:
 
 
 def _document(server: Server, seed: str, slo: Slo, results: list[Result], search: Search | None) -> Document:
-    if search is not None:  # `results` contains the requests of the best trial
+    if search is not None:  # `results` contains the best trial's requests
         trials = [msgspec.structs.replace(trial, per_request=[]) for trial in search.trials]
         best = search.best and msgspec.structs.replace(search.best, per_request=[])
         search = Search(best=best, trials=trials, note=search.note)
@@ -241,8 +241,8 @@ def _document(server: Server, seed: str, slo: Slo, results: list[Result], search
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise Failure before the run if the file cannot be written. A file created by this check is removed
-    again, because a failed run must leave no file behind."""
+    """Raise Failure before the run if the file cannot be written. The check leaves no file behind, because
+    the run may still fail."""
     if path is None or path == "-":
         return
     file = Path(path)

@@ -20,7 +20,8 @@ _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
 """With fewer requests than this, the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""Target precision of a search for the highest rate. For less precise trials, the report contains a note."""
+"""Target precision when searching for the highest rate. A note in the report points out less precise
+trials."""
 
 
 class BenchReport:
@@ -34,7 +35,7 @@ class BenchReport:
         print(paint(text, colour, self._stream) if colour else text, file=self._stream, flush=True)
 
     def wrapped(self, text: str, colour: str) -> None:
-        """Write one or two sentences, wrapped to the width of the report."""
+        """Write one or two sentences, wrapped to the report's width."""
         for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "):
             self.line(line, colour)
 
@@ -132,8 +133,8 @@ class BenchReport:
                 )
         if any(reason.startswith(SLOW) for trial in search.trials for reason in trial.reasons):
             notes.append(
-                "a trial shows whether a rate is sustained only if it lasts more than twice as long as "
-                "a response takes: use a longer --duration"
+                "to show whether a rate is sustained, a trial must last more than twice as long as a "
+                "response: use a longer --duration"
             )
         for note in notes:
             self.wrapped(f"note: {note}", "yellow")

@@ -68,8 +68,8 @@ def chat(
     temperature: float,
     max_tokens: int | None,
 ) -> int:
-    """Hold a conversation until the user leaves it, or answer `prompt` (or standard input) once. Return the
-    exit code."""
+    """Hold a conversation until the user exits, or answer `prompt` (or standard input) once. Return the exit
+    code."""
     if prompt is None and not is_terminal(sys.stdin):
         prompt = sys.stdin.read() if sys.stdin is not None else ""
     if prompt is not None and not prompt.strip():
@@ -184,6 +184,6 @@ def _end_line() -> None:
 
 
 def _sendable(text: str) -> str:
-    """Return `text` without the characters that UTF-8 cannot encode. Terminal input and arguments contain
-    them if their bytes are not valid text."""
+    """Return `text` without the characters that UTF-8 cannot encode. Such characters stand for bytes in
+    terminal input and arguments that are not valid text."""
     return text.encode("utf-8", "replace").decode()

@@ -55,7 +55,7 @@ class ChatClient:
         """Do nothing, because no connection stays open between requests."""
 
     def models(self) -> list[str]:
-        """Return the names of the models. Raises Failure if the service does not answer."""
+        """Return the model names. Raises Failure if the service does not answer."""
         try:
             with closing(self._connected(10.0)) as connection:
                 connection.request("GET", "/v1/models")
@@ -77,7 +77,7 @@ class ChatClient:
 
     def answer(self, body: dict[str, Any]) -> Generator[Piece | End, None, None]:
         """Stream the answer to a chat completion request. Closing the iterator cancels the request. Raises
-        AnswerError if the service refuses the request or sends an error event, or the connection breaks.
+        AnswerError if the service refuses the request or sends an error event, or if the connection breaks.
         """
         asked = time.monotonic()
         first: float | None = None
@@ -106,8 +106,8 @@ class ChatClient:
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
-        """Check the service's owner and connect. Raises Failure, or UntrustedError if the socket belongs to a
-        user the caller does not trust."""
+        """Check the service's owner and connect. Raises Failure, or UntrustedError if the socket's owner is
+        not trusted."""
         connection = unix_connection(self._socket, timeout_s)
         try:
             connection.connect()

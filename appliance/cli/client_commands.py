@@ -66,7 +66,7 @@ def bench(
     workloads: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[WORKLOAD]...", help="Names of workloads, which are listed below.", show_default=False
+            metavar="[WORKLOAD]...", help="Workload names, from the list below.", show_default=False
         ),
     ] = None,
     base_url: Annotated[
@@ -158,7 +158,7 @@ def bench(
         float | None,
         typer.Option(
             metavar="MS",
-            help="Limit on the 99th percentile of the time to first token, in milliseconds.",
+            help="Maximum 99th-percentile time to first token, in milliseconds.",
             parser=MILLISECONDS,
         ),
     ] = None,
@@ -166,7 +166,7 @@ def bench(
         float | None,
         typer.Option(
             metavar="MS",
-            help="Limit on the 99th percentile of the time between tokens, in milliseconds.",
+            help="Maximum 99th-percentile time between tokens, in milliseconds.",
             parser=MILLISECONDS,
         ),
     ] = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from console.source import SnapshotSource
 
 _UNLIMITED = (120, 200)
-"""Columns and lines of a frame if standard output is not a terminal."""
+"""Columns and lines of a frame when standard output is not a terminal."""
 
 
 def open_console(
@@ -36,7 +36,7 @@ def open_console(
     chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
     if web:
         if not mouse:
-            raise CommandLineError("--no-mouse concerns terminals, not browsers: leave it out with --web")
+            raise CommandLineError("--no-mouse applies only to terminals: leave it out with --web")
         return _serve(run_dir, demo=demo, replay=replay, write=write, theme=chosen, keys=keys, port=port)
     _check_streams()
     from console.run import run
@@ -102,7 +102,7 @@ def _source(
 ) -> SnapshotSource:
     past = replay is not None or at is not None
     if demo and past:
-        raise CommandLineError("the demo has no recorded past: leave out --demo, or --replay and --at")
+        raise CommandLineError("the demo has no recorded history: leave out --demo, or --replay and --at")
     if demo:
         from console.fake import FakeSource
 

@@ -36,7 +36,7 @@ def console(
     theme: Annotated[
         Theme | None,
         typer.Option(
-            help="Colours. Default: dark, or mono if NO_COLOR is set; ansi needs the fewest bytes.",
+            help="Colour theme. Default: dark, or mono if NO_COLOR is set; ansi sends the fewest bytes.",
             show_default=False,
         ),
     ] = None,
@@ -45,7 +45,7 @@ def console(
         typer.Option(
             "--keys",
             metavar="FILE",
-            help="The keymap file. Default: ~/.config/appliance/keys.toml, if it exists.",
+            help="Keymap file. Default: ~/.config/appliance/keys.toml, if it exists.",
             show_default=False,
         ),
     ] = None,
@@ -103,7 +103,7 @@ def top(
 ) -> None:
     """Print one frame of the console and exit.
 
-    Values per second cover the preceding second. With --json, the output is one object with the fields
+    Per-second values cover the preceding second. With --json, the output is one object with the fields
     batches, kv, requests, gpus, models, tenants and alerts.
     """
     from appliance.cli.console import print_frame

@@ -46,7 +46,7 @@ def show_findings(config: str | None, run_dir: str | None, state_dir: str | None
 
 
 def _is_remote(run_dir: Path) -> bool:
-    """Return whether the service runs on another machine, and therefore examines itself."""
+    """Return True if the service runs on another machine, and therefore examines itself."""
     try:
         return is_forwarded(run_dir)
     except UntrustedError:  # a finding reports the problem with the directory
@@ -65,7 +65,7 @@ def _find(
         settings = error
     try:
         run = find_run_dir(run_dir, config)
-    except Failure:  # the faults are returned instead of settings, so use the flags and defaults
+    except Failure:  # the settings are invalid, so use the flags and defaults
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings

@@ -27,8 +27,7 @@ _LINE_EVERY_S = 10.0
 """Interval between progress lines if standard error is not a terminal."""
 _DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
 _CTRL_C_CELLS = 3
-"""Number of columns left free for the ^C echoed by the terminal. A line that wraps could not be
-overwritten."""
+"""Columns left free for the ^C that the terminal echoes. A line that wraps cannot be overwritten."""
 INTERRUPTED = 130
 """Exit code that shells use for a command stopped by Ctrl-C."""
 
@@ -131,7 +130,7 @@ def _interrupted(client: AdminClient, model: str | None) -> int:
     if answer in ("y", "yes"):
         print(printable(client.resume(ResumeService(model=model)).message), file=sys.stderr)
         return 1
-    print(f"{name} continues draining; cancel the drain with: appliance resume{option}", file=sys.stderr)
+    print(f"{name} is still draining; cancel the drain with: appliance resume{option}", file=sys.stderr)
     return INTERRUPTED
 
 

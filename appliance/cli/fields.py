@@ -25,8 +25,8 @@ _METAVARS = {
 
 
 def field_option(field: Declared) -> inspect.Parameter:
-    """Return a declared field's option, as a parameter of a command's function. Its type is str, because
-    "none" is also a valid value."""
+    """Return the option for a declared field, as a parameter of a command's function. Its type is str,
+    because "none" is also a valid value."""
     known = field.default not in (None, msgspec.NODEFAULT)
     default = f" (default {shown(field, field.default)})" if known else ""
     info = typer.Option(
@@ -63,7 +63,7 @@ def _value(field: Declared, text: str) -> Any:
     if field.kind == "time":
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
-    # The service checks texts and lists, and its error messages are as clear.
+    # Text and list fields are checked by the service, whose error messages are just as clear.
     if value is None or (field.kind not in ("text", "list") and not field.allows(value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
@@ -91,7 +91,7 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Return a value as human-readable text. None becomes a description of its meaning for the field."""
+    """Return a value as human-readable text. None is shown as its meaning for the field."""
     from appliance.cli.times import local
     from appliance.quantities import span_text
 

@@ -25,7 +25,7 @@ from engine.messages import KvDType, ModelDType, WeightsDType
 
 
 class FitGpu(msgspec.Struct, kw_only=True):
-    """A GPU covered by a memory prediction."""
+    """A GPU in a memory prediction."""
 
     number: int
     name: str
@@ -47,7 +47,7 @@ class FitReport(msgspec.Struct, kw_only=True):
     folder: str
     fits: bool
     reason: str
-    """Reason why the model does not fit, or a warning if it does."""
+    """Why the model does not fit, or a warning if it does."""
     remedy: str
     model_type: str
     parameters: int
@@ -77,9 +77,9 @@ class FitReport(msgspec.Struct, kw_only=True):
 
 def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
     """Predict and print how much memory a model needs. `target` is a folder, or the NAME[@VERSION] of a model
-    in the registry of the service in `run_dir`. `settings` are model settings, keyed by their names in
-    settings files; they override the version's settings. Returns exit code 1 if the model does not fit.
-    Raises Failure if the model or the settings cannot be used."""
+    in the registry of the service that uses `run_dir`. `settings` are keyed by their names in settings files,
+    and override the version's settings. Returns exit code 1 if the model does not fit. Raises Failure if the
+    model or the settings cannot be used."""
     folder = target
     if os.sep not in target and not os.path.exists(target):
         folder, registered = _registered(run_dir, target)
@@ -188,8 +188,8 @@ def _registered(run_dir: str | None, target: str) -> tuple[str, dict[str, Any]]:
                 names.append(model.name)
             if target in names and model.source != REGISTRY:
                 raise Failure(
-                    f"model {model.name!r} and its settings are {model.source}: check the settings with: "
-                    f"appliance config check; or give the folder: appliance models fit {version.folder}"
+                    f"model {model.name!r} and its settings are {model.source}: run `appliance config check` "
+                    f"to check the settings, or give the folder: appliance models fit {version.folder}"
                 )
             if target in names:
                 return version.folder, version.settings

@@ -41,7 +41,7 @@ def models_add(
         str,
         typer.Argument(
             metavar="[NAME=]FOLDER",
-            help="Folder of a Hugging Face checkpoint. Default name: the name of the folder.",
+            help="Folder of a Hugging Face checkpoint. Default name: the folder's name.",
             show_default=False,
         ),
     ],
@@ -104,7 +104,7 @@ def models_pull(
         typer.Option(
             "--cache-dir",
             metavar="DIR",
-            help="Hub cache to download into. Default: $HF_HUB_CACHE, $HF_HOME/hub, or the folder hub in the "
+            help="Hub cache to download into. Default: $HF_HUB_CACHE, $HF_HOME/hub, or the hub folder in the "
             "service's state directory.",
             show_default=False,
         ),
@@ -136,8 +136,7 @@ def models_list(run_dir: RunDir = None, json: Json = False) -> None:
 
 @models.command("ps")
 def models_ps(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the versions that are loaded or being loaded, with their memory and the time when they will be
-    unloaded."""
+    """List the versions that are loaded or being loaded, with their memory use and unload time."""
     from appliance.cli.models import list_loaded
 
     list_loaded(run_dir, as_json=json)
@@ -193,8 +192,8 @@ def models_split(
         list[str] | None,
         typer.Argument(
             metavar="TARGET=WEIGHT...",
-            help="A version number of the model such as 1, another model's name, or NAME@VERSION, and its "
-            "weight relative to the other weights.",
+            help="Target and relative weight. A target is a version number of the model such as 1, another "
+            "model's name, or NAME@VERSION.",
             show_default=False,
         ),
     ] = None,
@@ -227,7 +226,7 @@ def models_shadow(
         ),
     ] = None,
     share: Annotated[
-        str, typer.Option("--share", metavar="PERCENT", help="Share of the requests that are copied.")
+        str, typer.Option("--share", metavar="PERCENT", help="Share of requests to copy.")
     ] = "5%",
     clear: Annotated[bool, typer.Option("--clear", help="End the shadow.")] = False,
     run_dir: RunDir = None,
@@ -253,7 +252,7 @@ def models_remove(
         str,
         typer.Argument(
             metavar="NAME[@VERSION]",
-            help="The model with all its versions, or one version.",
+            help="A model with all its versions, or a single version.",
             show_default=False,
         ),
     ],
@@ -269,7 +268,9 @@ def models_remove(
 
 @models.command("prune", help=about("models.prune"))
 def models_prune(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the versions.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list the versions, without removing them.")
+    ] = False,
     files: Files = False,
     yes: Yes = False,
     run_dir: RunDir = None,

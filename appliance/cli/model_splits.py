@@ -20,9 +20,9 @@ def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool
 def set_shadow(
     run_dir: str | None, name: str, target: str | None, share: str, *, clear: bool, as_json: bool
 ) -> None:
-    """Set or end the copying of a name's requests. `share` is a percentage such as 5%."""
+    """Start or stop copying a name's requests. `share` is a percentage such as 5%."""
     if clear == (target is not None):
-        raise CommandLineError("give either the target of the copies with --to, or --clear")
+        raise CommandLineError("give either a target for the copies with --to, or --clear")
     try:
         percent = float(share.removesuffix("%"))
     except ValueError:
@@ -47,8 +47,7 @@ def show_shadow(shadow: ShadowStatus) -> None:
 
 
 def shares(found: dict[str, float]) -> str:
-    """Return, as text, the fraction of requests that a version gets for each name whose requests are
-    split."""
+    """Describe the fraction of requests that a version gets from each split name."""
     return ", ".join(f"{share:.1%} of {printable(name)}" for name, share in found.items())
 
 

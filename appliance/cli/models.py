@@ -147,7 +147,7 @@ def show_model(run_dir: str | None, name: str, *, as_json: bool) -> None:
 def set_alias(run_dir: str | None, alias: str, target: str | None, *, delete: bool, as_json: bool) -> None:
     """Set or delete an alias."""
     if delete == (target is not None):
-        raise CommandLineError("give either the target of the alias or --delete")
+        raise CommandLineError("give either the alias's target or --delete")
     perform(run_dir, SetAlias(name=alias, target=target), as_json=as_json)
 
 
@@ -180,7 +180,7 @@ def version_settings(texts: list[str]) -> dict[str, Any]:
         table, dot, field = name.rpartition(".")
         known = settings.setdefault(table, {}) if dot else settings
         if not isinstance(known, dict):
-            raise CommandLineError(f"--set {text!r} contradicts {table} = {known!r}: give one of them")
+            raise CommandLineError(f"--set {text!r} contradicts {table} = {known!r}: give only one of them")
         known[field] = parsed
     return settings
 

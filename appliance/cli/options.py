@@ -45,7 +45,7 @@ def number(low: float, high: float) -> Callable[[str | float], float]:
 
 
 def is_decimal(text: str) -> bool:
-    """Return whether `text` is a finite number written in ASCII digits."""
+    """Return True if `text` is a finite number written in ASCII digits."""
     return bool(_DECIMAL.fullmatch(text)) and any(digit.isdigit() for digit in text.partition("e")[0])
 
 

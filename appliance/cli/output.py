@@ -25,8 +25,8 @@ class Column(NamedTuple):
     right: bool = False
     """Whether the column is right-aligned, as is usual for numbers."""
     drop: int = 0
-    """Priority with which the column is dropped on a narrow terminal. The highest value is dropped first;
-    columns with 0 are never dropped."""
+    """On a narrow terminal, columns with the highest value are dropped first. Columns with 0 are never
+    dropped."""
     flexible: bool = False
     """Whether the column's texts may be shortened if no more columns can be dropped."""
     colours: Mapping[str, str] | None = None
@@ -101,14 +101,14 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether `stream` is a terminal. `stream` is None if it was closed before this process
+    """Return True if `stream` is a terminal. `stream` is None if it was closed before this process
     started."""
     return stream is not None and stream.isatty()
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Return the width of the terminal that `stream` (by default standard output) writes to, or None if it is
-    not a terminal; lines are then not shortened."""
+    """Return the terminal width of `stream` (default: standard output). None means that it is not a terminal,
+    so lines are not shortened."""
     return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
 
 

@@ -84,8 +84,8 @@ def _check_name(run_dir: str | None, name: str) -> None:
 
 
 def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
-    """Register the folder as a version of the model, unless the model already has one with this folder.
-    Raises Failure."""
+    """Register the folder as a version of the model, unless it already has a version with this folder. Raises
+    Failure."""
     try:
         with admin_client(run_dir) as client:
             for model in client.models():

@@ -65,7 +65,7 @@ def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -
 
 def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
     """Check the owner of a state directory and of the databases that a command opens in it. Raises
-    UntrustedError unless it is root, the caller, or the owner of `run_dir`, where the service runs.
+    UntrustedError unless the owner is root, the caller, or the owner of `run_dir`.
     """
     from appliance.ownership import check_database, trusted_state
 
@@ -88,9 +88,9 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
 
 
 def is_forwarded(run_dir: Path) -> bool:
-    """Return whether the directory contains a service's socket but no other trace of a service on this
-    machine. The socket was then probably forwarded from another machine, which has the service's files.
-    Raises UntrustedError."""
+    """Return True if the directory contains a service's socket but no other trace of a service on this
+    machine. The socket was then probably forwarded from the machine that has the service's files. Raises
+    UntrustedError."""
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, last_holder, unit_is_installed
 
@@ -101,10 +101,10 @@ def is_forwarded(run_dir: Path) -> bool:
 
 
 def service_or_files(run_dir: Path) -> AdminClient | None:
-    """Return a client for the service in `run_dir`, or None to read the service's files instead: if no
-    service is running, or if the caller may not use the admin API and has set no key, but might be able to
-    read the files. If the directory contains only a socket, it was probably forwarded from another machine.
-    In this case, raise Failure, because the files of a service on this machine must not be shown instead.
+    """Return a client for the service in `run_dir`, or None if its files must be read instead. That is so if
+    no service is running, or if the caller may not use the admin API and has set no key, but might be able to
+    read the files. Raises Failure if the directory contains only a socket, which was probably forwarded from
+    another machine: the files on this machine would be a different service's.
     """
     from appliance import calls
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
@@ -125,7 +125,7 @@ def service_or_files(run_dir: Path) -> AdminClient | None:
 
 
 def admin_key() -> str | None:
-    """Return the key in $APPLIANCE_ADMIN_KEY, which everyone except operators needs. Raises Failure if it
+    """Return the key in $APPLIANCE_ADMIN_KEY, which all callers except operators need. Raises Failure if it
     cannot be sent in an HTTP header."""
     key = os.environ.get("APPLIANCE_ADMIN_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable()):
@@ -136,7 +136,8 @@ def admin_key() -> str | None:
 
 
 def _has_service(path: Path) -> bool:
-    """Return whether the directory contains a service's socket and has an owner the caller trusts."""
+    """Return True if the directory contains a service's socket and the caller trusts the directory's
+    owner."""
     from appliance.ownership import UntrustedError, trusted_directory
 
     try:

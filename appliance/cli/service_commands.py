@@ -162,8 +162,8 @@ def doctor(
     config: Config = None, run_dir: RunDir = None, state_dir: StateDir = None, json: Json = False
 ) -> None:
     """Check for everything that can prevent the service from working, and suggest remedies. The exit code is
-    1 if there is a problem. If the run directory contains only a socket that was forwarded from another
-    machine, the service there checks itself."""
+    1 if there is a problem. If the run directory contains only a socket forwarded from another machine, the
+    service there checks itself."""
     from appliance.cli.doctor import show_findings
 
     raise typer.Exit(show_findings(config, run_dir, state_dir, as_json=json))

@@ -172,7 +172,7 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
 
 
 def _scaling(scaling: ScalingStatus | None, width: int | None) -> list[str]:
-    """Return a description of the replica count of a model that scales with load."""
+    """Describe the replica count of a model that scales with load."""
     if scaling is None:
         return []
     text = f"{scaling.replicas} of {scaling.min_replicas} to {scaling.max_replicas} replicas"
@@ -224,8 +224,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _experts(replica: ReplicaStatus) -> str:
-    """Return a description of how evenly a replica's tokens are distributed over experts, or an empty string
-    if nothing was counted."""
+    """Describe how evenly a replica's tokens are distributed over experts. Empty if nothing was counted."""
     layers = [use for use in replica.expert_layers if use.choices]
     if not layers:
         return ""

@@ -27,7 +27,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         """Replace the line."""
         if self.is_visible:
-            # A line that wraps could not be overwritten.
+            # A line that wraps cannot be overwritten.
             width = min(_MAX_WIDTH, terminal_width(self._stream) or _MAX_WIDTH) - 1
             print(f"\r{text[:width]}\x1b[K", end="", file=self._stream, flush=True)
             self._is_drawn = True
@@ -53,9 +53,9 @@ def load_line(replica: str, detail: str, load: LoadStatus | None) -> str:
 
 @contextmanager
 def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | None = None) -> Iterator[None]:
-    """While the context is active, show the progress of loading replicas on `stream` (by default standard
-    error) if it is a terminal. `replicas` returns the replicas' current status; it is called in a thread. If
-    it raises an error, the display ends.
+    """Show loading replicas' progress on `stream` (default: standard error) while the context is active, if
+    `stream` is a terminal. `replicas` returns the replicas' current status; it is called in a thread. If it
+    raises an error, the display ends.
     """
     line, ended = StatusLine(stream), threading.Event()
 

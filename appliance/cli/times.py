@@ -1,5 +1,4 @@
-"""Parses and formats times and durations for people: durations (90s, 30m, 7d), times of day, and dates in
-local time."""
+"""Parses and formats human-readable durations (90s, 30m, 7d), times of day, and dates in local time."""
 
 from __future__ import annotations
 
