@@ -47,7 +47,7 @@ def rewrite(folder: Path, seq: int) -> None:
 
 
 def announced(control: ControlStore, action: str, **params: object) -> Actor:
-    """Record the intent of an action. Returns the actor with which to record the action's result."""
+    """Record an action's intent. Returns the actor with which to record the action's result."""
     acting, recorded = control.trail.intend(ROOT, action, params)
     recorded.result(60)
     return acting

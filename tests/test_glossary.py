@@ -102,7 +102,7 @@ class Name(NamedTuple):
 
 
 def words(name: str) -> set[str]:
-    """Return the words of a name, which begin at underscores and capitals, in lower case."""
+    """Split a name at underscores and capitals, and return its words in lower case."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 

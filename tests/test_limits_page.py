@@ -155,7 +155,7 @@ def test_every_limit_that_clients_meet_is_on_the_page() -> None:
 
 
 def bounds() -> set[str]:
-    """Return the names of all maximums that modules of the service define, without leading underscores."""
+    """Return the names of all maximums defined in the service's modules, without leading underscores."""
     return {
         found.removeprefix("_")
         for package in ("appliance", "store")

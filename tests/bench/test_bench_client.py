@@ -1,4 +1,4 @@
-"""Tests that the records of the client processes match the known response times of a server."""
+"""Tests that the client processes' records match a server's known response times."""
 
 from __future__ import annotations
 

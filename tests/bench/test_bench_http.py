@@ -1,5 +1,5 @@
-"""Tests that a response is parsed in the same way wherever the network splits it, and that a non-HTTP
-response counts as a failure."""
+"""Tests that responses are parsed the same way wherever the network splits them, and that a non-HTTP response
+counts as a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the statistics of a run are computed from its records according to their definitions."""
+"""Tests that a run's statistics are computed from its records as defined."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that no value of an option or argument causes a traceback. Invalid and out-of-range numbers and times
-must be reported as command-line errors."""
+"""Tests that no option or argument value causes a traceback. Invalid and out-of-range numbers and times must
+be reported as command-line errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Recorded history for the tests of the console. The snapshots are written in the same way as by the
-service."""
+"""Recorded history for the tests of the console. The snapshots are written as the service writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the benchmark of the console."""
+"""Tests of the console benchmark."""
 
 from __future__ import annotations
 

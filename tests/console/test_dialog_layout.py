@@ -1,4 +1,4 @@
-"""Tests of what dialogs of every kind show at every size: buttons, keys and explanations."""
+"""Tests that every kind of dialog shows its buttons, keys and explanations at every size."""
 
 from __future__ import annotations
 

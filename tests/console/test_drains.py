@@ -1,4 +1,4 @@
-"""Tests of the banners of drains, and of the key that ends a drain."""
+"""Tests of drain banners, and of the key that ends a drain."""
 
 from __future__ import annotations
 

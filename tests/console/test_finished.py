@@ -1,4 +1,4 @@
-"""Tests of the finished requests and the usage, as delivered by every kind of source."""
+"""Tests of finished requests and usage data from every kind of source."""
 
 from __future__ import annotations
 

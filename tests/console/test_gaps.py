@@ -1,4 +1,4 @@
-"""Tests that charts show the time in which the service or a replica reported nothing."""
+"""Tests that charts show the gaps in which the service or a replica reported nothing."""
 
 from __future__ import annotations
 

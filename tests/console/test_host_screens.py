@@ -1,4 +1,4 @@
-"""Tests of the screens that show the host, its GPUs and the processes of replicas."""
+"""Tests of the screens that show the host, its GPUs and replica processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the impact of an action as described in dialogs, and of the detection of changes to the target."""
+"""Tests of how dialogs describe an action's impact, and of how changes to its target are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the map of KV blocks, rendered as lines without a terminal."""
+"""Tests of the KV block map, rendered as lines without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of marked rows: their marks after the rows have ended, and the rows to which actions apply."""
+"""Tests of marked rows: the marks of rows that have ended, and the rows that actions apply to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the states of models on the screens."""
+"""Tests of the model states shown on screens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the parameters that operators enter, and of the equivalent commands, which the CLI's own parser
-reads."""
+"""Tests of the parameters that operators enter, and of the equivalent commands, parsed with the CLI's own
+parser."""
 
 from __future__ import annotations
 

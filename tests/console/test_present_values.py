@@ -1,4 +1,4 @@
-"""Tests of the current values and the defaults that the fields of dialogs show."""
+"""Tests of the current values and defaults shown in dialog fields."""
 
 from __future__ import annotations
 

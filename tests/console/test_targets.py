@@ -1,4 +1,4 @@
-"""Tests of the objects to which an action applies on each screen."""
+"""Tests of the objects that actions apply to on each screen."""
 
 from __future__ import annotations
 

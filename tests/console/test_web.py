@@ -1,4 +1,4 @@
-"""Tests of the browser console that use an HTTP client instead of a browser."""
+"""Tests of the browser console, using an HTTP client instead of a browser."""
 
 from __future__ import annotations
 

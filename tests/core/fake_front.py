@@ -1,7 +1,7 @@
 """A front process without HTTP. A connection sends one line "MODEL MAX_TOKENS" and receives one line per
-token, followed by a line with the reason why the answer ended. The fake front implements the core's protocol,
-including resubmissions. If a model's folder contains a file named `hang`, the fake front hangs as soon as
-that model is configured."""
+token, followed by a line with the finish reason. The fake front implements the core's protocol, including
+resubmissions. If a model's folder contains a file named `hang`, the fake front hangs as soon as that model is
+configured."""
 
 from __future__ import annotations
 

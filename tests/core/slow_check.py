@@ -1,4 +1,4 @@
-"""A stand-in for the process of a check. It prints the name of the check after a delay."""
+"""A stand-in for a check process. It prints the check's name after a delay."""
 
 from __future__ import annotations
 

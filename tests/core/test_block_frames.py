@@ -1,4 +1,4 @@
-"""Tests of recorded maps of KV blocks: each map can be read back, and its frames are small."""
+"""Tests of recorded KV block maps: each map can be read back, and its frames are small."""
 
 from __future__ import annotations
 

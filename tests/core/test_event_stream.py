@@ -1,4 +1,4 @@
-"""Tests of the event stream: frames, snapshots and slow readers of a real core."""
+"""Tests of a real core's event stream: frames, snapshots and slow readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the request manager with requests that the fallback of their model answers."""
+"""Tests of the request manager with requests that are answered by their model's fallback."""
 
 from __future__ import annotations
 

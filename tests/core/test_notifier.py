@@ -1,5 +1,5 @@
-"""Tests of the reports to the service manager, from the start to the stop of the real core, and while the
-database writer hangs."""
+"""Tests of the real core's reports to the service manager, from start to stop, and while the database writer
+hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the admin API's routes for the recorded past, with a real core."""
+"""Tests of the admin API's history routes, with a real core."""
 
 from __future__ import annotations
 

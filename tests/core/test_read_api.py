@@ -1,4 +1,4 @@
-"""Tests of the admin API's lists: pages, filters and streams of a real core."""
+"""Tests of the admin API's lists on a real core: pages, filters and streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the recording of telemetry by the real core, with fake fronts and replicas."""
+"""Tests of telemetry recording in the real core, with fake fronts and replicas."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 other traffic.
 
 The last bits of sums depend on the shapes of tensors, so an output may diverge from its reference at a
-near-tie. The divergence is accepted only if log probabilities within `Known.near_tie` of the reference's
-exist for which `kernels.sampling` chooses the generated token. After a divergence, the outputs are no longer
-compared.
+near-tie. The divergence is accepted only if `kernels.sampling` could choose the generated token with log
+probabilities that differ from the reference's by at most `Known.near_tie`. After a divergence, the outputs
+are no longer compared.
 """
 
 from __future__ import annotations

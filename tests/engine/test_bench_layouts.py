@@ -1,4 +1,4 @@
-"""Tests of the command that compares the two layouts of experts."""
+"""Tests of the command that compares the two expert layouts."""
 
 from __future__ import annotations
 

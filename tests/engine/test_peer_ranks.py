@@ -1,5 +1,4 @@
-"""Tests of the messages that are sent through peer memory. No GPU is needed, because kernel calls are only
-recorded."""
+"""Tests of messages sent through peer memory. No GPU is needed, because kernel calls are only recorded."""
 
 from __future__ import annotations
 

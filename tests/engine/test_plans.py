@@ -1,4 +1,4 @@
-"""Tests that the plan of a step fits into a frame."""
+"""Tests that a step's plan fits into a frame."""
 
 from __future__ import annotations
 

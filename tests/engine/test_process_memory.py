@@ -1,4 +1,4 @@
-"""Tests that C libraries return to the system the memory that the process has freed."""
+"""Tests that C libraries return freed memory to the system."""
 
 from __future__ import annotations
 

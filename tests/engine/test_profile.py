@@ -1,4 +1,4 @@
-"""Tests of the profile: the time, memory traffic and gaps of each kernel."""
+"""Tests of the profile: each kernel's time, memory traffic and gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the loop of rank 0, with real channels."""
+"""Tests of rank 0's loop, with real channels."""
 
 from __future__ import annotations
 

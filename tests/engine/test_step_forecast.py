@@ -1,4 +1,4 @@
-"""Tests of the predicted durations of steps."""
+"""Tests of predicted step durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what can happen between the admission and the end of a request."""
+"""Tests of what can happen between a request's admission and its end."""
 
 from __future__ import annotations
 

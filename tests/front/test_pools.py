@@ -1,5 +1,4 @@
-"""Tests of the limits on the number of connections, and of the choice of connection to close when a limit is
-reached."""
+"""Tests of connection limits, and of which connection is closed when a limit is reached."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the protocol with which the ranks of an all-reduce push their data. The simulated ranks receive
-words late, run ahead of each other, and reuse their arenas."""
+"""Tests of the all-reduce's push protocol. The simulated ranks receive words late, run ahead of each other,
+and reuse their arenas."""
 
 from __future__ import annotations
 

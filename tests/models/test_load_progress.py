@@ -1,4 +1,4 @@
-"""Tests of the progress of a load: its stages, rate and remaining time, and their display."""
+"""Tests of load progress: stages, rate and remaining time, and their display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the manifest of a model's folder."""
+"""Tests of model folder manifests."""
 
 from __future__ import annotations
 

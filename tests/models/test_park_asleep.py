@@ -1,5 +1,5 @@
-"""Tests of the model manager with models that are parked and whose replicas sleep. The processes on the GPU
-are simulated."""
+"""Tests of the model manager with parked models whose replicas sleep. The processes on the GPU are
+simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the receivers of alerts: commands and webhooks, with bounded retries and a bounded queue."""
+"""Tests of alert receivers: commands and webhooks, with bounded retries and a bounded queue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of the values for GPUs, limits and tenants in snapshots. A fake driver replaces NVML, because the
-test machine may have no GPU."""
+"""Tests of the GPU, limit and tenant values in snapshots. A fake driver replaces NVML, because the test
+machine may have no GPU."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ class Alternating:
         self.answers.append(Answered(model, began, first_s, len(tokens)))
 
     def run(self, clients: dict[str, int], for_s: float) -> float:
-        """Run the given number of clients for each model for `for_s` seconds. Each client sends one request
-        after another. Return the time in seconds until the last answer."""
+        """Run the given number of clients per model for `for_s` seconds. Each client sends one request after
+        another. Return the time until the last answer, in seconds."""
         began = time.monotonic()
 
         def send(model: str) -> None:
@@ -149,7 +149,7 @@ class Alternating:
 
     def check(self, first: int = 0, models: int = 2) -> None:
         """Check that no request has failed, and that the requests from number `first` on waited no longer
-        than is allowed when `models` models compete for the memory."""
+        than allowed when `models` models compete for the memory."""
         assert not self.failures, self.failures[:5]
         longest = max(answer.first_token_s for answer in self.answers[first:])
         bound_s = self.bound_s(models)
@@ -209,10 +209,10 @@ def measure_alone(world: Alternating) -> dict[str, float]:
 def compared(
     world: Alternating, first: int, took_s: float, rates: dict[str, float], sent_s: float, loaded: set[str]
 ) -> str:
-    """Format a comparison of the measured throughput with an ideal order of requests, for the answers from
-    number `first` on, which took `took_s` seconds. The ideal order serves all requests of a model together,
-    so it loads each model that is not in `loaded` once, in the mean duration of a load. It cannot end before
-    `sent_s`, when the last request was sent."""
+    """Compare the throughput of the answers from number `first` on, which took `took_s` seconds, with that of
+    an ideal order of requests. Return the comparison as text. The ideal order serves all requests of a model
+    together, so it loads each model that is not in `loaded` once, in the mean duration of a load. It does not
+    end before `sent_s`, when the last request was sent."""
     names = [answer.model for answer in world.answers[first:]]
     answers_s = sum(names.count(name) / rates[name] for name in set(names))
     ideal_s = max(sent_s, answers_s + len(set(names) - loaded) * statistics.mean(world.loads_s()))

@@ -346,7 +346,7 @@ def p99_interval_ms(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def parts_of(attacked: Target, seconds: float, request_id: str) -> dict[str, float]:
-    """Return the parts of a request's latency in milliseconds: the client's total, and the times in the
+    """Return the parts of a request's latency, in milliseconds: the client's total, and the times in the
     request log."""
     rows = attacked.running.rows(request_id=request_id)
     logged = {name: row[name] for row in rows for name in ("queue_ms", "ttft_ms", "e2e_ms")}

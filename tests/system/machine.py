@@ -199,8 +199,8 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
 
 
 def _hidden(path: Path) -> bool:
-    """Return whether the machine cannot see this path, because the path is on a file system other than the
-    root file system under the overlay."""
+    """Return whether this path is invisible in the machine, because it is not on the root file system under
+    the overlay."""
     return path.parts[1] in _ALWAYS_NEW or path.stat().st_dev != os.stat("/").st_dev
 
 

@@ -1,8 +1,7 @@
-"""Sends single requests of the tests in `tests.system.attacks`, one after another, beside other traffic.
-
-It sends those attacks that a running service must withstand without the help of an operator: ambiguous
-framing, huge and deeply nested bodies, fields that are expensive to process, other spellings of paths, and
-conversations that make a hostile chat template run too long or use too much memory.
+"""Sends single requests from the tests in `tests.system.attacks`, one after another, alongside other traffic.
+They are the attacks that a running service must withstand without an operator's help: ambiguous framing, huge
+and deeply nested bodies, fields that are expensive to process, other spellings of paths, and conversations
+that make a hostile chat template run too long or use too much memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Tests of common clients against the real service. The tests run some of the clients. For the others, they
-replay the requests that the client sends by default."""
+"""Tests of common clients against the real service. Some clients are run. For the others, the tests replay
+the request that the client sends by default."""
 
 from __future__ import annotations
 

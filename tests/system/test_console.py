@@ -160,8 +160,8 @@ def test_the_console_survives_restarts_of_the_service_and_restores_the_terminal(
 
 
 def _reconnected_after(running: Service, terminal: Tmux) -> float:
-    """Start the service, and return the time from its first answer to `GET /status`, which is repeated every
-    20 ms, until the console's screen no longer shows STALE. The service may become ready later."""
+    """Start the service, and return how long the console still shows STALE after the service has first
+    answered `GET /status`, which is polled every 20 ms. The service may become ready later."""
     starting = threading.Thread(target=running.start)
     with AdminClient(running.run_dir) as client:
 

@@ -109,7 +109,7 @@ async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
 
 
 def keep_only(history: History, times: list[float]) -> None:
-    """Remove all points of seconds that the live console did not receive, either because they precede the
+    """Remove all points for seconds that the live console did not receive, either because they precede the
     console or because the stream of a busy service skipped them."""
     for points in (history.points, *history.batches.values()):
         kept = [one for one in points if min(abs(one.at - at) for at in times) < 0.1]

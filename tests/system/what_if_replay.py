@@ -182,7 +182,7 @@ class Replays:
 
 
 def count_error(predicted: Outcome, measured: Outcome) -> float:
-    """Return the difference of the rejections as a fraction of the tenant's requests."""
+    """Return the difference in rejections as a fraction of the tenant's requests."""
     return abs(predicted.rejected - measured.rejected) / (measured.admitted + measured.rejected)
 
 

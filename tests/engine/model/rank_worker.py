@@ -1,5 +1,5 @@
-"""The process of one rank. It loads and runs checkpoints, and measures how fast the rank detects the death of
-another rank."""
+"""The process of one rank. It loads and runs checkpoints, and measures how fast the rank detects another
+rank's death."""
 
 from __future__ import annotations
 

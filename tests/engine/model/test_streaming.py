@@ -1,5 +1,5 @@
-"""Tests that streamed data of any size equals the contents of the files, and that errors name the data that
-could not be read."""
+"""Tests that streamed data of any size equals the files' contents, and that errors name the data that could
+not be read."""
 
 from __future__ import annotations
 

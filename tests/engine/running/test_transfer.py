@@ -1,4 +1,4 @@
-"""Tests of the reservation of pinned memory."""
+"""Tests of pinned memory reservation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measures the CPU time that the host needs for each step of a submission that has many samples of a long
-prompt.
+"""Measures the host's CPU time per step for a submission with many samples of a long prompt.
 
     python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
 

@@ -1,4 +1,4 @@
-"""Services that are shared by the tests of several attacks."""
+"""Services shared by several attack tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects of the service that the tests of attacks must detect, at least one for each test file.
+"""Defects of the service that the attack tests must detect, at least one for each test file.
 
     .venv/bin/python -m tests.system.attacks.defects          seed each one into a copy of the tree
     .venv/bin/python -m tests.system.attacks.defects framing  only those of test_framing.py

@@ -25,8 +25,8 @@ def configured(settings: str, *flags: str) -> Iterator[Service]:
 
 
 def problem(running: Service, where: str, text: str, timeout_s: float = 120) -> dict[str, Any]:
-    """Wait until the status lists a current problem whose `where` is the given one and whose text contains
-    the given text. Return the problem."""
+    """Wait until the status lists a current problem with this `where` whose text contains the given text.
+    Return the problem."""
 
     def look() -> Any:
         found = running.status()["current_problems"]
@@ -38,9 +38,9 @@ def problem(running: Service, where: str, text: str, timeout_s: float = 120) -> 
 
 
 def past_problem(running: Service, where: str, text: str) -> None:
-    """Wait until the status lists a problem, current or past, whose `where` is the given one and whose text
-    contains the given text. Return the problem. A past problem counts because, for example, a replica may
-    have been restarted before the status is read again."""
+    """Wait until the status lists a current or past problem with this `where` whose text contains the given
+    text. Return the problem. A past problem counts because, for example, a replica may have been restarted
+    before the status is read again."""
 
     def look() -> bool:
         return any(
