@@ -1,4 +1,4 @@
-"""Extracts one request's body from a connection's bytes, leaving the bytes after it."""
+"""Extracts one request's body from a connection's bytes, leaving the bytes that follow the body."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Detects clients that have disconnected after closing their sending side, and clients that do not read their
-response. Lets clients read a refusal before closing their connection."""
+response. Also gives clients time to read a refusal before their connection is closed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HalfClosedCheck:
 
 
 class WriteLimit:
-    """Aborts a connection whose client reads none of the response for `limit_s` seconds."""
+    """Aborts a connection if its client reads none of the response for `limit_s` seconds."""
 
     def __init__(self, transport: asyncio.Transport, limit_s: float, note: Callable[[], None]) -> None:
         """`note` is called before a connection is aborted."""
@@ -70,7 +70,7 @@ class WriteLimit:
         """Number of unsent bytes when the timer was started."""
 
     def start(self) -> bool:
-        """Start the timer if any bytes are unsent and it is not already running. Return whether any bytes are
+        """Start the timer if any bytes are unsent and the timer is not running. Return whether any bytes are
         unsent."""
         unsent = self._transport.get_write_buffer_size()
         if unsent and not self._is_running:
@@ -79,7 +79,7 @@ class WriteLimit:
         return unsent > 0
 
     def restart(self) -> None:
-        """Restart the time limit, because the client has read some bytes."""
+        """Restart the timer, because the client has read some bytes."""
         self._unsent_bytes = sys.maxsize
 
     def stop(self) -> None:
@@ -108,14 +108,15 @@ class Linger:
         self._timer = Timer()
 
     def begin(self, max_bytes: int) -> None:
-        """Send the rest of the response and its end. Discard at most `max_bytes` bytes."""
+        """Send the rest of the response, and then close the sending side. Discard at most `max_bytes`
+        incoming bytes."""
         self.begun = True
         self._bytes_left = max_bytes
         self._timer.start(LINGER_S, self._over)
         self._transport.write_eof()
 
     def drop(self, nbytes: int) -> None:
-        """Count bytes read, and abort the connection if there were too many."""
+        """Count discarded bytes, and abort the connection if there are too many."""
         self._bytes_left -= nbytes
         if self._bytes_left < 0:
             self._transport.abort()

@@ -1,4 +1,4 @@
-"""One client connection, with the rules for reading from it, for time limits, and for closing it."""
+"""One client connection: when the server reads from it, when it times out, and how it is closed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Connection(asyncio.BufferedProtocol):
         self.on_chunk: Callable[[bytes], None] | None = None
         """Called with each argument of `write_chunk`, even after the connection has closed."""
         self.last_chunk_at = 0.0
-        """When part of a response was last written, in seconds on the monotonic clock."""
+        """Monotonic time, in seconds, at which part of a response was last written."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
@@ -77,7 +77,7 @@ class Connection(asyncio.BufferedProtocol):
         self._given_up = False
         """Whether the connection's request will be refused because unfinished heads use too much memory."""
         self._begun: tuple[int, int] = 0, 0
-        """The second in which the latest request began, and the number of requests that began in it."""
+        """The second in which the latest request began, and how many requests have begun in that second."""
         self._ended = False
         """Whether the client has closed its sending side."""
         self.writable = True
@@ -233,8 +233,8 @@ class Connection(asyncio.BufferedProtocol):
             self._pause_reading(not self._linger.begun and not self._wants_bytes())
 
     def eof_received(self) -> bool:
-        """Keep the connection open after the client has closed its sending side, if it may expect a
-        response."""
+        """Keep the connection open after the client has closed its sending side, if the client may still
+        expect a response."""
         self._ended = True
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger.begun:
@@ -329,7 +329,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.pool is not None:
             self.pool.mark_busy(self)
         if self._parser.received and not self.authenticated:
-            # Known clients may send several requests at once, unknown clients only one.
+            # Only known clients may send further requests before the response to the first.
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
@@ -467,7 +467,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── writing, within a time limit ──
 
     def pause_writing(self) -> None:
-        """Start the client's read time limit, because the transport's buffer is full."""
+        """Start timing the client's reads, because the transport's buffer is full."""
         self.writable = False
         self._may_write.clear()
         self._write_limit.start()

@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 MANY = 100
-"""Number of events within `LOG_EVERY_S` seconds from which a problem is reported to operators."""
+"""A problem is reported to operators if this many events occur within `LOG_EVERY_S` seconds."""
 
 
 class CountedLog:
-    """Counts events of one kind and logs them in batches."""
+    """Counts one kind of event and logs the events in batches."""
 
     def __init__(self, text: str, on_many: Callable[[str], None] = lambda _: None) -> None:
         """`text` describes the kind of event. `on_many` reports a batch of at least `MANY` events as a

@@ -24,8 +24,8 @@ def error_document(message: str, kind: str, param: str | None, code: str | None)
 
 def drop_frames(error: BaseException) -> None:
     """Drop the stack frames of `error` and its causes. The frames refer to the request's body and texts. If a
-    future in one of them also refers to the error, the resulting reference cycle would keep several megabytes
-    alive until the garbage collector runs.
+    future in a frame also refers to the error, the reference cycle would keep several megabytes alive until
+    the garbage collector runs.
     """
     known: BaseException | None = error
     while known is not None:

@@ -36,7 +36,7 @@ def whole_response(error: RequestError) -> bytes:
 
 
 class Exchange:
-    """A request in progress. It receives body bytes from the connection, and writes the response."""
+    """A request in progress. It gets body bytes from the connection and writes the response."""
 
     def __init__(self, connection: Connection, head: RequestHead, state: dict[str, Any]) -> None:
         self.head = head

@@ -14,8 +14,8 @@ def header(headers: Headers, wanted: bytes) -> bytes | None:
 
 
 def bearer(headers: Headers) -> tuple[bytes, bytes]:
-    """Return the (lower-case) scheme and the credentials of the first Authorization header. Both are empty if
-    there is none."""
+    """Return the first Authorization header's scheme, in lower case, and its credentials. Both are empty if
+    there is no such header."""
     value = header(headers, b"authorization")
     if value is None:
         return b"", b""

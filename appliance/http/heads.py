@@ -1,7 +1,7 @@
 """Reads one request head: the request line and the headers. The head is collected up to the empty line at its
 end, and then parsed as a whole. The parser never sees bytes after the head, so pipelined requests are parsed
-one at a time. This module also determines where the body ends, and refuses any request for which two servers
-could disagree about that.
+one at a time. This module also determines where the body ends, and refuses any request whose body length is
+ambiguous.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from appliance.http.errors import RequestError
 MAX_HEAD_BYTES = 64 << 10
 
 _HEADER_OBJECTS_BYTES = 128
-"""Memory, in bytes, of the three Python objects that represent one header, without its text."""
+"""Memory, in bytes, used by the three Python objects that represent one header, excluding its text."""
 
 _END = b"\r\n\r\n"
 
@@ -56,7 +56,7 @@ class HeadReader:
 
     @property
     def collected_bytes(self) -> int:
-        """Number of bytes of the incomplete head collected so far."""
+        """Size, in bytes, of the incomplete head."""
         return len(self._collected)
 
     def feed(self, data: bytearray) -> RequestHead | None:
@@ -158,8 +158,8 @@ def _split(target: bytes) -> tuple[bytes, bytes]:
 
 def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, bool]:
     """Return the length of the body, and whether it is chunked. The parser has already refused folded
-    headers, any Content-Length that is repeated, is not a number or accompanies a Transfer-Encoding, and any
-    Transfer-Encoding in which another coding follows `chunked`.
+    headers. It has also refused a Content-Length that is repeated, is not a number, or accompanies a
+    Transfer-Encoding, and a Transfer-Encoding in which another coding follows `chunked`.
     """
     lengths = [value for name, value in headers if name == b"content-length"]
     encodings = [value for name, value in headers if name == b"transfer-encoding"]

@@ -1,4 +1,4 @@
-"""Builds an OpenAPI document from a route table and msgspec's JSON schemas of the structs."""
+"""Builds an OpenAPI document from a route table and the JSON schemas that msgspec derives from structs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Operation(NamedTuple):
 
 
 class DescribedRoute(Protocol):
-    """The route properties required for the OpenAPI document."""
+    """The properties of a route that the OpenAPI document needs."""
 
     operation: Operation | None
     methods: set[str] | None

@@ -19,8 +19,8 @@ _MAX_GROUPS_BYTES = 1024
 
 
 class Peer(NamedTuple):
-    """A client's properties when it connected. For TCP, `uid` and `pid` are -1; for a Unix socket, `address`
-    is empty."""
+    """A client's identity, as determined when it connected. For TCP, `uid` and `pid` are -1; for a Unix
+    socket, `address` is empty."""
 
     kind: SocketKind
     uid: int

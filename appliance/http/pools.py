@@ -1,4 +1,4 @@
-"""Limits the number of connections, and selects a connection to close when a new one needs its place."""
+"""Limits the number of connections, and chooses which one to close when a new connection needs a place."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Pool:
 
     def _make_space_of(self, tenant: str) -> bool:
         """Close the tenant's waiting connections, longest-waiting first, until it has a free place. Return
-        False if none of them is waiting."""
+        False if too few of them are waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

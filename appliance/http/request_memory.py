@@ -1,4 +1,4 @@
-"""Limits the total memory of request heads and read-ahead bytes over all connections."""
+"""Limits the memory that request heads and read-ahead bytes take up across all connections."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RequestMemory:
 
     def __init__(self) -> None:
         self.refused = 0
-        """Number of requests refused."""
+        """Requests refused to free memory."""
         self._sizes: dict[HeadHolder, int] = {}
         self._total = 0
 

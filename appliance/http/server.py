@@ -47,13 +47,13 @@ class HttpServer:
         self.known_pool = Pool()
         self.unknown_pool = Pool()
         self.refused = 0
-        """Number of connections closed or answered with 503 because no place was free."""
+        """Connections closed or answered with 503 because no place was free."""
         self.cut_off = CountedLog("connections closed because their clients did not read the answers")
         self.request_memory = RequestMemory()
         self.turns = Turns()
         self.tenant_of = tenant_of
         self.second = 0
-        """Number of seconds since the server started."""
+        """Seconds since the server started."""
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
@@ -104,7 +104,7 @@ class HttpServer:
         stopping, it answers only the request that another process had read, or closes the socket if there is
         none.
 
-        - `address` is the address of the TCP peer. If it is empty, the address is looked up.
+        - `address` is the TCP peer's address. If empty, the address is looked up.
         - `request` holds bytes already read from the connection by another process.
         - `begins` is called before anything is read.
         """
@@ -152,7 +152,7 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # The applications have been told that their connections are closed. Wait for them to return.
+        # The application has been told that the connections are closed. Wait for its tasks to end.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 

@@ -49,8 +49,8 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
 def bind_tcp(
     host: str, port: int, *, setting: str = "listen", beside: Iterable[socket.socket] = ()
 ) -> socket.socket:
-    """Return a listening TCP socket, whose address may overlap those of the sockets in `beside`. Raises a
-    ListenError that names the setting."""
+    """Return a listening TCP socket. Its address may overlap the addresses of the sockets in `beside`. Raises
+    a ListenError that names the setting."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)

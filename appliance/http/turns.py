@@ -14,16 +14,16 @@ from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
-"""The number of turns in the next event loop iteration is limited to the last iteration's duration divided by
-this, but at least 1 and at most `MAX_TURNS_PER_PASS`. A turn usually takes less time."""
+"""Time allowed per turn; most turns take less. The number of turns in an event loop iteration is the previous
+iteration's duration divided by this time, but at least 1 and at most `MAX_TURNS_PER_PASS`."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
-"""Maximum average share of the event loop's time for one budget's turns."""
+"""Maximum average share of the event loop's time that one budget's turns may take."""
 BURST_S = 0.1
-"""How much of the event loop's time a budget that has been idle for a while may take without pausing."""
+"""Event loop time, in seconds, that a budget may use without pausing after it has been idle for a while."""
 MAX_CHARGE_S = 0.004
-"""Maximum time charged for one turn. An iteration can take much longer than its turns, because it also
-delivers tokens or because the process was waiting for a CPU."""
+"""Maximum time, in seconds, charged for one turn. An event loop iteration can take much longer than its
+turns: it also delivers tokens, and the process may have to wait for a CPU."""
 _MIN_REST_S = 0.001
 """Resolution of the event loop's timers."""
 
