@@ -1,1 +1,1 @@
-"""The messages between the core and the front processes, and the types that both use."""
+"""The messages between the core and the front processes, and their shared types."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from appliance.channel.identity import Identity
 
 CLASS_NAMES = ("P0", "P1", "P2", "P3")
-"""Names of the real-time, interactive, batch and background classes."""
+"""Names of the service classes: real-time, interactive, batch and background."""
 
 _ASKED = {name: number for number, name in enumerate(CLASS_NAMES)} | {"priority": 0, "flex": 2}
-"""The service class for each class name and for each of OpenAI's service tiers. The tiers "auto", "default"
-and "scale" are left out, because they select the default class."""
+"""The service class for each class name and each OpenAI service tier. The tiers "auto", "default" and "scale"
+are omitted, because they select the default class."""
 
 
 def service_class(asked: str, identity: Identity) -> int:
-    """Return the service class of a request: the class that the client requested, or else the tenant's
-    default. The result never has a higher priority than the tenant and the key allow."""
+    """Return a request's service class: the class that the client requested, or else the tenant's default,
+    but never a higher priority than the tenant and the key allow."""
     return max(_ASKED.get(asked, identity.default_class), identity.highest_class)

@@ -1,4 +1,4 @@
-"""The messages from the core to a front process: plain structs, sent as msgpack (`engine.wire`)."""
+"""Messages from the core to a front process: plain structs, sent as msgpack (`engine.wire`)."""
 
 from __future__ import annotations
 
@@ -28,50 +28,50 @@ RefusalCode = Literal[
     "tenant_suspended",
 ]
 ExceededLimit = Literal["", "requests", "tokens"]
-"""The kind of limit exceeded, sent in the `type` field of OpenAI's error format. If it is "", the status
+"""The kind of limit that was exceeded, sent as `type` in OpenAI's error format. If "", the HTTP status
 determines the type."""
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """A front process's table for authenticating callers. If `whole` is set, it replaces the previous table;
-    otherwise, it contains the changes since the previous message."""
+    """A front process's table for authenticating callers. If `whole` is set, this message replaces the
+    previous table; otherwise, it contains the changes since the previous message."""
 
     keys: dict[str, Identity | None] = {}
-    """Identities by the SHA-256 (hex) of the bearer key. None means that the key is no longer valid."""
+    """Identities, keyed by the SHA-256 (hex) of the bearer key. None means that the key is no longer
+    valid."""
     uids: dict[int, Identity] = {}
-    """Identities by the uid of the peer on a Unix socket. `uids` and `gids` are always complete."""
+    """Identities, keyed by the uid of a Unix socket's peer. `uids` and `gids` are always complete."""
     gids: dict[int, Identity] = {}
-    """Identities by the peer's groups, for peers whose uid is not in `uids`."""
+    """Identities, keyed by group id, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """Identity of callers with any other uid that the socket's file mode admits. None means that callers with
-    other uids are refused."""
+    """The identity of all other callers that the socket's file mode admits. If None, they are refused."""
     whole: bool = True
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
-    """A front process's configuration. This is the first message to a front process, and is sent again
-    whenever its content changes."""
+    """A front process's configuration. Sent as the first message to the process, and again after every
+    change."""
 
     front: str
     serial: int = 0
-    """Serial number, which increases with each message. The front process reports that of the latest
-    configuration it has applied."""
+    """Serial number, which increases with each message. The front process reports the serial number of the
+    latest configuration it has applied."""
     models: list[ServedModel]
     routes: list[Route] | None = None
-    """The names that applications can use. They take effect when the message arrives, before new models are
-    loaded. If the value is None, each model can be used only by its own name."""
+    """The names that applications can use for models. They take effect when the message arrives, before new
+    models are loaded. If None, each model can be used only by its own name."""
     max_held: int = 1000
-    """Maximum number of requests per front process that may wait for models to be loaded."""
+    """Maximum number of requests per front process that may be waiting for a model to be loaded."""
     hold_timeout_s: float = 60.0
-    """Maximum time in seconds for which a request waits for a model to be loaded."""
+    """Maximum time, in seconds, that a request waits for a model to be loaded."""
     limits: Limits
     ready: bool
-    """Whether every model that is not drained can answer requests. `/health/ready` returns this value."""
+    """Whether every model that is not drained can answer requests, as returned by `/health/ready`."""
     reason: str = ""
-    """Reason why the service is not ready."""
+    """Why the service is not ready."""
     silent: dict[str, str] = {}
-    """Names whose models cannot answer requests, with the reasons, as returned by
-    `/health/ready?model=NAME`."""
+    """Names whose models cannot answer requests, each with the reason that `/health/ready?model=NAME`
+    returns."""
     log_level: LogLevel = "info"
     retries: RetryRules = RetryRules()
     keeping: KeepRules = KeepRules()
@@ -89,13 +89,14 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
 
     kind: SocketKind
     peer: str
-    """Address of a TCP peer; empty for a Unix socket, for which the front process reads SO_PEERCRED."""
+    """Address of a TCP peer. Empty for a Unix socket, whose peer the front process identifies with
+    SO_PEERCRED."""
     has_request: bool = False
-    """Whether another front process has already read a request from the connection. In this case, the message
-    carries a second descriptor: a memfd with the bytes of the request."""
+    """Whether another front process has already read a request from the connection. If so, the message
+    carries a second descriptor: a memfd with the request's bytes."""
     number: int = 0
-    """Number of the connection, which is unique for this front process. `Taken` and `NotTaken` refer to the
-    connection by this number."""
+    """The connection's number, unique within this front process. `Taken` and `NotTaken` use it to identify
+    the connection."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
@@ -103,20 +104,19 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
     scope: bytes
     is_elsewhere: bool
-    """Whether another front process runs the request or keeps its answer. If so, the front process that
-    receives this message must pass the connection on to that process (`HandOver`). If not, it must run the
-    request itself."""
+    """Whether another front process runs the request or keeps its answer. If so, the front process that gets
+    this reply must hand the connection over (`HandOver`). If not, it must run the request itself."""
     retry_of: str = ""
-    """Request id of an earlier run of the request whose answer is no longer kept, or an empty string."""
+    """Request id of an earlier run whose answer is no longer kept, or an empty string."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
-    """State of a request's limits that are closest to exhaustion. None means no limit."""
+    """The state of the request and token limits that are closest to exhaustion. None means no limit."""
 
     limit_requests: int | None
     remaining_requests: int | None
     reset_requests_s: float | None
-    """Seconds until the full limit is available again if nothing more is used."""
+    """Seconds until the whole limit is available again, assuming no further use."""
     limit_tokens: int | None
     remaining_tokens: int | None
     reset_tokens_s: float | None
@@ -135,14 +135,15 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     reserved_slots: int = 0
     """Same as `Submit.reserved_slots`."""
     most_tokens: int | None = None
-    """Limit on each sample's output tokens, or None if the requested limit applies."""
+    """Maximum number of output tokens per sample, or None if the requested limit applies."""
     rate_limits: RateLimits | None = None
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request is refused, either before it runs or before it continues. If the first attempt is refused,
-    the core has already closed the request's row in the log, and no `Settle` follows. If a later attempt is
-    refused, `Settle` follows, because the client may have received part of the answer."""
+    """The request is refused, either at its first attempt or when it is resubmitted. After the refusal of a
+    first attempt, no `Settle` follows, because the core has already closed the request's row in the log.
+    After the refusal of a later attempt, `Settle` follows, because the client may have received part of the
+    answer."""
 
     request_id: str
     attempt: int
@@ -152,16 +153,16 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether a retry would fail as well. If so, OpenAI's clients are told not to retry automatically."""
+    """Whether a retry would fail too. If so, OpenAI's clients are told not to retry automatically."""
     rate_limits: RateLimits | None = None
     falls_back: bool = False
-    """True if the request stays open because `Admit.may_fall_back` is set and another model may be able to
-    answer it. The front process then sends either a new first attempt for the fallback model, or `Settle`."""
+    """Whether the request stays open, because another model may be able to answer it (`Admit.may_fall_back`).
+    If so, the front process then sends either a new first attempt for the fallback model or `Settle`."""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """End this request immediately, because an operator has cancelled it or because the grace period of a
-    drain has ended. The client gets an error."""
+    """Ends a request immediately, because an operator has cancelled it or a drain's grace period has ended.
+    The client gets an error."""
 
     request_id: str
     message: str
@@ -169,7 +170,7 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 class Preempted(msgspec.Struct, tag="preempted", frozen=True):
     """The request's replica is about to be stopped to make room for another model. The request continues on
-    the next replica. This does not count as a lost replica."""
+    another replica. This does not count as a lost replica."""
 
     request_id: str
 
@@ -178,11 +179,12 @@ class AskProgress(msgspec.Struct, tag="ask_progress", frozen=True):
     """Asks a front process for the progress of its requests. The reply is `FrontProgress`."""
 
     number: int
-    """Query number, repeated in the reply."""
+    """The query's number, which the reply repeats."""
 
 
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
-    """Accept no more connections, finish the running answers within `grace_s` seconds, and exit."""
+    """Tells a front process to accept no more connections, finish its running answers within `grace_s`
+    seconds, and exit."""
 
     grace_s: float
 

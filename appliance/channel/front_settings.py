@@ -1,5 +1,4 @@
-"""Settings that the core passes on to front processes: limits, and the rules for retries and for storing
-texts."""
+"""Settings that the core passes on to front processes: limits, retry rules, and rules for storing texts."""
 
 from __future__ import annotations
 
@@ -24,65 +23,64 @@ Origin = Annotated[
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on the connections and requests that a front process accepts."""
+    """Limits on a front process's connections and requests."""
 
     max_body_bytes: _Bytes = 2 << 20
-    """Maximum size of a request body in bytes. A larger body is refused with 413. 131,072 tokens of text are
-    about 1 MB. Parsing a body blocks the other requests of the front process for up to 20 ms per MB."""
+    """Maximum size of a request body, in bytes. Larger bodies are refused with 413. 131,072 tokens of text
+    are about 1 MB. Parsing a body delays the front process's other requests by up to 20 ms per MB."""
     header_timeout_s: _PositiveSeconds = 10.0
-    """Time in seconds within which a request's header must arrive. Otherwise, the request is refused with
-    408."""
+    """Maximum time, in seconds, for a request's headers to arrive. Slower requests are refused with 408."""
     body_timeout_s: _PositiveSeconds = 30.0
-    """Time in seconds after the header within which a request's body must arrive. Otherwise, the request is
-    refused with 408."""
+    """Maximum time, in seconds, for a request's body to arrive after the headers. Slower requests are refused
+    with 408."""
     idle_timeout_s: _PositiveSeconds = 75.0
-    """Time in seconds after which an idle keep-alive connection is closed."""
+    """Time, in seconds, after which an idle keep-alive connection is closed."""
     max_connections: _Connections = 4096
-    """Maximum number of authenticated connections per front process. These are the connections of local users
-    on the Unix socket and of clients that have sent a valid key. When a connection exceeds the limit, the
-    connection that has been idle longest is closed. If no connection is idle, the new one is refused with
-    503."""
+    """Maximum number of authenticated connections per front process. These are connections from local users
+    on the Unix socket and from clients that have sent a valid key. Once the limit is reached, each new
+    connection replaces the one that has been idle longest. If none is idle, the new connection is refused
+    with 503."""
     max_unauthenticated_connections: _Connections = 256
     """Maximum number of unauthenticated connections per front process. These are connections on which no
-    request with a valid key has arrived yet. When a connection exceeds the limit, the address with the most
-    unauthenticated connections loses its oldest one."""
+    request with a valid key has arrived yet. Once the limit is reached, each new connection replaces the
+    oldest one from the address with the most unauthenticated connections."""
     unauthenticated_timeout_s: _PositiveSeconds = 10.0
-    """Time in seconds after which an unauthenticated connection that has sent no request is closed. It is
-    also an upper bound for all other timeouts of unauthenticated connections."""
+    """Time, in seconds, after which an unauthenticated connection that has sent no request is closed. No
+    other timeout of an unauthenticated connection is longer than this."""
     max_tenant_body_bytes: _Bytes = 32 << 20
-    """Maximum total size in bytes of one tenant's unfinished request bodies per front process. A body that
-    would exceed this size is refused with 503. A single body of up to `max_body_bytes` is always accepted."""
+    """Maximum total size, in bytes, of one tenant's unfinished request bodies per front process. A body that
+    would exceed this total is refused with 503, but a single body of up to `max_body_bytes` is always
+    accepted."""
     max_front_body_bytes: _Bytes = 64 << 20
-    """Maximum total size in bytes of all unfinished request bodies per front process. A body that would
-    exceed this size is refused with 503."""
+    """Maximum total size, in bytes, of all unfinished request bodies per front process. A body that would
+    exceed this total is refused with 503."""
     stream_comment_interval_s: _Seconds = 5.0
-    """Time in seconds after which a stream that has sent nothing sends a comment. Clients ignore comments,
-    but they prevent proxies from closing the connection. Response headers are sent within half a second. With
-    0, no comments are sent, and the headers are sent with the first token."""
+    """A stream that has sent nothing for this many seconds sends a comment, so that proxies do not close the
+    connection. Clients ignore comments. Response headers are sent within half a second. If 0, no comments are
+    sent, and the headers are sent with the first token."""
     cors_origins: tuple[Origin, ...] = ()
-    """Origins of web pages that may call the API, such as "https://chat.example.com", or "*" for all. An
-    origin has a scheme, a host and optionally a port, but no path. By default, no origin is allowed."""
+    """Origins whose web pages may call the API, such as "https://chat.example.com", or "*" for all. An origin
+    has a scheme, a host and optionally a port, but no path. By default, no origin is allowed."""
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
     """Rules for requests with an `Idempotency-Key`."""
 
     keep_s: _Seconds = 600.0
-    """Time in seconds for which a finished request's answer is kept for retries."""
+    """How long, in seconds, a finished request's answer is kept for retries."""
     grace_s: _Seconds = 30.0
-    """Time in seconds for which a request continues after its last client has disconnected."""
+    """How long, in seconds, a request keeps running after its last client has disconnected."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
-    """Maximum memory in bytes for kept answers per front process."""
+    """Maximum memory, in bytes, for kept answers per front process."""
 
 
 class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for storing prompts and answers. They apply to tenants whose log policy requires that prompts and
-    answers be stored."""
+    """Rules for storing the prompts and answers of tenants whose log policy requires it."""
 
     redact: tuple[SecretKind, ...] = ("keys", "bearer_tokens", "passwords", "private_keys")
-    """Kinds of secrets that are removed from stored prompts and answers."""
+    """Kinds of secrets to remove from stored prompts and answers."""
     secret_prefixes: tuple[Annotated[str, msgspec.Meta(min_length=2)], ...] = ()
-    """Prefixes of additional secrets, such as ["acme_"] for the keys of your own services. Words of at least
-    8 characters that begin with such a prefix are also removed."""
+    """Prefixes of additional secrets, such as ["acme_"] for your own services' keys. Words of at least 8
+    characters with such a prefix are removed too."""
     max_text_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 65536
-    """Maximum number of characters stored per prompt or answer. Longer texts are cut off at this length."""
+    """Maximum number of characters stored per prompt or answer. Longer texts are truncated."""

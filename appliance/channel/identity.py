@@ -15,29 +15,29 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tenant: str
     key_id: str = ""
-    """Id of the key. Empty if the caller was identified by the uid of a Unix socket's peer."""
+    """The key's id. Empty if the caller was identified by its uid on a Unix socket."""
     scopes: tuple[str, ...] = ("inference",)
     """Scopes from `store.policies.SCOPES`."""
     models: tuple[str, ...] | None = None
     """Models that the request may use, or None for all models."""
     highest_class: int = INTERACTIVE
-    """The highest-priority service class that the request can get. 0 is P0."""
+    """The highest-priority service class that the request can get, as a number: 0 is P0."""
     default_class: int = INTERACTIVE
-    """The service class of a request that does not name one."""
+    """The service class of requests that do not name one."""
     context_tokens: int | None = None
     """Maximum total length of prompt and output, or None if only the model's limit applies."""
     default_max_tokens: int | None = None
-    """Limit on the output of a request without `max_tokens`. None means that the output may fill the rest of
-    the context length."""
+    """Output limit, in tokens, for requests without `max_tokens`. If None, the output may fill the rest of
+    the context."""
     log_policy: LogPolicy = "metadata"
     may_fall_back: bool = False
-    """Whether requests with this key may be answered by the fallback of a model."""
+    """Whether a model's fallback may answer requests with this key."""
     expires_at: float | None = None
-    """Time at which the key expires, in unix seconds."""
+    """When the key expires, in unix seconds."""
     suspended: bool = False
-    """Whether the tenant is suspended. All requests of a suspended tenant are refused."""
+    """Whether the tenant is suspended, so that all its requests are refused."""
 
 
 SHADOW_IDENTITY = Identity(tenant="(shadow)", highest_class=BACKGROUND, default_class=BACKGROUND)
-"""The identity of requests that are copied for shadow traffic. No tenant can have this name, so no tenant is
+"""The identity used for copies of requests (shadow traffic). No tenant can have this name, so no tenant is
 billed for the copies."""

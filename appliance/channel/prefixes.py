@@ -1,5 +1,5 @@
-"""Hashes of a prompt's prefixes, which the core uses to find a replica that has probably cached one of
-them."""
+"""Hashes of a prompt's prefixes. With these hashes, the core finds a replica that has probably cached one of
+the prefixes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hashlib import blake2b
 from engine.messages import pack_tokens
 
 LENGTHS = (64, 256, 1024, 4096)
-"""Lengths, in tokens, of the prefixes that are hashed. The first length is the size of a KV block. Hashing
-more prefixes would take more time per request than a better choice of replica saves."""
+"""Lengths, in tokens, of the hashed prefixes. The first is the size of a KV block. Hashing more prefixes
+would cost more time per request than a better choice of replica saves."""
 _HASH_BYTES = 8
-"""Hash size in bytes. Hashes can be this small, because a wrong match only sends a request to a replica that
-has not cached its prefix."""
+"""Hash size in bytes. A small hash is sufficient, because a false match only sends a request to a replica
+that has not cached its prefix."""
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:
-    """Return a hash for each length in `LENGTHS` that is shorter than the prompt, in ascending order."""
+    """Return a hash for each length in `LENGTHS` that is shorter than the prompt, shortest first."""
     lengths = [length for length in LENGTHS if length < len(token_ids)]
     if not lengths:
         return ()

@@ -1,4 +1,4 @@
-"""Default sampling parameters of a model, and the allowed ranges of all sampling parameters."""
+"""A model's default sampling parameters, and the allowed range of each sampling parameter."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _IN_CHECKPOINTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Default sampling parameters for requests that do not set them. They take precedence over the
-    checkpoint's `generation_config.json`. A change applies to requests that arrive after it."""
+    checkpoint's `generation_config.json`. A change applies to requests that arrive after the change."""
 
     temperature: Temperature | None = None
     """Sampling temperature. 0 selects greedy decoding. Default: the checkpoint's value, otherwise 1."""
     top_p: Fraction | None = None
-    """Tokens are chosen from the most likely tokens up to this cumulative probability. Default: the
-    checkpoint's value, otherwise 1."""
+    """Sample only from the most likely tokens, up to this cumulative probability. Default: the checkpoint's
+    value, otherwise 1."""
     top_k: TopK | None = None
-    """Number of most likely tokens from which tokens are chosen; 0 or -1 for all tokens. Default: the
-    checkpoint's value, otherwise all tokens."""
+    """Sample only from this many of the most likely tokens; 0 or -1 for all tokens. Default: the checkpoint's
+    value, otherwise all tokens."""
     min_p: Fraction | None = None
-    """Minimum probability of a token, as a fraction of the highest probability. Default: the checkpoint's
-    value, otherwise 0."""
+    """Minimum probability of a token, as a fraction of the most likely token's probability. Default: the
+    checkpoint's value, otherwise 0."""
     presence_penalty: Penalty | None = None
-    """Subtracted from the logit of each token that the answer contains. Default: 0."""
+    """Subtracted from the logit of each token that occurs in the answer. Default: 0."""
     frequency_penalty: Penalty | None = None
     """Subtracted from a token's logit once per occurrence in the answer. Default: 0."""
     repetition_penalty: RepetitionPenalty | None = None
@@ -42,8 +42,8 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     otherwise 1, which is no penalty."""
 
     def over(self, generation_config: Mapping[str, Any]) -> SamplingDefaults:
-        """Return these defaults. Values that are not set are taken from the checkpoint's
-        `generation_config.json` if they are valid."""
+        """Return these defaults, filling in unset values from the checkpoint's `generation_config.json` where
+        those are valid."""
         hints = {field.name: field.type for field in msgspec.structs.fields(self)}
         found: dict[str, Any] = {}
         for name in _IN_CHECKPOINTS:
@@ -52,5 +52,5 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
                 try:
                     found[name] = msgspec.convert(value, hints[name])
                 except msgspec.ValidationError:
-                    continue  # transformers accepts some values that this engine does not accept
+                    continue  # transformers accepts some values that this engine does not
         return msgspec.structs.replace(self, **found)

@@ -1,4 +1,4 @@
-"""The models that front processes serve, and the names under which applications use them."""
+"""The models that front processes serve, and the names that applications use for them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model, or a version of a model, that is loaded or being loaded."""
 
     name: str
-    """The unit of loading: the name of a model in the settings, or NAME@VERSION for a version in the
+    """Name of the unit that is loaded: a model in the settings, or NAME@VERSION for a version in the
     registry."""
     folder: str
     """Folder with the tokenizer and the chat template."""
     version: str
-    """Fingerprint of the folder's files, which identifies their version."""
+    """Fingerprint of the folder's files. It changes when a file changes."""
     created: int
-    """Time at which the model's files were created, in unix seconds."""
+    """When the model's files were created, in unix seconds."""
     max_model_len: int
-    """Maximum total length of prompt and output, in tokens."""
+    """Maximum combined length of prompt and output, in tokens."""
     vocab_size: int
     required: bool = True
     """Whether the service counts as ready only while this model is ready."""
@@ -35,19 +35,18 @@ class Arm(msgspec.Struct, frozen=True, array_like=True):
 
     unit: str
     weight: float
-    """Weight of this arm. Its share of the requests is this weight divided by the sum of the weights of all
-    arms."""
+    """The arm's weight. Its share of the requests is its weight divided by the sum of all arms' weights."""
     target: str
-    """The target as the operator has written it. Callers are assigned to arms by this text, so a caller stays
-    with an arm even if the default version of its target changes."""
+    """The target, as written by the operator. Callers are assigned to arms by this text, so callers keep
+    their arm even if the target's default version changes."""
 
 
 class Shadow(msgspec.Struct, frozen=True, array_like=True):
-    """A model or version to which a share of the requests for a name is copied."""
+    """A model or version that gets copies of a share of the requests for a name."""
 
     unit: str
     share: float
-    """Fraction of the requests, from 0 to 1."""
+    """Fraction of the requests to copy, from 0 to 1."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,24 +54,22 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     unit: str
-    """`ServedModel.name` of the model that answers requests for the name. If it is empty, requests wait until
-    a model is loaded for the name."""
+    """`ServedModel.name` of the model that answers requests for the name. If empty, requests wait until a
+    model is loaded for the name."""
     created: int = 0
-    """Time at which the model's files were created, in unix seconds."""
+    """When the model's files were created, in unix seconds."""
     max_model_len: int = 0
     listed: bool = True
     """Whether `GET /v1/models` lists the name, because the model can answer requests now or after it is
     loaded on demand."""
     fallback: str = ""
-    """Name of the model that answers requests if this model cannot, provided that the key allows a
-    fallback."""
+    """Name of the model that answers requests if this one cannot and the key allows a fallback."""
     shadow: Shadow | None = None
     arms: tuple[Arm, ...] = ()
-    """If requests for the name are split, the arms that can answer them. `unit` is then the unit of the arm
-    with the largest weight."""
+    """The arms that can answer requests, if requests for the name are split. `unit` is then the unit of the
+    arm with the largest weight."""
     on_demand: bool = False
-    """Whether a request causes the model to be loaded or woken (`FrontReport.wanted`). Set only if `unit` is
-    empty."""
+    """Whether a request for the name causes its model to be loaded or woken (`FrontReport.wanted`). Set only
+    if `unit` is empty."""
     problem: str = ""
-    """Reason why the latest load on demand failed. While it is set, requests are refused instead of
-    waiting."""
+    """Why the latest load on demand failed. While this is set, requests are refused instead of waiting."""
