@@ -30,7 +30,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class ChatTemplate:
-    """A model's compiled chat templates: `default`, and additional templates by name (such as `tool_use`)."""
+    """A model's compiled chat templates: `default`, and named additional templates such as `tool_use`."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ChatTemplate:
         """Compile the templates.
 
         - `sources`: template texts by name. Empty for a model without templates.
-        - `special_tokens`: texts by name, as templates use them (`bos_token`).
+        - `special_tokens`: texts by the names that templates use (`bos_token`).
 
         Raises `ChatTemplateError` if a template does not compile.
         """
@@ -53,7 +53,7 @@ class ChatTemplate:
             try:
                 self._templates[name] = environment.from_string(source)
             except Exception as error:
-                # A hostile source can make Jinja2 and Python's compiler raise any exception.
+                # A hostile template can make Jinja2 or Python's compiler raise any exception.
                 reason = _for_client(f"{type(error).__name__}: {error}")
                 raise ChatTemplateError(f"chat template {name!r} is not valid Jinja2 ({reason})") from error
 
@@ -69,10 +69,8 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text. The template writes the beginning-of-text token itself, so encode the text
-        without adding special tokens.
-
-        `messages` and `variables` (additional template variables) are plain JSON values. The template treats
-        them as data, never as template text.
+        without adding special tokens. `messages` and `variables` (additional template variables) are JSON
+        values. They are treated as data, never as template code.
 
         Raises `NoChatTemplateError`, and `ChatTemplateError` if the template rejects the messages, fails
         while rendering them, or exceeds the limits.
@@ -101,7 +99,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
         except Exception as error:
-            # If rendering fails, refuse only this request; the process must keep working.
+            # If rendering fails, refuse only this request. The process must keep running.
             raise ChatTemplateError(
                 _for_client(
                     f"the chat template cannot render these messages: {type(error).__name__}: {error}"
@@ -124,13 +122,14 @@ class ChatTemplate:
 
 
 def _for_client(message: str) -> str:
-    """Shorten an error message, which may quote text of any length, and replace characters that cannot be
-    encoded."""
+    """Shorten an error message, because it may quote text of any length, and replace characters that cannot
+    be encoded."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
-    """Return a Jinja2 environment like that of transformers for chat templates, with additional limits."""
+    """Return a Jinja2 environment like the one that transformers uses for chat templates, with additional
+    limits."""
     environment = _BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -165,7 +164,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """The templates' `namespace(…)` function. It denies access to attributes with a special meaning in
+    """The `namespace(…)` function for templates, without access to attributes that have a special meaning in
     Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -187,8 +186,8 @@ def _refuse_internal(name: object) -> None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """A Jinja2 tag that renders the body of `{% generation %}…{% endgeneration %}`, which marks the
-    assistant's text for training."""
+    """Renders the body of the Jinja2 tag `{% generation %}…{% endgeneration %}`, which marks the assistant's
+    text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -208,8 +207,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode a value as JSON without HTML escapes. Jinja2's `tojson` filter would add HTML escapes, but
-    models were not trained on escaped text."""
+    """Encode a value as JSON without the HTML escapes of Jinja2's `tojson` filter, because models were not
+    trained on escaped text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,7 +1,7 @@
 """Prevents client text from becoming control tokens: in a conversation, only the chat template can produce
-them. In a chat template, `<|end|>` ends a message. In a message, the same characters are user text and must
-not end it. In the rendered string, the two cannot be distinguished. Conversations are therefore encoded in
-three steps:
+control tokens. In a chat template, `<|end|>` ends a message. In a message, the same characters are user text
+and must not end it. In the rendered string, the two cannot be distinguished. Conversations are therefore
+encoded in three steps:
 
 1. Before rendering, a `Shield` replaces each special token's text in the client's texts with a placeholder.
    Placeholders are random digits, drawn for each request, because no template filter changes digits.
@@ -11,12 +11,12 @@ three steps:
    names. The copy encodes all other text in the same way as the original tokenizer, whatever normalizer
    and pre-tokenizer it has.
 
-Conversations without the text of a special token skip these steps and are encoded as in transformers.
+Conversations that contain no special token's text skip these steps and are encoded as in transformers.
 
 Two cases are not covered. First, a template may split a message or join it to other text, and the result may
-contain the text of a special token. Second, no copy of the tokenizer can be made if the merges of its
-vocabulary combine ordinary tokens into a special token. In the second case, special tokens in messages act as
-control tokens, as in transformers, and a warning is logged once.
+contain the text of a special token. Second, the tokenizer cannot be copied if its merges combine ordinary
+tokens into a special token. In that case, special tokens in messages act as control tokens, as in
+transformers, and a warning is logged once.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _STEP_CHARACTERS = 16 * _WINDOW_CHARACTERS
 _NONCE_DIGITS = 20
 _INDEX_DIGITS = 5
 _NAME_EDGE = "\U00100000"
-"""A private-use character, which normalizers leave unchanged and pre-tokenizers split at."""
+"""A private-use character: normalizers leave it unchanged, and pre-tokenizers split text at it."""
 
 
 class ControlTokens:
-    """The special tokens of one tokenizer. Safe to use from any thread."""
+    """One tokenizer's special tokens. Safe to use from any thread."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._encoder = Encoder(backend)
@@ -100,8 +100,8 @@ class ControlTokens:
     def _search(self, text: str, begin: int) -> re.Match[str] | None:
         """Return the first special token that starts within the window at `begin`."""
         # Search one window at a time, because the regular expression engine holds the GIL. A search takes up
-        # to 2.5 µs per character, measured with 256 special tokens and a text in which every second character
-        # could begin one.
+        # to 2.5 µs per character (measured with 256 special tokens and a text in which every second character
+        # could begin a special token).
         end = begin + _WINDOW_CHARACTERS
         found = self._pattern.search(text, begin, end + self._longest)
         return found if found is not None and found.start() < end else None
@@ -128,12 +128,12 @@ class ControlTokens:
 
 
 class Shield:
-    """Hides special tokens in a request's texts from the template and the tokenizer."""
+    """Hides the special tokens in a request's texts from the chat template and the tokenizer."""
 
     def __init__(self, control: ControlTokens) -> None:
         self._control = control
         self._placeholders: dict[str, str] = {}
-        """Placeholder for each special token."""
+        """Maps each special token to its placeholder."""
         self._pattern: re.Pattern[str] | None = None
         """Matches placeholders."""
 
@@ -143,8 +143,8 @@ class Shield:
         return bool(self._placeholders)
 
     def hide(self, value: Any) -> Generator[None, None, Any]:
-        """Return a copy of a JSON value with placeholders in place of special tokens in all strings. Yields
-        between steps."""
+        """Return a copy of a JSON value in which placeholders replace the special tokens in all strings.
+        Yields between steps."""
         if isinstance(value, str):
             return (yield from self._hide(value))
         if isinstance(value, list):

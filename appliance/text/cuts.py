@@ -1,5 +1,5 @@
 """Splits texts at positions (cuts) where encoding the pieces gives the same token ids as encoding the whole
-text. Also determines the maximum token length. Both are derived from a tokenizer's components: added tokens,
+text. Also determines the maximum length of a token. Both results are derived from a tokenizer's added tokens,
 normalizer and pre-tokenizer. If no cuts can be derived, texts are encoded whole.
 """
 
@@ -14,13 +14,13 @@ import tokenizers
 from appliance.text.token_table import TokenTable, component_steps
 
 PIECE_CHARACTERS = 16_384
-"""Size of a piece in characters. Encoding a piece takes about 15 ms (1 µs per character with the demo model's
-tokenizer)."""
+"""Length of a piece, in characters. Encoding a piece takes about 15 ms (1 µs per character with the demo
+model's tokenizer)."""
 
 _WINDOW_CHARACTERS = 16_384
 _SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
 _CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
-"""Matches two adjacent characters between which a text can be cut."""
+"""Matches two adjacent characters if the text can be cut between them."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -39,11 +39,9 @@ _SAFE_ALTERNATIVES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     ]
 )
-r"""The alternatives in the regular expressions with which GPT-2, Llama 3, Qwen 2, o200k and Tekken split text
-before tokenization. C represents a contraction.
-
-With each of these expressions, a match begins at every cut, and the matches on one side of a cut do not
-depend on the text on the other side. The reasons are:
+r"""The alternatives of the regular expressions that GPT-2, Llama 3, Qwen 2, o200k and Tekken use to split
+text before tokenization. C stands for a contraction. With each of these expressions, a match begins at every
+cut, and the matches on one side of a cut do not depend on the text on the other side, because:
 
 - No match contains a non-space character followed by a space, or a letter or digit followed by one of the
   other characters in `_CUT`.
@@ -53,12 +51,12 @@ depend on the text on the other side. The reasons are:
 """
 
 _MAX_NFC_SHRINKING = 4
-"""Upper bound on the factor by which NFC normalization can shorten UTF-8 text. The largest one is 3.5 (U+1FBE
-U+0308 U+0301 becomes U+0390), found by searching Unicode 14."""
+"""Upper bound on the factor by which NFC normalization can shorten UTF-8 text. The largest factor in Unicode
+14, found by searching it, is 3.5 (U+1FBE U+0308 U+0301 becomes U+0390)."""
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether encoding the pieces from `split_text` separately gives the same token ids as encoding
+    """Return True if encoding the pieces from `split_text` separately gives the same token ids as encoding
     the whole text."""
     for token in backend.get_added_tokens_decoder().values():
         text = token.content
@@ -69,13 +67,13 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
     steps = component_steps(backend.pre_tokenizer, "pretokenizers")
     if not steps or not _splits_at_cuts(steps[0]):
         return False
-    # The first step of the pre-tokenizer splits the text. Later steps process each part separately.
+    # The pre-tokenizer's first step splits the text. Later steps process each part separately.
     return all(step["type"] in ("Split", "Digits", "Punctuation") or _is_plain(step) for step in steps[1:])
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Yield `text` in pieces of about `PIECE_CHARACTERS` characters, or longer ones where the text cannot be
-    cut."""
+    """Yield `text` in pieces of about `PIECE_CHARACTERS` characters. Where the text cannot be cut, pieces are
+    longer."""
     begin = 0
     while (end := _find_cut(text, begin + PIECE_CHARACTERS)) < len(text):
         yield text[begin:end]
@@ -89,7 +87,7 @@ def last_cut(text: str) -> int:
 
 
 def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None) -> int | None:
-    """Return the maximum number of bytes of text that one token can represent, or None if unknown."""
+    """Return the maximum number of bytes that one token can represent, or None if unknown."""
     added = backend.get_added_tokens_decoder().values()
     if table is None or any(token.lstrip or token.rstrip for token in added):
         return None
@@ -106,7 +104,7 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
             and len({data for data in table.raw if len(data) == 1}) == 256
         )
     if not complete:
-        # The tokenizer may drop characters, or represent any number of characters by a single unknown token.
+        # The tokenizer may drop characters, or represent any number of them with a single unknown token.
         return None
     shrinking = 1
     for step in component_steps(backend.normalizer, "normalizers"):

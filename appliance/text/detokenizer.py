@@ -1,5 +1,5 @@
-"""Converts a stream of token ids to text, emitting only complete characters. Front processes spend most of
-their CPU time per token here."""
+"""Converts a stream of token ids to text, emitting only complete characters. Most of a front process's CPU
+time per token is spent here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from appliance.text.token_table import TokenTable
 REPLACEMENT = "\ufffd"
 
 # Maximum number of tokens held back while a stream's text ends in U+FFFD. No character consists of more
-# tokens, so beyond this the character is invalid, not just incomplete. It is then emitted, to limit memory
-# and time per token.
+# tokens, so beyond this number the character is invalid, not just incomplete. It is then emitted, to limit
+# the memory and time per token.
 _MAX_HELD_TOKENS = 32
 
 
@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
     `decode` method of `tokenizers`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text completed by these tokens, or "" while a character is incomplete."""
+        """Return the text that these tokens complete, or "" while a character is incomplete."""
 
     def finish(self) -> str:
         """Return U+FFFD if a character is still incomplete at the end of the stream, otherwise "". Call this
@@ -40,13 +40,13 @@ class TableDetokenizer:
     def __init__(
         self, table: TokenTable, skip_special_tokens: bool = True, context: Sequence[int] = ()
     ) -> None:
-        """`context` contains visible ids that precede this stream; their text is not emitted. With a context,
-        leading spaces are kept, and a character that the context leaves incomplete may be completed by the
-        stream."""
+        """`context` contains the visible ids that precede this stream; their text is not emitted. With a
+        context, leading spaces are kept, and the stream can complete a character that begins in the
+        context."""
         self._entries = table.shown if skip_special_tokens else table.shown_with_special
         self._leading_strip = 0 if context else table.leading_strip
         self._bad_byte_each = table.bad_byte_each
-        self._pending = b""  # The first bytes of an incomplete character: at most three.
+        self._pending = b""  # The first bytes of an incomplete character, at most three.
         self.push(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -93,16 +93,16 @@ class TableDetokenizer:
 
     def _strip(self, text: str) -> str:
         spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
-        # If the stream has produced only spaces so far, drop the following text's leading spaces, too.
+        # While the stream has produced only spaces, drop the next text's leading spaces, too.
         self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
         return text[spaces:]
 
 
 class WindowDetokenizer:
-    """Converts tokens to text with any decoder: decodes a short window of tokens twice and emits the
-    difference. The result is exact if the decoder's output for a token depends only on neighbouring tokens,
-    as with all decoders in `tokenizers`. Nothing is emitted while the window's text ends in U+FFFD.
-    text-generation-inference and vLLM use the same algorithm.
+    """Converts tokens to text with any decoder: decodes a short window of tokens with and without the new
+    tokens, and emits the difference. The result is exact if the decoder's output for a token depends only on
+    neighbouring tokens, as it does for all decoders in `tokenizers`. Nothing is emitted while the window's
+    text ends in U+FFFD. text-generation-inference and vLLM use the same algorithm.
     """
 
     __slots__ = ("_backend", "_emitted", "_emitted_tokens", "_hidden", "_ids", "_skip")
@@ -114,15 +114,15 @@ class WindowDetokenizer:
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
     ) -> None:
-        """`hidden` contains ids that are never shown. `context` contains visible ids that precede this
+        """`hidden` contains ids that are never shown. `context` contains the visible ids that precede this
         stream; their text is not emitted."""
         self._backend = backend
         self._hidden = hidden
         self._skip = skip_special_tokens
         self._ids = list(context)
         self._emitted_tokens = len(self._ids)
-        # The emitted part of the window's text, without an incomplete character at the end of the context,
-        # which is emitted once generated tokens complete it.
+        # The emitted part of the window's text. It excludes an incomplete character at the end of the
+        # context, which is emitted once generated tokens complete it.
         self._emitted = self._decode(self._ids).rstrip(REPLACEMENT)
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -9,12 +9,12 @@ import tokenizers
 from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, last_cut, split_text
 
 Steps = Generator[None, None, list[list[int]]]
-"""An encoding job: a generator that yields between steps and finally returns each text's token ids. Any
-thread may run its next step."""
+"""An encoding job: a generator that yields between steps and returns each text's token ids. Any thread may
+run its next step."""
 
 
 class LoneSurrogateError(ValueError):
-    """Raised for a text with a lone surrogate at index `position`. UTF-8 cannot encode lone surrogates."""
+    """Raised for a text with a lone surrogate, which UTF-8 cannot encode, at index `position`."""
 
     def __init__(self, text: str, position: int) -> None:
         super().__init__(
@@ -25,7 +25,7 @@ class LoneSurrogateError(ValueError):
 
 
 class TooManyTokensError(ValueError):
-    """Raised for a text with more tokens than allowed. Encoding stops as soon as the limit is exceeded."""
+    """Raised for a text with too many tokens. Encoding stops as soon as the limit is exceeded."""
 
     def __init__(self, index: int, tokens: int | None, encoded_tokens: int) -> None:
         super().__init__(f"text {index} has too many tokens")
@@ -38,15 +38,14 @@ class TooManyTokensError(ValueError):
 
 
 MAX_UNCUT_BYTES = 512 << 10
-"""Maximum size, in UTF-8 bytes, of a piece of text that cannot be cut and is encoded in one step. At this
-size, the step takes at most 0.25 s, measured with random letters and the demo model's tokenizer. A context of
-131,072 tokens has this size at 4 bytes per token."""
+"""Maximum size, in UTF-8 bytes, of a piece of text that cannot be cut and so is encoded in one step. At this
+size, the step takes at most 0.25 s (measured with random letters and the demo model's tokenizer). A context
+of 131,072 tokens has this size at 4 bytes per token."""
 MAX_CACHED_WORDS = 500
-"""Number of words whose tokens the tokenizers library caches per encoding thread.
-
-The longest cached words have 256 characters and take 9 KB each. The library's default of 10,000 words takes
-up to 89 MB per thread, and this memory is not freed when the tokenizer is deleted. With this limit, encoding
-ordinary text takes about 10% longer (tokenizers 0.23, demo model).
+"""Number of words whose tokens the tokenizers library caches per encoding thread. The longest cached words
+have 256 characters and take 9 KB each. The library's default, 10,000 words, can take up to 89 MB per thread,
+which is not freed when the tokenizer is deleted. With this lower limit, encoding ordinary text takes about
+10% longer (tokenizers 0.23, demo model).
 """
 _SHOWN_CHARACTERS = 20
 _MAX_CHARACTER_BYTES = 4
@@ -93,8 +92,8 @@ class Encoder:
         longest_token_bytes: int | None = None,
     ) -> Steps:
         """Encode `texts` in steps. Raises `LoneSurrogateError` and `UncuttableTextError`. Raises
-        `TooManyTokensError` as soon as a text has more than `max_tokens` tokens. If the size of a text in
-        bytes shows that it has too many tokens, the text is not encoded at all."""
+        `TooManyTokensError` as soon as a text has more than `max_tokens` tokens. A text whose size in bytes
+        already implies too many tokens is not encoded at all."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:
@@ -146,7 +145,7 @@ def _bound_cache(backend: tokenizers.Tokenizer) -> None:
 
 
 def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, None]:
-    """Yield groups of texts to be encoded in one step each, with the index of each group's first text."""
+    """Yield groups of texts, each with the index of its first text. A group is encoded in one step."""
     first = characters = 0
     for index, text in enumerate(texts):
         if index > first and characters + len(text) > PIECE_CHARACTERS:
@@ -158,8 +157,8 @@ def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, 
 
 
 def _affixes(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """Return the special tokens that encoding adds before and after a text, or None if encoding also adds
-    tokens at other positions."""
+    """Return the special tokens that encoding adds before and after a text, or None if it adds any
+    elsewhere."""
     affixes = None
     for text in ("a", "1 b"):
         plain = backend.encode(text, add_special_tokens=False).ids

@@ -19,15 +19,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Number of bytes added to each text's size to account for the rest of the request's memory."""
+"""Bytes added to each text's size, to account for the rest of the request's memory."""
 
 MAX_SHARE = 1 / 3
 """Maximum share of a thread's time that one tenant can use on average."""
 BURST_S = 2.0
-"""Time in seconds for which a previously idle tenant may use a thread without a pause; enough for a text of 2
-MiB."""
+"""How long, in seconds, a previously idle tenant may use a thread without pausing. Long enough for 2 MiB of
+text."""
 NICENESS = 10
-"""The encoding threads' nice value, which gives the event loop's thread priority."""
+"""The encoding threads' nice value. It gives the event loop's thread priority."""
 
 
 class TooMuchWorkError(Exception):
@@ -46,7 +46,7 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Put the item back at the head of its tenant's queue, and give all other tenants a turn first."""
+        """Put the item back at the head of its tenant's queue, and let all other tenants go first."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 
@@ -56,8 +56,7 @@ class TenantQueue(Generic[Item]):
         return self._waiting.keys()
 
     def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:
-        """Return the next item of the first tenant that `may_take` accepts, or None if it accepts no
-        tenant."""
+        """Return the next item of the first tenant accepted by `may_take`, or None if it accepts none."""
         tenant = next(filter(may_take, self._waiting), None)
         if tenant is None:
             return None
@@ -69,9 +68,9 @@ class TenantQueue(Generic[Item]):
 
 
 class TextMemory:
-    """Limits the bytes of text in progress. Each tenant gets an equal share of the limit, and can always use
-    it: other tenants' texts never cause a refusal. The total can exceed the limit, because shares shrink as
-    tenants are added.
+    """Limits the bytes of text being processed. Each tenant gets an equal share of the limit and can always
+    use its whole share: other tenants' texts never cause a refusal. The total can exceed the limit, because
+    shares shrink as tenants are added.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -80,7 +79,7 @@ class TextMemory:
 
     @contextmanager
     def reserved(self, tenant: str, size: int) -> Iterator[None]:
-        """While the context is active, count `size` bytes for the tenant. Raises `TooMuchWorkError`."""
+        """Count `size` bytes for the tenant while the context is active. Raises `TooMuchWorkError`."""
         size += _MIN_BYTES
         used = self._used.get(tenant, 0)
         share = self._max_bytes // len(self._used.keys() | {tenant})
@@ -104,7 +103,7 @@ class _Job:
     steps: Generator[None, None, Any]
     result: asyncio.Future[Any]
     taken_s: float = 0.0
-    """CPU time in seconds that the last step of the job took."""
+    """CPU time, in seconds, that the job's last step took."""
 
 
 def _lower_priority() -> None:
@@ -114,12 +113,13 @@ def _lower_priority() -> None:
 
 class _Lane:
     """A thread that runs one step of each tenant's work in turn. A tenant that has used up its share of the
-    thread's time must pause, so that other tenants' requests can use the CPU."""
+    thread's time must pause, which leaves the CPU to other tenants' requests."""
 
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether all tenants with work are pausing and the next step is scheduled for the end of a pause."""
+        """Whether all tenants with work are pausing, so that the next step is scheduled for the end of a
+        pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -178,8 +178,8 @@ class WorkPool:
     """Processes texts in two threads, one for short and one for long work. Must be used on one event loop.
 
     Each piece of work is a generator that yields after each step and returns its result. The steps of
-    different tenants alternate. Short work therefore waits for at most one short step of each other tenant,
-    regardless of the amount of long work.
+    different tenants alternate. Short work therefore waits for at most one short step per other tenant,
+    however much long work there is.
     """
 
     def __init__(self, max_wait_s: float) -> None:

@@ -1,11 +1,8 @@
-"""Redacts secrets in texts that are stored according to a log policy.
-
-The time is proportional to the length of the text, regardless of its content: each pattern begins at a rare
-sequence (`@` or `://`) or at a long word with a known prefix, and reads a limited number of characters around
-it. For the same reason, operators can add word prefixes (`[log] secret_prefixes`) but not regular
-expressions.
-
-Only secrets with a recognizable form are found, so a password in ordinary prose is not.
+"""Redacts secrets in texts that are stored according to a log policy. The time taken is proportional to the
+text's length, whatever it contains: each pattern begins at a rare sequence (`@` or `://`) or at a long word
+with a known prefix, and reads a limited number of characters around it. To preserve this property, operators
+can add word prefixes (`[log] secret_prefixes`) but not regular expressions. Only secrets with a recognizable
+form are found. A password in ordinary prose is not.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ _PIECE_CHARS = 4 << 10
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
-"""Punctuation that may directly follow a secret without belonging to it, such as a full stop or a sign for
-emphasis."""
+"""Punctuation that may directly follow a secret without being part of it, such as a full stop or an emphasis
+marker."""
 _BEARER = re.compile(r"(?:\b|(?<=\\[nrt]))(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
@@ -53,17 +50,17 @@ class Redacted(NamedTuple):
 
     text: str
     secrets: int
-    """Number of secrets that have been replaced."""
+    """Number of secrets replaced."""
 
 
 class Redactor:
-    """Replaces certain kinds of secrets in texts."""
+    """Replaces secrets of the chosen kinds in texts."""
 
     def __init__(self, kinds: Collection[SecretKind], prefixes: tuple[str, ...]) -> None:
         """Words that begin with one of `prefixes` are also treated as secrets."""
         steps: dict[SecretKind, Callable[[str], tuple[str, int]]] = {
-            # Redact bearer tokens before passwords: in "token: Bearer abc", the password pattern would match
-            # only "Bearer".
+            # Redact bearer tokens before passwords, because the password pattern would match only "Bearer" in
+            # "token: Bearer abc".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
             "passwords": _without_passwords,
             "keys": _without_keys,
@@ -78,8 +75,8 @@ class Redactor:
             )
 
     def pieces(self, text: str) -> Iterator[Redacted]:
-        """Replace each secret in the text with its kind in brackets. Yield the result in pieces of a few
-        thousand characters, so that the caller can pause between them."""
+        """Replace each secret in the text with its kind in brackets. Yields the result in pieces of a few
+        thousand characters, so that the caller can pause between pieces."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)

@@ -1,5 +1,5 @@
-"""Finds stop strings in text that arrives in pieces. Text is held back only while it may be the beginning of
-a stop string."""
+"""Finds stop strings in text that arrives in pieces. Text is held back only while it could be the beginning
+of a stop string."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
-"""Maximum total number of characters in the stop strings of a request. The automaton takes about 0.5 kB of
-memory and 1 µs of time per character."""
+"""Maximum total number of characters in a request's stop strings. Building the automaton takes about 0.5 kB
+of memory and 1 µs per character."""
 
 
 class StopStringsError(ValueError):
@@ -20,7 +20,8 @@ class StopStringsError(ValueError):
 class StopSet:
     """A request's stop strings as an Aho-Corasick automaton (CACM 18/6, 1975), shared by the request's
     samples. A state represents the longest suffix of the text read so far that is a prefix of a stop string;
-    state 0 is the empty text. The time per character does not depend on the number or length of the strings.
+    state 0 is the empty text. The time taken per character does not depend on how many strings there are or
+    how long they are.
     """
 
     __slots__ = ("begins", "children", "depth", "fallback", "match", "strings")
@@ -85,7 +86,7 @@ class StopSet:
 
 
 class StopMatcher:
-    """Searches a stream of text for stop strings. The stop string completed first ends the text; if one
+    """Searches a stream of text for stop strings. The first stop string to be completed ends the text; if one
     character completes several, the longest counts. The result therefore does not depend on how the text is
     divided into pieces.
     """
@@ -101,8 +102,8 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text to emit, and the stop string found, or None. No text is emitted after a stop
-        string. If `may_stop` is false, stop strings that end within `text` are ignored."""
+        """Return the text to emit, and the stop string that was found, if any. No text is emitted after a
+        stop string. If `may_stop` is false, stop strings that end within `text` are ignored."""
         if self.stopped is not None:
             return "", self.stopped
         stops = self._set
@@ -130,6 +131,6 @@ class StopMatcher:
         return whole[:emitted], None
 
     def finish(self) -> str:
-        """Return the text held back as the beginning of a stop string that was never completed."""
+        """Return the text still held back because it could have been the beginning of a stop string."""
         held, self._held = self._held, ""
         return held

@@ -12,12 +12,12 @@ from appliance.text.stop import StopMatcher
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """The result of one call of `push`.
+    """The result of one `push` call.
 
     - `text` is empty while an incomplete character or the beginning of a stop string is held back.
     - `stopped` is the stop string that ended the stream, or None.
-    - `tokens_delivered` is the number of pushed tokens that belong to the answer: all of them, or those up to
-      and including the token that completed the stop string. Later tokens are not billed.
+    - `tokens_delivered` is the number of pushed tokens that are part of the answer: all of them, or those up
+      to and including the token that completed the stop string. Later tokens are not billed.
     """
 
     text: str
@@ -29,9 +29,9 @@ class TextStream:
     """A stream of text, created by `Tokenizer.stream`.
 
     `tokens_delivered` and `characters_decoded` are totals since the start of the stream. `characters_decoded`
-    also counts text that was cut off at a stop string, and text that is held back because it may become a
-    stop string. If tokens are pushed one at a time, the value of `characters_decoded` before a push is the
-    `text_offset` of the pushed token.
+    also counts text cut off at a stop string and text held back because it may become a stop string. If
+    tokens are pushed one at a time, the value of `characters_decoded` before a push is the pushed token's
+    `text_offset`.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "characters_decoded", "tokens_delivered")

@@ -1,4 +1,4 @@
-"""Reads the chat templates in a model folder. A separate process compiles them."""
+"""Reads the chat templates in a model folder. They are compiled by a separate process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from appliance.text.tokenizer_files import TokenizerFilesError, read_json_object, read_regular_file
 
 MAX_TEMPLATE_BYTES = 1 << 20
-"""Maximum size of one template file. The largest template of any known model is 20 kB."""
+"""Maximum size of a template file, in bytes. The largest known template is 20 kB long."""
 
 
 def read_template_sources(folder: Path, replacement: str | None = None) -> dict[str, str]:

@@ -22,7 +22,7 @@ class NoChatTemplateError(ChatTemplateError):
 
 
 class TemplateBoundError(ChatTemplateError):
-    """Raised if rendering would exceed a limit on time, memory or characters."""
+    """Raised if rendering would exceed a limit on time, memory or output characters."""
 
 
 class Compile(msgspec.Struct, tag="compile", frozen=True):
@@ -32,7 +32,7 @@ class Compile(msgspec.Struct, tag="compile", frozen=True):
     sources: dict[str, str]
     """Template texts by name."""
     special_tokens: dict[str, str]
-    """Texts by name, as templates use them (`bos_token`)."""
+    """Texts by the names that templates use (`bos_token`)."""
 
 
 class Render(msgspec.Struct, tag="render", frozen=True):
@@ -41,7 +41,8 @@ class Render(msgspec.Struct, tag="render", frozen=True):
     messages: list[dict[str, str]]
     add_generation_prompt: bool
     variables: bytes
-    """Additional template variables as a JSON object, because msgpack would limit the size of integers."""
+    """Additional template variables as a JSON object. Unlike msgpack, JSON does not limit the size of
+    integers."""
 
 
 class Rendered(msgspec.Struct, tag="rendered", frozen=True):
@@ -51,7 +52,7 @@ class Rendered(msgspec.Struct, tag="rendered", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """An error. `message` is a text for the client or, in the reply to `Compile`, for the operator."""
+    """An error. `message` is written for the client or, in a reply to `Compile`, for the operator."""
 
     kind: Literal["messages", "none", "bound"]
     """The exception to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""

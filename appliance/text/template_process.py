@@ -1,4 +1,4 @@
-"""Renders a model's chat templates in a child process with limits on time and memory."""
+"""Renders a model's chat templates in a child process with time and memory limits."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ MAX_RENDER_S = 5.0
 """Time limit for rendering one conversation. The longest possible conversation (4,096 messages, 2 MiB) takes
 about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""Time limit for compiling the templates, measured from the start of the process, including 0.1 s for
-starting Python."""
+"""Time limit for compiling the templates, measured from the start of the process. It includes the 0.1 s that
+Python takes to start."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
-"""Memory limit for the templates. The process itself takes another 30 MB."""
+"""Memory limit for the templates. The process itself needs another 30 MB."""
 MAX_WAIT_S = 30.0
-"""A conversation that has waited this long for its turn is refused."""
+"""A conversation that has waited this long, in seconds, for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""Time between the parent's time limit and the alarm in the child process, which kills a child that has
-outlived its parent."""
+"""How long after the parent's time limit the alarm in the child process goes off. The alarm kills a child
+that has outlived its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -78,12 +78,12 @@ class TemplateProcess:
         """Store the templates. The process is started later.
 
         - `sources`: template texts by name. Empty for a model without templates.
-        - `special_tokens`: texts by name, as templates use them (`bos_token`).
+        - `special_tokens`: texts by the names that templates use (`bos_token`).
         """
         self._compile = Compile(dict(sources), dict(special_tokens))
         self._max_render_s, self._max_compile_s = max_render_s, max_compile_s
         self.bounds_exceeded = 0
-        """Number of conversations not rendered because a limit was exceeded."""
+        """Conversations not rendered because a limit was exceeded."""
         self.problem = ""
         """The limit that was exceeded most recently."""
         self._queue: TenantQueue[_Job] = TenantQueue()
@@ -135,8 +135,8 @@ class TemplateProcess:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text. The template writes the beginning-of-text token itself, so encode the text
-        without adding special tokens. The template treats `messages` and `variables` (additional template
-        variables) as data, never as template text.
+        without adding special tokens. `messages` and `variables` (additional template variables) are treated
+        as data, never as template code.
 
         Raises `ChatTemplateError`, with the template's own message, if the template rejects the messages or
         fails while rendering them. Also raises `NoChatTemplateError`, `TemplateBoundError`, and, after
@@ -231,7 +231,7 @@ class _Child:
             )
         self._background = background
         self._compiles = False
-        """Whether the latest message asked the process to compile templates, not to render."""
+        """Whether the latest message asked the process to compile templates rather than render."""
         self._reply: asyncio.Future[FromWorker] | None = None
         self._channel: Channel[FromWorker] = Channel(ours, FromWorker, 5 * MAX_RENDERED_CHARACTERS)
         self._channel.listen(self._take, self._disconnected)

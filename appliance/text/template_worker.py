@@ -1,9 +1,9 @@
 """`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front
 process.
 
-A template is a program that comes with a checkpoint, so it runs under limits enforced by the kernel:
-RLIMIT_AS for memory, and for time an alarm that no Python code handles. (Usually, the front process kills
-this process before the alarm goes off.) The process cannot write files or start processes, and exits when its
+A template is a program that comes with a checkpoint, so the kernel enforces its limits. RLIMIT_AS limits
+memory, and an alarm that no Python code handles limits time. (Usually, the front process kills this process
+before the alarm goes off.) This process cannot write files or start other processes. It exits when its
 channel is closed.
 """
 
@@ -35,8 +35,8 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Maximum number of open files. It exceeds the number in use because Python may have to import a module for a
-template, such as an encoding."""
+"""Maximum number of open files. It leaves room for Python to import a module, such as an encoding, that a
+template needs."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 

@@ -15,12 +15,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """Each token's text, for decoders that do not depend on neighbouring tokens.
+    """Each token's text, for decoders that decode each token independently of its neighbours.
 
-    - `raw[id]` contains the bytes of the token, or no bytes if the vocabulary has no token with this id.
+    - `raw[id]` contains the token's bytes, or no bytes if the vocabulary has no token with this id.
     - `shown` and `shown_with_special` contain the text that a detokenizer emits for each token: a `str` if
       the bytes are complete characters, otherwise the `bytes`. In `shown`, special tokens are "".
-    - `leading_strip` is the number of spaces that are dropped at the beginning of a text.
+    - `leading_strip` is the number of spaces to drop at the beginning of a text.
     - `bad_byte_each` is true if each invalid byte becomes one U+FFFD (as in ByteFallback), and false if each
       maximal ill-formed subsequence becomes one.
 
@@ -35,7 +35,7 @@ class TokenTable:
 
 
 def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Return the token texts in id order, as written in the vocabulary, with None for ids without a token."""
+    """Return the vocabulary's token texts in id order, with None for ids without a token."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     tokens: list[str | None] = [None] * (max([-1, *vocabulary.values(), *added]) + 1)
@@ -47,7 +47,7 @@ def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -> TokenTable | None:
-    """Return the table for `backend`, or None if its decoder is not one of the two common kinds.
+    """Return the table for `backend`, or None if its decoder is of neither common kind.
 
     In byte-level decoders (GPT-2, Llama 3, Qwen), each character represents a byte. In ByteFallback decoders
     (Llama 2, Mistral, Gemma), "▁" represents a space, <0xNN> represents a byte, and everything else is text.

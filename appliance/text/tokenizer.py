@@ -33,7 +33,7 @@ class TokenIdError(ValueError):
 class Tokenizer:
     """A model's tokenizer, read from its folder by `Tokenizer.load`. Safe to use from any thread.
 
-    - `vocabulary_size` is the highest token id plus one. The model's embedding may be larger because of
+    - `vocabulary_size` is the highest token id plus one. The model's embedding may have more rows, because of
       padding.
     - `special_tokens` maps names such as `bos_token` to texts, in the form that chat templates expect.
     - `eos_ids` are the ids that end a sequence.
@@ -57,7 +57,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
         self._control = ControlTokens(backend)
         self.longest_token_bytes = longest_token_bytes(backend, self.table)
-        """Maximum number of bytes of text that one token can represent, or None if unknown."""
+        """Maximum number of bytes that one token can represent, or None if unknown."""
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
@@ -65,10 +65,10 @@ class Tokenizer:
         """Read `tokenizer.json` and the files next to it. This takes about 1 s for a vocabulary of 128 k
         tokens. Raises `TokenizerFilesError`, whose message gives the file and the remedy.
 
-        `tokenizer.json` is used unchanged, including its post-processor. As in transformers, the tokens
-        declared in `tokenizer_config.json` are added, and tokens that this file declares as special are
-        treated as special. A special token without an id in these files is left out: the model was not
-        trained on it, and a new id would be outside the embedding.
+        `tokenizer.json` is used unchanged, including its post-processor. As in transformers, tokens declared
+        in `tokenizer_config.json` are added, and are special if that file says so. A special token without an
+        id in these files is left out: the model was not trained on it, and a new id would be outside the
+        embedding.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -94,9 +94,10 @@ class Tokenizer:
         """Encode the texts in steps, yielding after each step (`appliance.text.fair_queue`), and return each
         text's token ids.
 
-        With `add_special_tokens`, the model's post-processor adds its tokens, such as the beginning-of-text
-        token. Pass False for rendered chats, because the template has already written this token. Raises
-        `LoneSurrogateError`, and `TooManyTokensError` as soon as a text has more than `max_tokens` tokens.
+        With `add_special_tokens`, the model's post-processor adds special tokens, such as the
+        beginning-of-text token. Pass False for rendered chats, in which the template has already written that
+        token. Raises `LoneSurrogateError`, and `TooManyTokensError` as soon as a text has more than
+        `max_tokens` tokens.
         """
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
@@ -106,14 +107,15 @@ class Tokenizer:
 
     def shield(self) -> Shield:
         """Return a new shield for one conversation. After rendering, `encode_rendered_steps` encodes the
-        hidden texts, treating special tokens in them as plain text."""
+        special tokens hidden by the shield as plain text."""
         return Shield(self._control)
 
     def encode_rendered_steps(
         self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
     ) -> Steps:
-        """Encode a rendered conversation whose messages' special tokens were hidden by a shield. Only special
-        tokens written by the template become control tokens (`appliance.text.control_tokens`)."""
+        """Encode a conversation that was rendered with a shield hiding the special tokens in its messages.
+        Only special tokens written by the template become control tokens
+        (`appliance.text.control_tokens`)."""
         if not shield.used:
             return self.encode_steps([text], add_special_tokens, max_tokens)
         return self._control.encode_steps(
@@ -135,7 +137,7 @@ class Tokenizer:
     ) -> Generator[None, None, str]:
         """Decode in steps, yielding after each step (`appliance.text.fair_queue`). The result is the same as
         that of `decode`. If `complete` is false, an incomplete final character is left out, because a
-        `detokenizer` with these ids as its context emits it."""
+        `detokenizer` that has these ids as its context emits it."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
@@ -154,7 +156,7 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for one stream. If the text continues a prompt (as in completions), `context`
-        contains the prompt's ids, whose text is not emitted. With a context, the first token's leading space
+        contains the prompt's ids. Their text is not emitted. With a context, the first token's leading space
         is kept, and a character that begins in the prompt and ends in the stream is emitted.
         """
         visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
@@ -177,8 +179,7 @@ class Tokenizer:
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token represents, even a special token, or b"" for ids outside the
-        vocabulary."""
+        """Return the bytes of any token, even a special one, or b"" for ids outside the vocabulary."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:
@@ -186,8 +187,8 @@ class Tokenizer:
         return (self._tokens[token_id] or "").encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return a token as in OpenAI's logprobs: its text, or a notation such as `bytes:\\xe2` if the token
-        contains only a part of a character."""
+        """Return a token as OpenAI's logprobs show it: its text or, if the token contains only part of a
+        character, its bytes, such as `bytes:\\xe2`."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()

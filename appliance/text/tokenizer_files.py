@@ -41,7 +41,7 @@ class TokenizerFiles:
     """The contents of the JSON files next to `tokenizer.json`.
 
     - `named` maps `bos_token`, `eos_token`, … to their texts.
-    - `special` contains all tokens that these files declare as special.
+    - `special` contains all tokens that these files declare special.
     - `added` maps token ids to tokens that `tokenizer.json` may lack (`added_tokens_decoder`).
 
     `add_bos_token` and `add_eos_token` are not read: as in transformers, the post-processor in
@@ -60,7 +60,7 @@ MAX_JSON_BYTES = 256 << 20
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
     """Return the bytes of a file. Raises OSError, and ValueError if the file is too large or not a regular
-    file, because reading a device or a named pipe may never end."""
+    file: reading a device or a named pipe may never end."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
