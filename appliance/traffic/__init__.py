@@ -1,2 +1,2 @@
-"""Traffic management: quotas, queues, replica credits and the request manager. Together, these parts decide
-which requests run, and in what order."""
+"""Traffic management: decides which requests run, and in what order, based on quotas, queues and replica
+credits."""

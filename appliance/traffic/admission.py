@@ -17,8 +17,8 @@ from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.levels import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
-"""Maximum ratio of one tenant's waiting requests to the free places in the queue, so that no single tenant
-can fill the queue (the dynamic threshold of Choudhury and Hahne, 1998)."""
+"""Maximum ratio of a tenant's waiting requests to the queue's free places, so that no single tenant can fill
+the queue (Choudhury and Hahne's dynamic threshold, 1998)."""
 _MAX_RETRY_S = 120.0
 """Longest retry delay that OpenAI's clients honour."""
 _DRAIN_RETRY_S = 5.0
@@ -26,11 +26,10 @@ _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
 """A refused client is told to retry once this fraction of the queue is expected to have been served."""
 _RUN_MARGIN = 1.2
-"""Safety factor for the predicted run time of an answer, because the replica may slow down in the
-meantime."""
+"""Safety factor for predicted run times, because the replica may slow down while it generates the answer."""
 _PREDICTION_MARGIN = 1.5
-"""Additional safety factor for waiting and run times predicted before any rates have been measured. Such
-predictions are lower bounds."""
+"""Additional safety factor for times predicted before any rates have been measured. Such predictions are
+lower bounds."""
 _HOPELESS = 0.85
 """A request is refused if the time left before its deadline is less than this fraction of its predicted run
 time."""
@@ -42,7 +41,8 @@ _SEARCH_EVERY_S = 0.25
 FALLBACK_CODES: frozenset[RefusalCode] = frozenset(
     {"queue_full", "overloaded", "queue_timeout", "deadline_unreachable", "model_failed", "draining"}
 )
-"""Refusal codes that concern the model rather than the caller. A different model may accept the request."""
+"""Refusal codes for problems with the model rather than the caller. A different model may accept the
+request."""
 
 
 class Refusal(NamedTuple):
@@ -57,7 +57,7 @@ class Refusal(NamedTuple):
     kind: ExceededLimit = ""
 
     def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
-        """Return the refusal as a message to the front, including what is left of the caller's limits."""
+        """Return the refusal as a message to the front, including the caller's remaining limits."""
         return Refused(
             request.request_id,
             request.admit.attempt,
@@ -81,8 +81,8 @@ class Waiting(NamedTuple):
 def refusal(
     request: Request, model: ModelTraffic, tenants: Tenants, waiting: Waiting, now: float, *, held: bool
 ) -> Refusal | None:
-    """Return a refusal if the request may not wait; None otherwise. If `held` is set, an admission pause will
-    hold the request for an indefinite time. If the request has a deadline that can be met, its `begin_by` and
+    """Return a refusal, or None if the request may wait. If `held` is set, an admission pause will hold the
+    request for an indefinite time. If the request has a deadline that can be met, its `begin_by` and
     `promised_s` are set.
     """
     tenant = tenants.of(request.tenant)
@@ -106,8 +106,8 @@ def refusal(
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
     """Return a refusal if a waiting request cannot meet its deadline even if it starts immediately; None
-    otherwise. The estimate assumes that the replica's steps stay as short as they are now. A promised
-    deadline must not be given up because of a merely predicted slowdown."""
+    otherwise. The estimate assumes that the replica's steps stay as short as they are now: a predicted
+    slowdown is no reason to give up a promised deadline."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
@@ -122,7 +122,7 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
 def timed_out(
     request: Request, model: ModelTraffic, timeout_s: float, now: float, *, held: bool
 ) -> Refusal | None:
-    """Return a refusal if a waiting or `held` request has waited for `timeout_s`; None otherwise."""
+    """Return a refusal if a waiting or held request has waited for at least `timeout_s`; None otherwise."""
     if now < (request.queued_at or now) + timeout_s:
         return None
     if held:
@@ -135,8 +135,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the most that the request can use from its tenant's and key's quotas. Return a refusal if a
-    quota has too little left."""
+    """Reserve the request's maximum use in its tenant's and key's quotas. Return a refusal if a quota has too
+    little left."""
     first = request.first
     held = quotas.reserve(
         request.tenant,
@@ -252,9 +252,9 @@ def _deadline(
     *,
     waits: bool,
 ) -> Refusal | None:
-    """Return a refusal if the request would miss its own deadline, or would cause an earlier request to miss
-    a promised deadline; None otherwise. If `waits` is set, a start time is promised even if the predicted
-    waiting time is zero, because fair sharing between tenants may delay the request."""
+    """Return a refusal if the request would miss its deadline or make an earlier request miss a promised one;
+    None otherwise. If `waits` is set, a start time is promised even if the predicted waiting time is zero,
+    because fair sharing between tenants may delay the request."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
@@ -291,9 +291,9 @@ def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusa
 
 
 def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """Return the retry delay, in seconds, for a refused client: the time in which the replicas are expected
-    to serve `_DRAINED_PART` of the queue. If waiting times cannot be predicted, the estimate is based on how
-    long the oldest request has waited."""
+    """Return a refused client's retry delay in seconds: the expected time to serve `_DRAINED_PART` of the
+    queue. If waiting times cannot be predicted, the estimate is based on how long the oldest request has
+    waited."""
     return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 
 

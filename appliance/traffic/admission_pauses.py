@@ -27,7 +27,7 @@ class AdmissionPauses:
         """The held requests, in order of arrival."""
 
     def begin(self, model: str | None, pause: AdmissionPause) -> None:
-        """Pause admission to `model`, replacing any earlier pause of `model`."""
+        """Pause admission to `model`, replacing its current pause, if any."""
         self._by_model[model] = pause
 
     def end(self, model: str | None) -> None:
@@ -51,11 +51,11 @@ class AdmissionPauses:
         self._held[request.request_id] = request
 
     def let_go(self, request: Request) -> bool:
-        """Stop holding a request. Returns False if it was not held."""
+        """Stop holding a request. Return False if it was not held."""
         return self._held.pop(request.request_id, None) is not None
 
     def held(self, model: str | None = None) -> list[Request]:
-        """Return the held requests for `model`, or for all models if it is None, in order of arrival."""
+        """Return the requests held for `model` (None: for all models), in order of arrival."""
         return [request for request in self._held.values() if model in (None, request.unit)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from store.policies import RATE_LIMITS, Quota
 
 _PERIODS_S = {"min": 60.0, "day": 86400.0}
-"""Length of a limit's period in seconds, by the second part of the limit's unit."""
+"""A limit's period in seconds, by the time in its unit, such as "min" in "tokens/min"."""
 
 
 class Rate:
@@ -23,9 +23,9 @@ class Rate:
 
 
 def rate_of(quota: Quota, limit: str) -> Rate | None:
-    """Return the refill rate for one of `RATE_LIMITS`, or None if the quota does not set that limit. The
-    capacity of a per-minute limit is the amount refilled in `burst_s` seconds; that of a daily limit is a
-    full day's amount. The capacity is at least one request, since otherwise no request could ever run.
+    """Return the refill rate for one of `RATE_LIMITS`, or None if the quota does not set that limit. A
+    per-minute limit's capacity is the amount refilled in `burst_s` seconds; a daily limit's is a full day's
+    amount. The capacity is at least one request, or no request could ever run.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:
@@ -37,12 +37,12 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
 
 
 class Bucket:
-    """One limit of one tenant or key. The bucket refills continuously up to its capacity.
+    """One rate limit of a tenant or key. The bucket refills continuously up to its capacity.
 
     A request takes the most it can use, and later returns the unused amount. If the bucket has been full in
     between, less is returned, so that the level is never higher than if the unused amount had not been taken.
-    In any period, requests therefore use at most the capacity plus that period's refill, however much they
-    reserve.
+    In any period, requests therefore use at most the capacity plus that period's refill, no matter how much
+    they reserve.
 
     `level` is negative only after a crash, if requests had used more than was recorded.
     """
@@ -55,7 +55,7 @@ class Bucket:
         self.limit = limit
         """The name of the limit, from RATE_LIMITS."""
         self.counts_tokens = RATE_LIMITS[limit].field.unit.startswith("tokens")
-        """Whether the limit counts tokens instead of requests."""
+        """Whether the limit counts tokens rather than requests."""
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
@@ -65,7 +65,7 @@ class Bucket:
 
     @property
     def settled(self) -> float:
-        """The level that the bucket would have if requests in flight held nothing."""
+        """The level if requests in flight held nothing."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
@@ -109,16 +109,16 @@ class Bucket:
 
 
 class Peaks:
-    """The highest level that a bucket has had since each unsettled take. A *take* is an amount taken for a
-    request. The level falls only on takes, so peaks occur just before them. A peak is kept until the level
-    reaches it again, and at most one peak is kept per unsettled take.
+    """A bucket's highest level since each unsettled take. A *take* is an amount taken for a request. The
+    level falls only on takes, so peaks occur just before them. A peak is kept until the level reaches it
+    again, and at most one peak is kept per unsettled take.
     """
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
 
     MAX = 1024
-    """Maximum number of peaks, which bounds the cost of settling. With more unsettled takes than this, the
-    peaks become less precise."""
+    """Maximum number of peaks, to bound the cost of settling. With more unsettled takes than this, the peaks
+    become less precise."""
 
     def __init__(self) -> None:
         self._takes = 0
@@ -145,8 +145,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Settle a take of which `unused` was not used. Return the highest level since the take, or -inf if
-        there was no later take."""
+        """Settle a take. `unused` is the part of it that was not used. Return the highest level since the
+        take, or -inf if there was no later take."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf
@@ -157,8 +157,8 @@ class Peaks:
         return peak
 
     def _close(self, number: int, first: int) -> None:
-        """Remove the settled take `number`, and the peaks that no unsettled take needs any more. `first` is
-        the index of the first peak after the settled take."""
+        """Remove the settled take `number`, and the peaks that are no longer needed by any unsettled take.
+        `first` is the index of the first peak after the settled take."""
         numbers, levels = self._numbers, self._levels
         at = bisect_left(self._open, number)
         before = self._open[at - 1] if at else -1

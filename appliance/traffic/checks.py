@@ -9,8 +9,8 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Stale heap entries are not removed while there are fewer than this many. An entry is stale if its request
-is no longer waiting."""
+"""Minimum number of stale heap entries before they are removed. An entry is stale once its request is no
+longer waiting."""
 
 
 class Checks:
@@ -19,8 +19,8 @@ class Checks:
     def __init__(self) -> None:
         self._waiting: dict[str, Request] = {}
         self._heap: list[tuple[float, int, str]] = []
-        """A heap of checks, each with a time, a serial number and a request id. The heap stores ids instead
-        of requests because stale entries stay in the heap for a while, and a request takes several KB."""
+        """A heap of checks: (time, serial number, request id). It stores ids rather than requests, because
+        stale entries stay in it for a while, and a request takes several KB."""
         self._serial = 0
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:

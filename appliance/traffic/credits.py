@@ -1,5 +1,5 @@
-"""Tracks a replica's credits at each service level: the credits that the replica has granted, minus those
-spent on dispatched requests."""
+"""Tracks a replica's credits at each service level: those it has granted, minus those spent on dispatched
+requests."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class CreditAccount:
         self.slots = 0
         """Number of slots: the maximum number of sequences that the replica can run concurrently."""
         self.tokens = 0
-        """Maximum number of prompt tokens in flight: those of two mixed steps or of one full step, whichever
+        """Maximum number of prompt tokens in flight: enough for two mixed steps or one full step, whichever
         is more."""
         self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
         self._returned_seqs = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
         self._waiting_seqs = [0] * LEVELS
-        """Number of sequences waiting for a slot at the replica's last report, by level."""
+        """Sequences waiting for a slot as of the replica's last report, by level."""
         self._available: dict[float, _Availability] = {}
         """Cached availability, keyed by the reserved fraction of slots. Cleared when the account changes."""
         self.kv_tokens = 0
@@ -83,30 +83,28 @@ class CreditAccount:
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return the number of slots reserved for urgent requests if `share` is the reserved fraction."""
+        """Return how many slots are reserved for urgent requests if the reserved fraction is `share`."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, share: float) -> int:
-        """Return the number of slots free for a level's requests if the fraction `share` of all slots is
+        """Return how many slots are free for a level's requests if the fraction `share` of all slots is
         reserved. The result is zero or negative if such a request can start only by preempting sequences."""
         return self._availability(share).free[level]
 
     def free_levels(self, share: float) -> int:
-        """Return a bit mask of the levels for which a slot is free if the fraction `share` of all slots is
-        reserved. Bit `l` stands for level `l`."""
+        """Return the levels that have a free slot if the fraction `share` of all slots is reserved, as a bit
+        mask: bit `l` stands for level `l`."""
         return self._availability(share).free_levels
 
     def slot_levels(self, share: float) -> int:
-        """Return a bit mask of the levels for which a slot is free, or would be after preempting
-        lower-priority sequences, if the fraction `share` of all slots is reserved. Bit `l` stands for level
-        `l`."""
+        """Return the levels that have a free slot, or would after preempting lower-priority sequences, as a
+        bit mask like `free_levels`."""
         return self._availability(share).slot_levels
 
     def open_levels(self, share: float) -> int:
-        """Return a bit mask of the levels at which the replica accepts a request if the fraction `share` of
-        all slots is reserved. Bit `l` stands for level `l`."""
+        """Return the levels at which the replica accepts a request, as a bit mask like `free_levels`."""
         return self._availability(share).open_levels
 
     def _availability(self, share: float) -> _Availability:
@@ -136,8 +134,8 @@ class CreditAccount:
         occupied_at_most = {end: self._occupied_at_most(running[:end], spare) for end in _SLICE_ENDS}
 
         def free(level: int, end: int) -> int:
-            """Return the number of slots free for a level if the sequences of level `end` and all
-            lower-priority levels are preempted."""
+            """Return how many slots are free for a level after preempting the sequences of level `end` and
+            all lower-priority levels."""
             occupied = before[end] - (waiting_before[end] - waiting_before[min(level + 1, end)])
             tier = TIERS[level]
             return self.slots - spare[tier] - min(occupied, occupied_at_most[end][tier])
@@ -148,8 +146,8 @@ class CreditAccount:
         return [free(level, LEVELS) for level in range(LEVELS)], levels
 
     def _occupied_at_most(self, running: list[int], spare: list[int]) -> tuple[int, int, int]:
-        """Return, for each tier of levels, the maximum number of slots that running sequences can occupy
-        ahead of a new sequence of that tier. `running` counts the running sequences by level."""
+        """Return, for each tier of levels, an upper bound on the slots that running sequences occupy ahead of
+        a new sequence of that tier. `running` counts the running sequences by level."""
         in_tiers = [0, 0, 0]
         for tier, count in zip(TIERS, running, strict=False):
             in_tiers[tier] += count
@@ -179,6 +177,6 @@ class CreditAccount:
         self._available.clear()
 
     def refund(self, level: int, seqs: int, tokens: int) -> None:
-        """Refund the credit for a submission that never reached the replica, which therefore cannot return
-        it."""
+        """Refund the credit for a submission that never reached the replica. The replica cannot return this
+        credit itself."""
         self.spend(level, -seqs, -tokens)

@@ -1,12 +1,12 @@
-"""The order of requests within a class: weighted fair sharing between tenants, and earliest due time first
-for each tenant. If no replica has credit for the level of a tenant's first request, the tenant's more urgent
-requests are served first.
+"""Orders the requests within a class: weighted fair sharing between tenants, and earliest due time first
+within each tenant. If no replica has credit for the level of a tenant's first request, the tenant's more
+urgent requests are served first.
 
 The algorithm is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
 2024). Each tenant has a counter: the service it has received, divided by its weight. The tenant with the
-lowest counter is next. Prompts are charged when their request starts, and output as it is generated. A tenant
-returning after an idle period starts at the lowest counter among the tenants that were waiting when a request
-was last served, so idle tenants earn no credit.
+lowest counter is next. A request's prompt is charged when the request starts, and its output as it is
+generated. A tenant returning after an idle period starts at the lowest counter among the tenants that were
+waiting when a request was last served, so idle tenants earn no credit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from engine.levels import URGENCIES, urgency_of
 Item = TypeVar("Item")
 
 _MAX_PASSED = 8
-"""Maximum number of tenants that one search for an urgent request skips because they have received more than
-their fair share."""
+"""A search for an urgent request skips at most this many tenants that have received more than their fair
+share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,15 +38,15 @@ class Ticket(Generic[Item]):
     """Order of arrival."""
     queued_at: float
     due: float
-    """Sort key among the tenant's requests: the request's deadline or, if it has none, the time from which it
-    counts as late in its class."""
+    """Sort key among the tenant's requests: the request's deadline or, if it has none, the time at which it
+    becomes late for its class."""
     service: float
     """Expected service in weighted tokens."""
     prompt_tokens: int
     output_tokens: float
-    """Expected total number of output tokens over all samples."""
+    """Expected output tokens, summed over all samples."""
     num_seqs: int = 1
-    """Total number of samples over all prompts."""
+    """Number of samples, summed over all prompts."""
     begin_by: float | None = None
     """Time by which the request must start to meet its deadline, as promised on admission."""
     waiting: bool = False
@@ -81,8 +81,7 @@ class _Reach(NamedTuple):
     first: int
     """Urgency of the tenant's first request."""
     overtaking: int
-    """Highest urgency among the tenant's waiting requests if only a few requests have that urgency; otherwise
-    0."""
+    """Highest urgency among the tenant's waiting requests if only a few of them have it; otherwise 0."""
 
 
 _NO_REACH = _Reach(0, 0)
@@ -101,11 +100,11 @@ class _Line(Generic[Item]):
     parked: dict[str, Timeline[Ticket[Item]]] = field(default_factory=dict)
     held: bool = False
     entry: int = 0
-    """Serial number of the tenant's valid heap entry; 0 if there is none."""
+    """Serial number of the tenant's valid heap entry, or 0."""
     reach: _Reach = _NO_REACH
     """The tenant's `_Reach` when the valid heap entry was added."""
     urgent: dict[int, Timeline[Ticket[Item]]] = field(default_factory=dict)
-    """By urgency, the waiting requests that are urgent while the tenant is light."""
+    """The waiting requests that are urgent while the tenant is light, by urgency."""
 
     def first(self, urgency: int) -> Ticket[Item] | None:
         """Return the first request with at least this urgency."""
@@ -186,10 +185,10 @@ class FairQueue(Generic[Item]):
         """Return the next request with at least this urgency.
 
         An urgent request may overtake earlier, less urgent requests of its own tenant, and tenants with a
-        lower counter. It may overtake only while few of its tenant's requests are at least as urgent. To
-        overtake a different tenant, its own tenant must also have received no more than its fair share plus
-        one step's tokens. If `only_reserved` is set, the fair share is ignored: only reserved slots are free
-        then, and non-urgent requests cannot use them.
+        lower counter. It may overtake only while few of its tenant's requests are at least as urgent. It may
+        overtake other tenants only if its own tenant has received no more than its fair share plus one step's
+        tokens. If `only_reserved` is set, the fair share is ignored, because the only free slots are reserved
+        ones, which non-urgent requests cannot use.
         """
         least, line = _first(self._orders[0]), _first(self._orders[urgency])
         if least is None or (line is not None and line.counter <= least.counter):
@@ -267,7 +266,7 @@ class FairQueue(Generic[Item]):
             self._leave(line)
 
     def is_held(self, tenant: str) -> bool:
-        """Return whether the tenant is held."""
+        """True if the tenant is held."""
         line = self._lines.get(tenant)
         return line is not None and line.held
 
@@ -305,8 +304,8 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float, *, urgency: int = 0) -> tuple[float, float]:
-        """Return how many prompt and output tokens will be served before a request of this tenant that is due
-        at `due`: those of the tenant's own earlier requests and, in proportion to the tenants' weights, of
+        """Return how many prompt and output tokens will be served before this tenant's request that is due at
+        `due`: those of the tenant's earlier requests and, in proportion to the tenants' weights, those of
         other tenants' requests. The result never exceeds the total of all waiting requests. An urgent request
         overtakes other tenants' requests and its own tenant's less urgent ones.
         """

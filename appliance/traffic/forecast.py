@@ -1,8 +1,8 @@
 """Predicts when a request will start and finish on a model's replicas, based on their measured rates.
 
 A replica is modelled as a set of slots and a queue of prompts. Each slot runs one sequence and takes one step
-per output token. Prompts are computed one at a time. The scarcer of the two resources limits how fast waiting
-requests are served. Without known rates, nothing is predicted.
+per output token. Prompts are computed one at a time. Waiting requests are served only as fast as the scarcer
+of the two, slots or prompt computation, allows. Without known rates, nothing is predicted.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Forecast:
         self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the time in seconds that the replicas together need to serve this many tokens with all slots
+        """Return how long, in seconds, the replicas together take to serve this many tokens with all slots
         busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
@@ -99,7 +99,7 @@ class Forecast:
 
     @property
     def slots_busy(self) -> float:
-        """Current number of busy slots per replica."""
+        """Busy slots per replica."""
         return self._running
 
     @property

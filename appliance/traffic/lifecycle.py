@@ -111,7 +111,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def stop_waiting(self, request: Request) -> None:
-        """Remove a request from its queue, or do nothing if it is not waiting."""
+        """Remove a request from its queue, if it is waiting."""
         if request.queued_at is None:
             return
         request.queued_at = None
@@ -270,8 +270,8 @@ class RequestLifecycle:
         # report how many tokens were delivered.
 
     def _fall_back(self, request: Request, reason: Refusal) -> None:
-        """Withdraw a request from a model that cannot run it. Its front then either admits it for the
-        fallback model or settles it."""
+        """Withdraw a request from a model that cannot run it. The front then either admits the request for
+        the fallback model or settles it."""
         request.falls_back = True
         request.begin_by, request.promised_s, request.most_tokens = None, 0.0, None
         if (model := self._state.models.get(request.unit)) is not None:

@@ -20,14 +20,14 @@ _DONE = (
     "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""The highest load-shedding step for each overloaded class, starting with P0."""
+"""Highest load-shedding step for each overloaded class, P0 first."""
 _RELIEVED = 0.5
 """An overload ends when all waiting times are below this fraction of their overload limits."""
 
 
 class LoadShedder:
-    """Decides which requests to refuse. Load shedding advances one step for every `overload_s` seconds of
-    overload, and goes back one step for every `overload_s` seconds without."""
+    """Decides which requests to refuse. Load shedding advances one step each time an overload has lasted
+    `overload_s` seconds, and goes back one step after as many seconds without overload."""
 
     def __init__(self) -> None:
         self.step = CALM
@@ -38,7 +38,7 @@ class LoadShedder:
 
     @property
     def reason(self) -> str:
-        """The cause of the overload and which requests are being refused; empty if there is no overload."""
+        """The cause of the overload, and which requests are being refused. Empty without overload."""
         return f"{self._reason}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
@@ -66,7 +66,8 @@ class LoadShedder:
             self._since = now
 
     def refuses(self, request_class: int, wait_s: float | None, rules: QueueRules) -> bool:
-        """Return whether to refuse a new request of this class whose predicted waiting time is `wait_s`."""
+        """True if load shedding refuses a new request of this class with a predicted waiting time of
+        `wait_s`."""
         if request_class >= len(_MAX_STEP):
             return self.step >= REFUSE_BACKGROUND
         if not request_class or self.step < _MAX_STEP[request_class]:

@@ -1,5 +1,4 @@
-"""One served model: its replicas, the choice of the next request to dispatch to them, and predictions of
-waiting times."""
+"""One served model: its replicas, the next request to dispatch to them, and predicted waiting times."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _UNKNOWN_RUN_S = 1.0
 
 def most_kv_tokens(admit: Admit) -> int:
     """Return the maximum number of cache tokens that a request may occupy. Each sample's last block may be
-    partly filled. Samples that share a prompt each have their own copy of its last block."""
+    partly filled. Samples that share a prompt each have their own copy of the prompt's last block."""
     partial_blocks = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + partial_blocks * BLOCK_TOKENS
 
@@ -232,9 +231,8 @@ class ModelTraffic:
         return level_of(number, urgency_of(admit.prompt_tokens, self._max_step_prompt_tokens))
 
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
-        """Return whether requests of the tenant and class may be urgent. P0 requests always may. P1 requests
-        may be urgent if the tenant has few running sequences, not counting a resumed request's
-        `resumed_seqs`."""
+        """True if the tenant's requests of this class may be urgent. P0 requests always may. P1 requests may
+        if the tenant has few running sequences, not counting a resumed request's `resumed_seqs`."""
         if request_class != INTERACTIVE:
             return request_class == REAL_TIME
         return tenant.use.seqs.get(self.name, 0) - resumed_seqs < self._light_slots
@@ -251,7 +249,7 @@ class ModelTraffic:
         """Number of prompt tokens that fit in one step on every replica."""
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
-        """Return whether a new request would be dispatched immediately."""
+        """True if a new request would be dispatched immediately."""
         levels = self.open_levels()
         if not levels >> self._level_of(request, tenant) & 1 or self._next_resumed(levels) is not None:
             return False
@@ -277,11 +275,10 @@ class ModelTraffic:
         return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
-        """Return the replica that should run this request, among those with credit for this level, or None if
-        there is none. Among the replicas that have nearly as many free slots as the one with the most, prefer
-        the one that has probably cached the longest prefix of the prompt. A replica on which the request has
-        already run is excluded: the request's front has lost its channel to that replica, even if the core
-        has not noticed yet."""
+        """Return the replica that should run this request, or None if no replica has credit for this level.
+        Among the replicas with nearly the most free slots, choose the one that has probably cached the
+        longest prefix of the prompt. Exclude replicas on which the request has already run: its front has
+        lost its channel to them, even if the core has not noticed yet."""
         share = self._reserved_share()
         fit = {
             account: account.free_slots(level, share)
@@ -402,7 +399,7 @@ class ModelTraffic:
         return 0.0 if not self.queued or self._has_credit() else self.oldest_wait_s(now)
 
     def _has_credit(self) -> bool:
-        """Return whether a replica has credit to start an ordinary interactive request now."""
+        """True if a replica has credit to start an ordinary interactive request now."""
         return bool(self.open_levels() >> level_of(INTERACTIVE, 0) & 1)
 
     # ── predictions ──
@@ -426,7 +423,7 @@ class ModelTraffic:
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return, for each class, the predicted waiting time in seconds at the end of the queue, or None if
+        """Return each class's predicted waiting time at the end of the queue, in seconds, or None if
         unknown."""
         if not self.predictable:
             return [None] * CLASSES
@@ -438,8 +435,7 @@ class ModelTraffic:
         return waits_s
 
     def run_s(self, request: Request, output_tokens: float) -> float:
-        """Return the predicted run time of a request in seconds if each sample has `output_tokens` output
-        tokens."""
+        """Return a request's predicted run time in seconds, with `output_tokens` output tokens per sample."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_slots = waiting / max(1, self.forecast.replicas)
         # Near full load, slots that are currently free will soon be occupied.
@@ -456,13 +452,13 @@ class ModelTraffic:
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return how many seconds this request delays other requests with a promised start. Higher-priority
-        classes and requests without deadlines keep their share of the service."""
+        """Return how long, in seconds, this request delays other requests with a promised start.
+        Higher-priority classes and requests without deadlines keep their share of the service."""
         share = self._load.share_left(request.request_class, _MAX_PROMISED)
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
     def first_credit_s(self, level: int, now: float) -> float:
-        """Return the number of seconds until a replica has credit for this level."""
+        """Return the time in seconds until a replica has credit for this level."""
         if self.open_levels() >> level & 1:
             return 0.0
         if self._slot_levels() >> level & 1:
@@ -478,8 +474,8 @@ class ModelTraffic:
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the time in seconds needed to serve this many tokens of the class, after all requests that
-        are queued in higher-priority classes."""
+        """Return how long it takes, in seconds, to serve all requests queued in higher-priority classes and
+        then this many tokens of the class."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

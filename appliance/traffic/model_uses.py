@@ -34,10 +34,10 @@ class ModelUses:
             use.used_at = now
 
     def leaves_at(self, idle_s: float, loaded_at: float, not_before: float) -> float:
-        """Return the time until which the model stays loaded if no more requests arrive: the latest over all
-        tenants' uses, or infinity if there is no limit.
+        """Return when the model is to be unloaded if no more requests arrive, or infinity if never. A model
+        stays loaded as long as any tenant's use requires.
 
-        - `idle_s` is the time to live of a use without `keep_alive`, or infinity if there is no limit.
+        - `idle_s` is the time to live of a use without `keep_alive`, or infinity.
         - `loaded_at` is when the model began to load. Earlier uses do not count.
         - `not_before` is the earliest start of the time to live.
         """

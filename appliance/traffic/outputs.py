@@ -15,7 +15,7 @@ answers finish first, so early lengths are biased."""
 _BUCKET = math.log(1.15)
 """Histogram bucket width on a logarithmic scale."""
 _BEYOND = 0.01
-"""Fraction of answers that may be longer than the result of `likely_most`."""
+"""Fraction of answers that may be longer than `likely_most` predicts."""
 _KEPT = 2000.0
 """All counts are halved when the histogram's total weight exceeds this."""
 _FEW = 20.0

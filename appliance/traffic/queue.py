@@ -24,7 +24,7 @@ from store.policies import BACKGROUND, CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Number of requests with a promised start to consider. One is not enough, because requests of tenants at
+"""How many requests with a promised start to consider. One is not enough, because requests of tenants at
 their limits are skipped."""
 
 
@@ -69,8 +69,8 @@ class RequestQueue(Generic[Item]):
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
         """Queue a request from a tenant with this weight. If the request has a promised start
-        (`Ticket.begin_by`), `promised_s` is how many seconds the request delays other requests with a
-        promised start."""
+        (`Ticket.begin_by`), `promised_s` is how long, in seconds, the request delays others with a promised
+        start."""
         number = ticket.request_class
         self.classes[number].push(ticket, weight, light)
         self._length += 1
@@ -128,7 +128,7 @@ class RequestQueue(Generic[Item]):
         slot_levels: int = -1,
         free_levels: int = 0,
     ) -> bool:
-        """Return whether a new request would be dispatched next if it were queued now."""
+        """True if a new request would be dispatched next if it were queued now."""
         fair = self.classes[ticket.request_class]
         fair.push(ticket, weight, light)
         found = self.next(open_levels, now, promises_from, slot_levels, free_levels)

@@ -191,10 +191,10 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Reserve the most that a request can use. If a bucket has too little left, reserve nothing and
-        return the shortage. `max_tokens` limits the output tokens of all samples together. `may_lower` means
-        that the client set no limit, so `max_tokens` may be lowered to the tokens that are left, by the same
-        amount for each sample.
+        """Reserve a request's maximum use. If a bucket has too little left, reserve nothing and return the
+        shortage. `max_tokens` limits the output tokens of all samples together. `may_lower` means that the
+        client set no limit, so `max_tokens` may be lowered to the tokens that are left, by the same amount
+        for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -284,7 +284,7 @@ class Quotas:
         return tuple([account for account in (of_tenant, of_key) if account is not None])
 
     def _note(self, reservation: Reservation) -> None:
-        """Mark the accounts of a reservation as changed."""
+        """Mark a reservation's accounts as changed."""
         for account in reservation.accounts:
             self._changed[account] = None
 
@@ -307,7 +307,7 @@ class Quotas:
         return [_levels(account, monotonic, now) for account in changed], deleted
 
     def used_levels(self, now: float) -> list[QuotaLevels]:
-        """Return the levels, at unix time `now`, of all accounts that have used any of a limit."""
+        """Return the levels, at unix time `now`, of all accounts that have used part of a limit."""
         monotonic = self._clock()
         return [
             _levels(account, monotonic, now)

@@ -50,14 +50,14 @@ class _FirstSteps:
         self._seen = 0
 
     def contains(self, steps: int) -> bool:
-        """Return whether the next report, which covers `steps` steps, includes any warm-up steps."""
+        """True if the next report, which covers `steps` steps, includes any warm-up steps."""
         first = self._seen < FIRST_STEPS
         self._seen += steps
         return first
 
 
 class ReplicaRates:
-    """One replica's step and prompt token times. `step_s` is the mean step time, including the prompts
+    """A replica's times per step and per prompt token. `step_s` is the mean step time, including the prompts
     computed in the step. A running sequence therefore waits this long for each token. `prompt_token_s` is the
     time that a prompt token adds to a step.
     """
@@ -112,8 +112,8 @@ class ReplicaRates:
         return 1.0 - min(1.0, self._cached.ratio)
 
     def step_at(self, size: float) -> float:
-        """Return the step time with `size` sequences: the recent mean, scaled by the ratio of the times
-        measured for this batch size and the recent one."""
+        """Return the step time with `size` sequences: the recent mean, scaled from the recent batch size to
+        this one."""
         now = self.decode_s(self.running)
         return self.step_s * max(1.0, self.decode_s(size) / now) if now > 0 else self.step_s
 

@@ -30,18 +30,18 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     key_id: str
     """Id of the key whose limits apply; empty for a request without a key."""
     unit: str
-    """The model that answers the request, by the request manager's name for it."""
+    """The request manager's name for the model that answers the request."""
     request_class: int
     submissions: int
     num_seqs: int
     prompt_tokens: int
     cached_tokens: int = 0
     max_tokens: int
-    """Limit on the total number of output tokens over all samples, before any quota lowered it."""
+    """Limit on output tokens, summed over all samples, before any quota lowered it."""
     may_lower: bool
     deadline_ms: float | None = None
     output_tokens: int | None = None
-    """Total number of tokens generated over all samples, or None if the request never ran."""
+    """Generated tokens, summed over all samples, or None if the request never ran."""
     status: int
     """HTTP status, or 0 while the request is unfinished."""
     ttft_ms: float | None = None
@@ -72,9 +72,9 @@ class RecentRequests:
             self._levels.append((now, quotas.used_levels(now)))
 
     def start(self, since: float) -> tuple[float, list[QuotaLevels]]:
-        """Return the first time after unix time `since` from which requests can be replayed, and the quota
-        levels at that time. If there is none, return the latest earlier time and its levels. Raises
-        LookupError if the service has just started."""
+        """Return the first unix time after `since` at which a replay can begin, and the quota levels at that
+        time. If there is no such time, return the latest earlier one. Raises LookupError if the service has
+        just started."""
         if len(self._ended) == MAX_RECENT:
             since = max(since, self._ended[0][0])
         if not self._levels:

@@ -1,4 +1,4 @@
-"""Keeps the times to first token of a model's recent requests, for the autoscaler."""
+"""Keeps a model's recent times to first token, for the autoscaler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_KEPT = 512
 
 
 class RecentTtft:
-    """The times to first token of requests that finished within the last minute: at most the newest 512."""
+    """Times to first token of the requests that finished within the last minute (at most the newest 512)."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_MAX_KEPT)

@@ -10,8 +10,8 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Stale heap entries are not removed while there are fewer than this many. An entry is stale if its request
-is no longer waiting."""
+"""Minimum number of stale heap entries before they are removed. An entry is stale once its request is no
+longer waiting."""
 
 
 class Remaining(NamedTuple):
@@ -20,7 +20,7 @@ class Remaining(NamedTuple):
     running: int = 0
     queued: int = 0
     tokens: int = 0
-    """Expected number of output tokens still to be generated."""
+    """Output tokens expected to be generated."""
     seconds: float | None = 0.0
     """Predicted time until the requests finish; None until the replicas' rates have been measured."""
 
@@ -47,8 +47,8 @@ class Outstanding:
         self._prompts = 0
         self._outputs = 0.0
         self._longest: list[tuple[float, str]] = []
-        """A heap of waiting requests. Each entry is a pair of the negated number of output tokens per sample
-        and the request's id. Entries of requests that are no longer waiting are stale."""
+        """A heap of waiting requests: (negated output tokens per sample, request id). An entry becomes stale
+        when its request is no longer waiting."""
 
     def wait(self, request: Request) -> None:
         """Count a request that begins to wait for its first dispatch or for its next attempt."""

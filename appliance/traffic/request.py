@@ -53,10 +53,10 @@ class Request:
         self.admit = admit
         """The latest attempt's `Admit` message."""
         self.asked_max_tokens = admit.max_tokens
-        """Limit on the output tokens of all samples together, before a quota lowered the limit."""
+        """Limit on output tokens, summed over all samples, before any quota lowered it."""
         self.unit = admit.unit or admit.model
-        """The model that answers the request, under the name that the request manager uses. The requested
-        name, `first.model`, may be an alias or the name of a model with several versions."""
+        """The request manager's name for the model that answers the request. The requested name,
+        `first.model`, may be an alias or the name of a model with several versions."""
         self.version = version
         self.tenant = admit.identity.tenant
         self.key_id = key_id
@@ -86,7 +86,7 @@ class Request:
         self.begin_by: float | None = None
         """Latest start time that still meets the request's deadline, as promised on admission."""
         self.promised_s = 0.0
-        """How many seconds this request delays other requests with a promised start."""
+        """How long, in seconds, this request delays others with a promised start."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
@@ -101,7 +101,7 @@ class Request:
         """Maximum number of cache tokens that the request may occupy. While the request runs, this number and
         `running_seqs` count toward the tenant's usage."""
         self.expected_tokens = 0.0
-        """Expected total number of output tokens over all samples."""
+        """Expected output tokens, summed over all samples."""
         self.charged = 0.0
         """Service charged to the tenant for this request so far."""
 
@@ -147,8 +147,8 @@ class Request:
     @property
     def taken_tokens(self) -> int:
         """Number of tokens charged to the quotas when the request ends: the prompt and the delivered tokens,
-        or 0 if the request never ran. If the front died, generated tokens are charged instead of delivered
-        ones or, if their number is unknown too, the whole reservation.
+        or 0 if the request never ran. If the front died, the generated tokens are charged instead of the
+        delivered ones. If their number is unknown too, the whole reservation is charged.
         """
         if self.reservation is None or self.settled is None:
             return 0
@@ -196,8 +196,8 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Number of output tokens known to have been generated. If a replica was lost, the exact number is
-        unknown, but includes at least the delivered tokens."""
+        """Number of output tokens known to have been generated. If a replica was lost, this is at least the
+        number of delivered tokens."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.counts_unknown else self.generated_tokens
 

@@ -4,8 +4,8 @@ contains the request manager's data, and `RequestLifecycle` implements the state
 `appliance.traffic.admission` decides whether a new request may wait, `queue` decides the order, and `model`
 predicts how long requests will wait.
 
-When a request is accepted, the most it can use is reserved in its quotas before it waits. A waiting request
-is therefore never refused because of a quota, and concurrent requests never exceed one. The unused part is
+When a request is accepted, its maximum use is reserved in its quotas before it waits. A waiting request is
+therefore never refused because of a quota, and concurrent requests never exceed one. The unused part is
 returned once, when the request is closed.
 
 The request manager does no I/O and needs no event loop; clocks are passed to it. Its methods may be called in
@@ -202,8 +202,8 @@ class RequestManager:
 
     def preempt(self, account: CreditAccount) -> None:
         """Tell the fronts that the replica is about to be stopped while requests are running on it. The
-        requests continue on another replica, as after the loss of a replica, but the stop does not count as a
-        loss."""
+        requests continue on another replica, as they would if the replica had failed, but the stop does not
+        count as a failure."""
         running = [one for one in self.state.in_flight.values() if account in one.dispatched]
         for request in running:
             if request.settled is None:
@@ -294,8 +294,8 @@ class RequestManager:
         self._begin(request, model)
 
     def _admit_shadow(self, front: str, admit: Admit) -> None:
-        """Dispatch a copied request at once, or refuse it. Copied requests never wait, and are not dispatched
-        while any other request is waiting."""
+        """Dispatch a copied request immediately, or refuse it. Copied requests never wait, and are not
+        dispatched while any other request is waiting."""
         state, now = self.state, self.state.clock()
         admit = msgspec.structs.replace(admit, identity=SHADOW_IDENTITY)
         model = state.models.get(admit.unit)
@@ -338,7 +338,7 @@ class RequestManager:
             self._lifecycle.refuse(request, reason)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
-        """Return a refusal for a new request, or None if the request is to be queued or held, in which case
+        """Return a refusal for a new request. None means that the request is to be queued or held, and that
         its quotas have been reserved."""
         if pause is not None and not pause.hold:
             return paused(pause)
@@ -401,7 +401,7 @@ class RequestManager:
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge the caller's quotas for front work that belongs to no request."""
+        """Charge the caller's quotas for front work that is not part of a request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:

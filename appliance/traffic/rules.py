@@ -28,8 +28,8 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     output_weight: _Weight = 2.0
     """Weight of an output token in fair sharing. A prompt token has weight 1."""
     ageing: _Factor = 5.0
-    """A request is late once it has waited this many times its class's target waiting time. A class with late
-    requests gets a guaranteed share of the service (`lifted_share`)."""
+    """A request is late once it has waited for this multiple of its class's target waiting time. A class with
+    late requests gets a guaranteed share of the service (`lifted_share`)."""
     lifted_share: _Part = 0.1
     """Fraction of the service that each class with late requests receives before higher-priority classes are
     served."""
@@ -40,10 +40,10 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of a replica's sequence slots that is reserved for P0 requests, and for P1 requests of tenants
     with few running sequences, while more than one tenant sends requests."""
     overload: _Factor = 10.0
-    """Overload begins when a class's expected waiting time exceeds this many times its target."""
+    """Overload begins when a class's expected waiting time exceeds this multiple of its target."""
     overload_s: _Seconds = 5.0
-    """Load shedding advances one step for every this many seconds of overload, and goes back one step for
-    every this many seconds without."""
+    """Load shedding advances one step each time an overload has lasted this many seconds, and goes back one
+    step after as many seconds without overload."""
 
     def target_s(self, request_class: int) -> float:
         """Return a class's target waiting time in seconds; infinite for P3."""

@@ -1,5 +1,5 @@
 """Measures one model's recent load: how much of its service each class uses, how much service new requests
-need, and how many tokens started requests have."""
+need, and how many tokens recently started requests have."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class StartedTokens:
     def prompts_per_output(
         self, backlogs: Iterable[QueuedTokens], promised_requests: int, promised_prompt_tokens: int
     ) -> float:
-        """Return the highest of three ratios of prompt tokens to output tokens: that of recently started
-        requests, that of waiting requests and that of requests with a promised start. `backlogs` holds the
-        waiting requests of each class."""
+        """Return the number of prompt tokens per output token: the highest of the ratios for recently started
+        requests, for waiting requests and for requests with a promised start. `backlogs` holds each class's
+        waiting requests."""
         waiting = QueuedTokens()
         for backlog in backlogs:
             waiting.add(backlog)

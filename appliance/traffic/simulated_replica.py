@@ -75,9 +75,9 @@ class SimulatedSubmission:
     prompt_tokens: int
     cached_tokens: int
     output_each: int
-    """Number of tokens that each sequence generates."""
+    """Tokens to generate per sequence."""
     left: float = 0.0
-    """Number of prompt tokens not yet computed."""
+    """Prompt tokens not yet computed."""
 
     @property
     def work(self) -> int:

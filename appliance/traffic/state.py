@@ -60,7 +60,7 @@ class TrafficState:
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether no unfinished requests are left. The search stops at the first one."""
+        """True if no unfinished requests are left."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
@@ -82,7 +82,7 @@ class TrafficState:
         return list(request.dispatched) if request else []
 
     def occupied(self, account: CreditAccount) -> bool:
-        """Return whether any request is running on the replica."""
+        """True if any request is running on the replica."""
         return any(account in request.dispatched for request in self.in_flight.values())
 
     # ── statistics ──

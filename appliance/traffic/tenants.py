@@ -64,7 +64,7 @@ class Use:
             self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
 
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
-        """Return whether this quota allows a request that may occupy up to `kv_tokens` cache tokens to run.
+        """True if this quota allows running a request that may occupy up to `kv_tokens` cache tokens.
         `kv_total` is the KV cache capacity of all the model's replicas, in tokens, or 0 if unknown. If no
         request for the model is running, any request may run."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:

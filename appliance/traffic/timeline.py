@@ -84,8 +84,8 @@ class Timeline(Generic[Item]):
 
 
 class Promises(Generic[Item]):
-    """Items that must each begin by a given time, and a check whether all of them can. Items are served one
-    at a time, earliest first, and each takes a given number of seconds of work. An item begins in time if all
+    """Items that must each begin by a given time, with a check that all of them can. Items are served one at
+    a time, earliest first, and each takes a given number of seconds of work. An item begins in time if all
     preceding work is completed by its own time. This check is the processor demand test of
     earliest-deadline-first scheduling (Baruah et al. 1990).
     """
@@ -135,8 +135,8 @@ class Promises(Generic[Item]):
             del self._blocks[at], self._lasts[at], self._works[at], self._slacks[at]
 
     def latest_begin(self) -> float:
-        """Return the latest time at which service may begin for every item to begin in time; infinite if
-        there are no items."""
+        """Return the latest time at which service may begin so that every item begins in time; infinite if
+        empty."""
         return self._latest(0, 0.0)
 
     def latest_begin_with(self, time: float, work_s: float) -> float:
@@ -155,8 +155,8 @@ class Promises(Generic[Item]):
         return min(bisect_left(self._lasts, key), len(self._blocks) - 1)
 
     def _latest(self, start: int, before: float) -> float:
-        """Return the latest time at which service may begin for every item in the blocks from index `start`
-        on to begin in time. `before` seconds of work precede these blocks."""
+        """Return the latest time at which service may begin so that every item in block `start` or a later
+        one begins in time. `before` seconds of work precede these blocks."""
         works = accumulate(self._works[start:], initial=before)
         return min(map(sub, self._slacks[start:], works), default=float("inf"))
 

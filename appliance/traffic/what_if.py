@@ -2,8 +2,9 @@
 runs the real request manager in simulated time, once with the current limits and once with the new ones, on
 replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference between the two runs
 is applied to the recorded outcome. The replay assumes that clients would send the same requests at the same
-times, and that a refused request would have received an answer as long as another one to the same tenant. The
-replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes seconds.
+times, and that a refused request would have received an answer as long as one of the same tenant's other
+answers. The replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes
+seconds.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """How long a replay continues after the last arrival, so that its requests can end."""
 _STRIDE = 7919
-"""Distance in the list of answers from one chosen length to the next. It is prime, so that the choices are
-spread over the list."""
+"""Step through the list of answers from one chosen length to the next. Prime, so that the choices are spread
+over the list."""
 _FRONT = "front"
 _OVER_QUOTA = 429
 _NOT_ADMISSION = range(400, 500)
