@@ -14,31 +14,31 @@ from typing import NamedTuple
 from appliance.models.demand import Demand, DemandForecast
 
 TARGET_USE = 0.7
-"""Replicas are added until the expected demand uses at most this share of each replica."""
+"""Replicas are added until the expected demand uses no more than this share of each replica."""
 LOW_USE = 0.5
-"""A replica is removed only if each remaining replica's load would then be below this share. The gap to
-`TARGET_USE` prevents small load changes from removing a replica and adding it back."""
+"""A replica is removed only if the others' load would then be below this share. The gap to `TARGET_USE` keeps
+small load changes from removing a replica and adding it back."""
 _LATE_SHARE = 0.5
 """A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
-"""A late first token counts only if the demand uses at least this share of each replica. Below this share,
-the cause is long prompts rather than too few replicas, and an additional replica would not help."""
+"""Late first tokens count only if the demand uses at least this share of each replica. At lower demand, they
+are caused by long prompts, and another replica would not help."""
 _AHEAD_S = 30.0
-"""The load is predicted this many seconds beyond the time that a new replica takes to become ready."""
+"""The load is predicted for this many seconds after a replica started now would become ready."""
 REFUSED_S = 60.0
-"""How long to wait before adding a replica again after one could not be added for lack of memory."""
+"""How long to wait before trying again to add a replica that did not fit into memory."""
 
 
 class ScalingRules(NamedTuple):
-    """The rules for a model's number of replicas."""
+    """Limits and targets for a model's number of replicas."""
 
     min_replicas: int
     max_replicas: int
     ttft_target_s: float
     """Target time to first token."""
     cooldown_s: float
-    """Time after a change during which no replica is removed, and none is added because of late requests. The
-    pause lets the change take effect."""
+    """Time for a change to take effect. During this time, no replica is removed, and none is added because of
+    late requests."""
     idle_s: float
     """How long the load must have been low before a replica is removed."""
 
@@ -47,17 +47,17 @@ class ModelLoad(NamedTuple):
     """A model's current load."""
 
     replicas: int
-    """Target number of replicas, as set by the latest change."""
+    """Target number of replicas."""
     ready: int
     """Number of ready replicas."""
     demand: float
-    """The load, as the number of replicas it would fully occupy."""
+    """The number of replicas that the load would fully occupy."""
     wait_s: float
-    """How long the oldest request has waited or a new one is expected to wait, whichever is longer."""
+    """The oldest request's waiting time or a new request's expected one, whichever is longer."""
     ttft_s: float | None
     """99th percentile of recent times to first token, or None if there were no requests."""
     load_s: float
-    """Time from a replica's start until it is ready."""
+    """Time from a replica's start to readiness."""
 
 
 class Decision(NamedTuple):
@@ -79,8 +79,8 @@ class Autoscaler:
         self._changed_at = -math.inf
         self._refused_at = -math.inf
         self._needs: deque[tuple[float, float]] = deque()
-        """Times and expected demands over the last `idle_s` seconds. Each stored demand is higher than all
-        later ones; lower ones are dropped."""
+        """(time, expected demand) pairs from the last `idle_s` seconds. A demand is dropped once a later one
+        is at least as high."""
         self._since: float | None = None
         """Time of the first observation."""
 
@@ -93,8 +93,8 @@ class Autoscaler:
         self._changed_at, self.refusal = now, ""
 
     def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return the change that is due, or None. Call this once per second. The caller then makes the change
-        and calls `changed`, or calls `refuse` if the change is not possible."""
+        """Return the change that is due, or None. Call this once per second. After making the change, call
+        `changed`; if it is not possible, call `refuse`."""
         if now - self._refused_at >= REFUSED_S:
             self.refusal = ""
         self.forecast.add(now, load.demand)
@@ -110,15 +110,14 @@ class Autoscaler:
         return self._late(now, rules, load) or self._fewer(now, rules, load)
 
     def _more(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return a decision to add the replicas required by the expected demand, or None if there are
-        enough."""
+        """Add the replicas required by the expected demand. Return None if there are enough."""
         needed = min(math.ceil(self.expected.replicas / TARGET_USE), rules.max_replicas)
         if needed <= load.replicas or now - self._refused_at < REFUSED_S:
             return None
         return Decision(needed, self.expected.reason)
 
     def _late(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return a decision to add one replica if requests are late and no replica is being started."""
+        """Add one replica if requests are late and no replica is being started."""
         full = load.replicas >= rules.max_replicas or load.ready < load.replicas
         if full or now - self._refused_at < REFUSED_S:
             return None

@@ -1,5 +1,5 @@
-"""Describes the loaded and loadable models, and groups models that must be loaded together into bundles.
-`appliance.models.residency` decides which bundles to load and unload, based on these descriptions."""
+"""Groups models that must be loaded together into bundles, and describes the state of each bundle.
+`appliance.models.residency` uses these descriptions to decide which bundles to load and unload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.traffic.request_manager import RequestManager
 
 _GPU_FACTOR, _GPU_BYTES = 1.1, 2 << 30
 """The memory freed by stopping a GPU replica is estimated as this multiple of its weights and KV cache, plus
-a constant for its context and working memory. A high estimate is harmless, because the free memory is read
+a constant for its context and working memory. An overestimate is harmless, because the free memory is read
 again before the next load."""
 
 
@@ -81,7 +81,7 @@ class Bundles:
             self._host_bytes.pop(unit, None)
 
     def units(self) -> list[str]:
-        """Return the models that accept requests."""
+        """Return all models that accept requests."""
         return [
             unit
             for unit in self._manager.models
@@ -91,7 +91,7 @@ class Bundles:
         ]
 
     def times(self, unit: str) -> UnitTimes:
-        """Return when the model was loaded and used. The caller may modify the result."""
+        """Return when the model was loaded and used, as a modifiable object."""
         return self._times.setdefault(unit, UnitTimes(used_at=self._clock()))
 
     def note_load(self, unit: str) -> None:
@@ -105,8 +105,8 @@ class Bundles:
         return traffic is not None and bool(traffic.running or traffic.queued)
 
     def occupies_memory(self, unit: str) -> bool:
-        """Return whether the model is in memory: its replicas are loading, loaded or being stopped, and they
-        are not all asleep."""
+        """True if the model is in memory: its replicas are loading, loaded or being stopped, and are not all
+        asleep."""
         return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
 
     def kept(self, unit: str) -> str:
@@ -121,19 +121,17 @@ class Bundles:
         return f"{unit!r} is pinned" if pinned else ""
 
     def stays(self, unit: str) -> bool:
-        """Return whether the model must not be put to sleep or unloaded now, because it is already unloaded
-        or always stays loaded."""
+        """True if the model must not be put to sleep or unloaded now, because it is already unloaded or
+        always stays loaded."""
         return self._manager.settings_of(unit) is None or bool(self.kept(unit))
 
     def is_leaving(self, unit: str) -> bool:
-        """Return whether the model is still being removed from memory, even if new settings require it
-        again."""
+        """True while the model is being removed from memory, even if new settings require it again."""
         leaves = self._manager.is_parked(unit) or unit not in self._manager.models
         return leaves and self.occupies_memory(unit)
 
     def leaves_at(self, unit: str) -> float:
-        """Return when the model's time to live ends if no more requests arrive, or infinity if there is no
-        limit."""
+        """Return when the model's time to live ends if no more requests arrive, or infinity if never."""
         times, settings = self.times(unit), self._manager.settings_of(unit)
         idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
         traffic = self._requests.state.models.get(unit)
@@ -143,7 +141,8 @@ class Bundles:
         return traffic.uses.leaves_at(idle_s, times.load_began_at, not_before)
 
     def _waiting_since(self, unit: str) -> float | None:
-        """Return when requests began to wait for the model to be loaded, or None if none are waiting."""
+        """Return since when requests have been waiting for the model to be loaded, or None if none are
+        waiting."""
         now, traffic = self._clock(), self._requests.state.models.get(unit)
         if traffic is None or not traffic.queued:
             return None
@@ -192,7 +191,7 @@ class Bundles:
         return (unit,)
 
     def excluded(self, wanted: Bundle, other: Bundle) -> bool:
-        """Return whether a model group with `load = "one"` forbids loading the two bundles together."""
+        """True if a model group with `load = "one"` forbids loading the two bundles together."""
         names, others = ({self._name(unit) for unit in one.units} for one in (wanted, other))
         return any(
             one != two and {one, two} <= set(group.models)
@@ -213,8 +212,8 @@ class Bundles:
         return unit if self._manager.is_declared(unit) else split_target(unit)[0]
 
     def _unit(self, name: str) -> str:
-        """Return the model or version that answers requests for this name, or an empty string if there is no
-        such model."""
+        """Return the model or version that answers requests for this name, or an empty string if none
+        does."""
         target = self._routing.target_of(name)
         if target is not None:
             return unit_name(*target)
@@ -246,10 +245,9 @@ class Bundles:
     def _memory_bytes(self, unit: str, wanted: str) -> int:
         """Return the memory, in bytes, that unloading `unit` would make available to `wanted`.
 
-        If `wanted` is asleep, only memory of its own GPUs counts, because `wanted` wakes on these GPUs. If
-        `unit` is asleep and `wanted` runs on the CPU, the host memory of `unit` becomes available. If `unit`
-        is asleep and `wanted` runs on GPUs, the GPU memory still held by the processes of `unit` becomes
-        available.
+        If `wanted` is asleep, only memory on its own GPUs counts, because it wakes on these GPUs. If `unit`
+        is asleep, a model on the CPU gains its host memory, and a model on GPUs gains the GPU memory that its
+        processes still hold.
         """
         asleep = self._manager.is_parked_asleep(wanted)
         gpus = {gpu for one in self._manager.of(wanted) for gpu in one.resources.gpus} if asleep else set()

@@ -1,13 +1,13 @@
 """Limits replicas' CPU time and memory with control groups (cgroup v2).
 
-The service manager must have delegated the service's own cgroup to the service; systemd does so with
-`Delegate=`. The service then creates this tree below its cgroup:
+The service manager must delegate the service's own cgroup to it; systemd does so with `Delegate=`. The
+service then creates this tree below its cgroup:
 
     service/        the core, the fronts and replicas without limits
     replica-NAME/   the ranks of one replica
 
-All processes leave the service's own cgroup, because a cgroup whose controllers are passed on to its children
-must not contain processes."""
+All processes leave the service's own cgroup, because a cgroup must not contain processes if it passes
+controllers on to its children."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LIMITS_REMEDY = (
 
 
 class ReplicaLimits(NamedTuple):
-    """One replica's limits. Each limit applies to all of the replica's ranks together."""
+    """One replica's limits, each for all ranks together."""
 
     cpus: float | None = None
-    """CPU time per second that the replica may use, as a number of CPUs."""
+    """CPU time per second, as a number of CPUs."""
     memory_bytes: int | None = None
 
 
@@ -60,8 +60,8 @@ class ReplicaCgroups:
         """The service's own cgroup, or None until its controllers have been enabled for its children."""
 
     def limit(self, replica: str, pids: Iterable[int], limits: ReplicaLimits) -> str:
-        """Apply limits to a replica's processes. If this is impossible, return the reason; the processes then
-        run without limits."""
+        """Apply limits to a replica's processes. If this is impossible, return the reason, and let them run
+        without limits."""
         if limits == ReplicaLimits():
             return ""
         try:
@@ -73,8 +73,8 @@ class ReplicaCgroups:
             (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
             memory = "max" if limits.memory_bytes is None else str(limits.memory_bytes)
             (group / "memory.max").write_text(memory)
-            # If memory runs out, make the kernel kill all ranks at once. Otherwise, the surviving ranks would
-            # wait for the killed ones.
+            # If memory runs out, make the kernel kill all ranks together. Otherwise, the surviving ranks
+            # would wait for the killed ones.
             (group / "memory.oom.group").write_text("1")
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Describes, for operators, the effect of a change to a model's settings."""
+"""Describes the effects of model settings changes for operators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from appliance.settings import ModelSettings
 def describe_change(
     former: ModelSettings | None, wanted: ModelSettings | None, running: int, drain_grace_s: float
 ) -> str:
-    """Describe what happens to a model whose settings change from `former` to `wanted`. None means that the
-    settings do not contain the model. `running` is the model's number of replicas."""
+    """Describe what happens to a model when its settings change from `former` to `wanted`. None means that
+    the settings do not contain the model. `running` is its number of replicas."""
     if wanted is None:
         return f"is being removed; its requests have {drain_grace_s:g} s to finish"
     if former is None:

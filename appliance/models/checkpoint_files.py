@@ -1,5 +1,5 @@
-"""Checks the files of a model folder without loading weights: whether they exist, are readable by the
-service's user, and are complete."""
+"""Checks a model folder's files without loading weights: they must exist, be complete, and be readable by the
+service's user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXPECTED = "a folder with config.json, tokenizer.json and *.safetensors"
 
 
 class FolderFault(Exception):
-    """Raised if there is a problem with a model folder. `remedy` explains how to fix it."""
+    """A problem with a model folder. `remedy` explains how to fix it."""
 
     def __init__(self, description: str, remedy: str) -> None:
         super().__init__(description)
@@ -53,7 +53,7 @@ def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
 
 
 def _check_kind(folder: Path, reader: FileReader) -> None:
-    """Check that `folder` contains a checkpoint, and not a model in another storage format."""
+    """Check that `folder` contains a checkpoint rather than a model in a different storage format."""
     if unreadable := unreadable_reason(folder, reader):
         raise FolderFault(unreadable.description, unreadable.remedy)
     if not os.path.isdir(folder):
@@ -62,14 +62,14 @@ def _check_kind(folder: Path, reader: FileReader) -> None:
         return
     if snapshots := _snapshots(folder):
         raise FolderFault(
-            f"{folder} is a repository in a Hugging Face hub cache, not the folder of a checkpoint",
-            f"use the folder of its snapshot: {snapshots[0]}",
+            f"{folder} is a repository in a Hugging Face hub cache, not a checkpoint folder",
+            f"use its snapshot folder: {snapshots[0]}",
         )
     if cached := sorted(folder.glob("models--*--*")) or sorted(folder.glob("hub/models--*--*")):
         found = [snapshots[0] for repository in cached if (snapshots := _snapshots(repository))]
         raise FolderFault(
-            f"{folder} is the root of a Hugging Face hub cache, not the folder of a checkpoint",
-            f"use the folder of a snapshot: {_listed(found)}"
+            f"{folder} is the root of a Hugging Face hub cache, not a checkpoint folder",
+            f"use a snapshot folder: {_listed(found)}"
             if found
             else f"download a model into it first; {cached[0].name} has no complete snapshot",
         )
@@ -88,7 +88,7 @@ def _not_a_folder(path: Path) -> FolderFault:
         return FolderFault(f"{str(path)!r} is a file, not a folder", f"use {_EXPECTED}")
     if hidden_by_unit(path):
         return FolderFault(
-            f"{str(path)!r} is not a folder that the service can see, because its unit hides /home and /root",
+            f"the service cannot see {str(path)!r}, because its unit hides /home and /root",
             "move the model to a directory such as /srv/models, or use the drop-in models-in-home.conf",
         )
     return FolderFault(f"the folder {str(path)!r} does not exist", f"use {_EXPECTED}")
@@ -102,8 +102,8 @@ def _gguf(path: Path) -> FolderFault:
 
 
 def _snapshots(repository: Path) -> list[Path]:
-    """Return a repository's snapshots in a hub cache: the snapshot of the main branch first, then the others,
-    newest first."""
+    """Return a repository's snapshots in a hub cache: the main branch's first, then the others, newest
+    first."""
     try:
         found = [path for path in (repository / "snapshots").iterdir() if path.is_dir()]
         found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -123,14 +123,14 @@ def _needed(folder: Path, weights: bool) -> list[Path]:
 
 
 def _check_content(path: Path, folder: Path) -> None:
-    """Check that a file, if present, is not a broken link, a special file or a Git LFS pointer."""
+    """Check that a file, if it exists, is not a broken link, a special file or a Git LFS pointer."""
     if os.path.islink(path) and not os.path.exists(path):
         raise FolderFault(
             f"{path} is a symbolic link to {path.readlink()}, which does not exist",
-            "download the model again, or copy the folder with the files that its links name (cp -L)",
+            "download the model again, or copy the folder with the files that its links point to (cp -L)",
         )
     if os.path.exists(path) and not os.path.isfile(path):
-        raise FolderFault(f"{path} is not a regular file", "replace it with the file of the original model")
+        raise FolderFault(f"{path} is not a regular file", "replace it with the original model's file")
     if _starts_with(path, _POINTER):
         raise FolderFault(
             f"{path} is a Git LFS pointer: the repository was cloned without its large files",
@@ -149,7 +149,7 @@ def _check_weights(folder: Path) -> None:
         raise _gguf(gguf[0])
     missing = [name for name in _shards(index) if not (folder / name).exists()]
     if missing:
-        more = f"; {len(missing)} files of the model are missing" if len(missing) > 1 else ""
+        more = f"; {len(missing)} model files are missing" if len(missing) > 1 else ""
         raise FolderFault(
             f"{folder / missing[0]} does not exist, but {sizing.INDEX} lists it{more}",
             "copy or download the checkpoint again, with all of its files",

@@ -7,19 +7,19 @@ from collections import deque
 from typing import NamedTuple
 
 _RECENT_S, _TREND_S = 10.0, 300.0
-"""Periods over which the current demand is averaged and its trend is computed."""
+"""Periods over which the current demand is averaged and the trend computed."""
 _MIN_TREND_S = 30.0
-"""The trend is used only if demand has been recorded for at least this long."""
+"""The trend is used only once demand has been recorded for this long."""
 _MAX_GROWTH = 2.0
 """The trend's prediction is capped at this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
-"""The prediction also considers the same time on the previous day: the highest demand from the current time
-of day until this long after the predicted time of day."""
+"""The prediction also considers yesterday's demand: the highest from the current time of day until this long
+after the predicted one."""
 
 
 class Demand(NamedTuple):
-    """A demand for replicas."""
+    """How many replicas are needed, and why."""
 
     replicas: float
     reason: str
@@ -32,10 +32,9 @@ class DemandForecast:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
-        """Times and demands over the last `_TREND_S` seconds."""
+        """(time, demand) pairs from the last `_TREND_S` seconds."""
         self._minutes: dict[int, float] = {}
-        """Highest mean demand in each minute of the last day, keyed by the minute's number on the monotonic
-        clock."""
+        """Highest mean demand in each minute of the last day, by minute of the monotonic clock."""
 
     def add(self, now: float, demand: float) -> None:
         """Add the current demand. Call this about once a second, at regular intervals."""
@@ -59,8 +58,8 @@ class DemandForecast:
 
     def expected(self, now: float, ahead_s: float) -> Demand:
         """Return the highest demand expected in the next `ahead_s` seconds: the maximum of the current
-        demand, the demand predicted by the trend of the last few minutes, and the demand around the same time
-        a day ago."""
+        demand, the demand predicted from the last few minutes' trend, and the demand at about this time a day
+        ago."""
         present = self.present(now)
         best = Demand(present, f"the load needs {present:.1f} replicas")
         slope = self._slope()

@@ -16,12 +16,11 @@ from engine import sizing
 from engine.messages import BLOCK_TOKENS, KvDType, ModelDType, WeightsDType
 
 _LENGTHS = (1024, 4096, 16_384, 65_536)
-"""Sequence lengths, in tokens, for which the number of concurrent sequences is shown, in addition to the
-maximum length."""
+"""Sequence lengths, in tokens, for which to show how many sequences fit, besides the maximum length."""
 
 
 class UnfitError(Exception):
-    """Raised if the model cannot run on this machine. `remedy` explains how to fix the problem."""
+    """The model cannot run on this machine. `remedy` explains how to fix the problem."""
 
     def __init__(self, description: str, remedy: str) -> None:
         super().__init__(description)
@@ -67,7 +66,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int
     """GPU memory used by other processes. Always 0 on a CPU."""
     usable_bytes: int
-    """The share of the memory that `gpu_memory_utilization` allows, minus `used_bytes`."""
+    """The memory allowed by `gpu_memory_utilization`, minus `used_bytes`."""
     weight_bytes: int
     workspace_bytes: int
     block_bytes: int
@@ -108,9 +107,8 @@ def read_memory() -> MachineMemory:
 
 
 def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ()) -> MemoryFit:
-    """Predict a replica's memory. `chosen` holds the numbers of the GPUs that the replica would use; by
-    default, those with the most free memory. Raises UnfitError for a checkpoint or settings that cannot run
-    at all.
+    """Predict a replica's memory. `chosen` lists the GPUs that the replica would use, by default those with
+    the most free memory. Raises UnfitError if the checkpoint or settings cannot run at all.
     """
     ranks = model.tensor_parallel_size
     on_gpu = model.device == "cuda" or (model.device == "auto" and bool(memory.gpus))
@@ -177,7 +175,7 @@ class MemoryShortage(NamedTuple):
     """The memory that a model lacks to run alongside the running replicas."""
 
     bytes: int = 0
-    """Missing memory in bytes, summed over all ranks; 0 if the model fits."""
+    """Missing memory in bytes over all ranks; 0 if the model fits."""
     reason: str = ""
     """Why the model does not fit into memory, with the values; empty if it fits."""
 
@@ -193,13 +191,13 @@ def shortage_beside(
     """Return how much memory is missing to run `count` more replicas with these settings alongside the
     running replicas. On GPUs, only one replica is checked, because each additional one gets different GPUs.
 
-    - `chosen`: the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
-    - `others`: the settings of each running replica.⏎- `limit_bytes`: the maximum memory of all replicas on
-      the CPU together, if there is a limit.
+    - `chosen`: the GPUs that the replica would use, by default the first ones.
+    - `others`: the settings of each running replica.
+    - `limit_bytes`: the maximum memory of all replicas on the CPU together, if there is a limit.
 
-    On a GPU, the replica must have as much memory as it would have if no other replica used the GPU.
-    Otherwise, its KV cache would be smaller for its entire lifetime. This function calls NVML and reads from
-    the kernel, so it must not run on the event loop.
+    On a GPU, the replica must get as much memory as if it had the GPU to itself. Otherwise, its KV cache
+    would be smaller for its entire lifetime. This function calls NVML and reads from the kernel, so it must
+    not run on the event loop.
     """
     memory = read_memory()
     chosen = chosen or range(min(len(memory.gpus), model.tensor_parallel_size))
@@ -235,9 +233,9 @@ def shortage_beside(
 
 
 def shortage_to_wake(needs: Iterable[tuple[Sequence[int], int]]) -> MemoryShortage:
-    """Return how much GPU memory is missing to wake sleeping replicas. `needs` holds, for each replica, the
-    numbers of its GPUs and the memory it has released, summed over its ranks. This function calls NVML, so it
-    must not run on the event loop."""
+    """Return how much GPU memory is missing to wake sleeping replicas. `needs` lists each replica's GPUs and
+    the memory it has released, summed over its ranks. This function calls NVML, so it must not run on the
+    event loop."""
     needed: Counter[int] = Counter()
     for numbers, freed_bytes in needs:
         for number in numbers:
@@ -256,8 +254,8 @@ def shortage_to_wake(needs: Iterable[tuple[Sequence[int], int]]) -> MemoryShorta
 
 
 def host_bytes(model: ModelSettings, memory: MachineMemory) -> int:
-    """Return the predicted host memory of one replica of a model, or 0 if the model runs on a GPU or cannot
-    run. If `kv_blocks` is not set, the result includes the largest KV cache that this machine allows."""
+    """Return the predicted host memory per replica, or 0 if the model runs on a GPU or cannot run. If
+    `kv_blocks` is not set, the result includes the largest KV cache that this machine allows."""
     try:
         found = fit(model, memory.idle())
     except UnfitError:

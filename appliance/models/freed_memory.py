@@ -14,18 +14,18 @@ from appliance.models.gpus import gpu_processes
 log = logging.getLogger(__name__)
 
 _RETURNED_WITHIN_S = 10.0
-"""Time limit for the memory to be freed after the processes have exited or been killed."""
+"""How long the memory may take to be freed after the processes have exited or been killed."""
 _CHECKED_WITHIN_S = 15.0
-"""Time limit for the check itself, which is longer because an NVML call may hang."""
+"""Time limit for the check itself. It is longer, because an NVML call may hang."""
 _POLL_S = 0.1
 
 GpuProcesses = Callable[[], Mapping[int, Collection[int]]]
-"""A function that returns the ids of the processes using memory on each GPU, by GPU number."""
+"""Returns the ids of the processes using each GPU's memory, by GPU number."""
 
 
 async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu_processes) -> str:
-    """Call `held_reason` in a thread and return its result. If the check itself fails or hangs, return a
-    message saying so."""
+    """Call `held_reason` in a thread and return its result. If the check fails or hangs, return a message
+    saying so."""
     try:
         return await in_own_thread(
             lambda: held_reason(pids, processes_on_gpus=processes_on_gpus), _CHECKED_WITHIN_S
@@ -50,8 +50,8 @@ def held_reason(
     kernel and calls NVML, so it must not run on the event loop.
 
     `pids` holds the process ids of the replica's ranks. Each rank leads a session that also contains the
-    processes it starts. In a container, NVML may list no processes or use the machine's process ids. In that
-    case, only the processes are checked: the kernel frees a process's GPU memory when the process ends.
+    processes it starts. In a container, NVML may list no processes or use the machine's process ids. Only the
+    processes are checked then: the kernel frees a process's GPU memory when the process ends.
     """
     deadline = time.monotonic() + within_s
     while problem := _held(pids, processes_on_gpus):

@@ -1,4 +1,4 @@
-"""The front pool's methods for changes to the served models."""
+"""The front pool's interface for changes to the served models."""
 
 from __future__ import annotations
 

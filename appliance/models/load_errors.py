@@ -1,4 +1,4 @@
-"""Errors that occur when a version of a model is loaded, unloaded or swapped."""
+"""Errors in loading, unloading and swapping model versions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 
 
 class LoadError(Exception):
-    """Raised if a model version cannot be loaded, unloaded or swapped. The message gives the reason and the
-    remedy."""
+    """A model version cannot be loaded, unloaded or swapped. The message gives the reason and the remedy."""
 
 
 class MemoryShortageError(LoadError):
-    """Raised if a model version does not fit into memory alongside the loaded models."""
+    """A model version does not fit into memory alongside the loaded models."""
 
 
 def not_loaded(unit: str) -> LoadError:

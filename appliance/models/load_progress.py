@@ -1,4 +1,4 @@
-"""Derives a load's rate and remaining time from the replica's progress reports."""
+"""Computes a load's rate and remaining time from the replica's progress reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.rank_messages import Progress
 
 _LOG_EVERY_S = 10.0
 _MIN_RATE_S = 0.5
-"""How long a loading stage must have run before its rate is reported."""
+"""A loading stage's rate is reported only after this time."""
 
 
 class LoadProgress:

@@ -12,10 +12,10 @@
                   ▼                     ▼
     RequestManager (models and replicas to which requests may go), FrontChannels (FrontPool), publish()
 
-The settings define how many replicas a model has and how they run. A unit is loaded as a whole: a model in
-the settings or one version of a registered model. The model manager knows which units should be loaded with
-which settings. `appliance.models.unit_changes` starts and stops replicas accordingly, and
-`appliance.models.retirement` ends replicas that are no longer needed.
+The settings define how many replicas a model has and how they run. A unit is what is loaded as a whole: a
+model in the settings or one version of a registered model. The model manager knows which units should be
+loaded, and with which settings. `appliance.models.unit_changes` starts and stops replicas accordingly, and
+`appliance.models.retirement` retires replicas that are no longer needed.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class ModelManager:
         """Create the manager without starting any replicas.
 
         - `settings` is a function that returns the current settings.
-        - `publish` is called when the list of served models or a model's readiness may have changed.
+        - `publish` is called when the served models or a model's readiness may have changed.
         - `note` reports a problem (its location and description) to the operator.
         - `preflight` checks a model's files.
-        - `files_check` compares the files of a registered version with its manifest.
-        - `broken` maps each model with faulty files to the problem.
+        - `files_check` compares a registered version's files with its manifest.
+        - `broken` maps models with faulty files to their problems.
         """
         self.models = {model.name: model for model in served}
         """The models that are loaded or being loaded, as known to the fronts. Keys are model names from the
@@ -87,14 +87,14 @@ class ModelManager:
         self._declared = dict(settings().models)
         """The models in the settings."""
         self._wanted = dict(self._declared)
-        """Settings of every model and version that should be loaded."""
+        """The settings of every model and version that should be loaded."""
         self._requests = requests
         self._publish = publish
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
         self._grace_s: dict[str, float] = {}
-        """Time in seconds that a model's requests have to finish while it is being unloaded. Contains only
-        models for which this differs from the settings."""
+        """Grace period in seconds for the requests of models being unloaded, where it differs from the
+        settings."""
         self._parked: dict[str, Parked] = {}
         self._returning: set[str] = set()
         """Models that were parked and are being loaded or woken."""
@@ -178,7 +178,7 @@ class ModelManager:
         return name in self._declared
 
     def fallback(self, unit: str) -> str:
-        """Return the name of this model's fallback, or an empty string if there is none."""
+        """Return the name of this model's fallback, or an empty string."""
         wanted = self._wanted.get(unit)
         return "" if wanted is None else wanted.fallback or ""
 
@@ -196,7 +196,7 @@ class ModelManager:
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
-        """Apply the time limits, from the settings, after which a replica is killed."""
+        """Apply the settings' time limits for killing replicas."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -237,8 +237,8 @@ class ModelManager:
         return changes
 
     def _redescribe(self, name: str, wanted: ModelSettings, described: ServedModel | None) -> None:
-        """Apply a model's settings that do not require new replicas. `described` is the model's description
-        under these settings if a text setting has changed, otherwise None."""
+        """Apply those of a model's settings that do not require new replicas. `described` is the model's new
+        description if a text setting has changed, otherwise None."""
         known = msgspec.structs.replace(self.models[name], required=wanted.required)
         if described is not None and described.folder == known.folder:
             known = msgspec.structs.replace(
@@ -289,7 +289,7 @@ class ModelManager:
         self._returning.discard(unit)
 
     async def end_sleep(self, unit: str) -> None:
-        """If the model is parked and asleep, stop its replicas, and return when they have stopped. The model
+        """If the model is parked and asleep, stop its replicas and wait until they have stopped. The model
         stays parked, and can then be loaded on different GPUs."""
         if self.is_parked_asleep(unit):
             log.info("unloading %s: its GPUs do not have enough memory to wake it", unit)
@@ -297,8 +297,8 @@ class ModelManager:
             await self._changes.ended(unit)
 
     async def stay_asleep(self, unit: str) -> bool:
-        """If the model is parked and is asleep or going to sleep, unpark it but leave it asleep: from now on,
-        only `sleeping.wake` wakes it. The model must have no requests. Return whether it is asleep."""
+        """If the model is parked and is asleep or going to sleep, unpark it but leave it asleep, so that only
+        `sleeping.wake` can wake it. The model must have no requests. Return whether it is asleep."""
         while self._is_to_sleep(unit) and self._changes.in_progress(unit):
             await self._changes.ended(unit)
         if not self.is_parked_asleep(unit):
@@ -313,8 +313,8 @@ class ModelManager:
         return bool(replicas) and all(replica.sleeping.asleep for replica in replicas)
 
     def parked_host_bytes(self) -> dict[str, int]:
-        """Return the host memory occupied by the weights of each parked model that is asleep or going to
-        sleep."""
+        """Return how much host memory the weights of each parked model occupy, for models that are asleep or
+        going to sleep."""
         return {
             unit: sum(replica.weight_bytes for replica in self.of(unit))
             for unit, parked in self._parked.items()
@@ -327,12 +327,12 @@ class ModelManager:
         return parked is not None and parked.asleep
 
     def is_parked(self, unit: str) -> bool:
-        """Return whether the model accepts requests although it has, or soon will have, no awake replicas."""
+        """True if the model accepts requests although it has, or soon will have, no awake replicas."""
         return unit in self._parked
 
     def accepts_early(self, unit: str) -> bool:
-        """Return whether the model accepts requests although it is not in memory: it is parked, or it was
-        parked and is being loaded or woken."""
+        """True if the model accepts requests although it is not in memory: it is parked, or it was parked and
+        is now being loaded or woken."""
         return unit in self._parked or unit in self._returning
 
     def settings_of(self, unit: str) -> ModelSettings | None:
@@ -366,7 +366,7 @@ class ModelManager:
 
     @property
     def load_timeout_s(self) -> float:
-        """Time limit in seconds for checking a model's files, and for a load that makes no progress."""
+        """Time limit in seconds for checking a model's files, and for a load without progress."""
         return self._settings().load_timeout_s
 
     def finished(self, unit: str) -> bool:
@@ -375,7 +375,7 @@ class ModelManager:
 
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
         """Return how much memory is missing to run `count` more replicas with these settings alongside the
-        running replicas. By default, `count` is the number of replicas started when the model is loaded."""
+        running replicas. By default, these are all the replicas that a load would start."""
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load the model
@@ -391,7 +391,7 @@ class ModelManager:
         )
 
     async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
-        """Return how much memory is missing to load the model or, if it is parked and asleep, to wake it."""
+        """Return how much memory is missing to load the model, or to wake it if it is parked and asleep."""
         replicas = self.of(unit)
         if not self.is_parked_asleep(unit) or any(replica.group is None for replica in replicas):
             return await self.shortage(settings)

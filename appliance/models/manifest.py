@@ -1,11 +1,11 @@
-"""The manifest of a model's folder: the size and the SHA-256 of each file. Creating a manifest takes as long
-as reading the files. Checking one reads at most `_WHOLE_BYTES` of each file, except for larger files whose
-modification time has changed. Neither may be done on the event loop.
+"""Manifests of model folders: each file's size and SHA-256. Creating a manifest reads all files completely.
+Checking one reads at most `_WHOLE_BYTES` of each file, unless its modification time has changed. Neither may
+be done on the event loop.
 
-For large files, only samples of the contents are compared. Samples detect a replacement of the same size,
-because training changes every part of the weights. They do not detect a change of a few bytes elsewhere, but
-such a change also updates the modification time. Copying or `touch` updates the modification time without
-changing the contents, so if only the modification time has changed, the whole file is read.
+For large files, only samples of the contents are compared. They reveal a replacement of the same size,
+because training changes every part of the weights. They do not reveal a change of a few bytes between the
+samples, but such a change updates the modification time. The whole file is read if only the modification time
+has changed, because copying or `touch` also updates it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from store.models import ModelFile
 _READERS = 4
 """Number of files hashed concurrently. Hashing releases the GIL."""
 _WHOLE_BYTES = 32 << 20
-"""Maximum size of a file whose contents are fully compared with the manifest before each replica start. For
-larger files, the size and samples are compared."""
+"""Maximum size of a file that is fully compared with the manifest before each replica start. For larger
+files, only the size and samples are compared."""
 _SAMPLES, _SAMPLE_BYTES = 32, 64 << 10
 """Number and size of the samples of a large file: 2 MiB in total, regardless of the file's size. The first
 sample is at the beginning of the file, the last one at its end, and the others at equal distances between
@@ -31,13 +31,12 @@ these two."""
 
 
 class ManifestError(Exception):
-    """Raised if a folder cannot be read or differs from its manifest. The message gives the file, the problem
-    and the remedy."""
+    """A folder cannot be read or differs from its manifest. The message gives the file, the problem and the
+    remedy."""
 
 
 def read_manifest(folder: str) -> tuple[ModelFile, ...]:
-    """Return the manifest of the files in a folder, without hidden files and subfolders. Raises
-    ManifestError."""
+    """Return the manifest of a folder's files, without hidden files and subfolders. Raises ManifestError."""
     try:
         paths = _files(Path(folder))
         with ThreadPoolExecutor(_READERS) as pool:
@@ -47,9 +46,9 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 
 
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
-    """Check that the files in a folder still match the manifest. For large files, the size and samples are
-    compared, as is the SHA-256 if the modification time differs. Manifests created by older releases contain
-    no samples or modification times, so these are not compared. Raises ManifestError."""
+    """Check that the files in a folder still match the manifest. For large files, compare the size and
+    samples, and also the SHA-256 if the modification time differs. Manifests created by older releases
+    contain no samples or modification times, so compare neither. Raises ManifestError."""
     known = {file.name: file for file in files}
     try:
         paths = {_name(path): path for path in _files(Path(folder))}
@@ -105,8 +104,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _name(path: Path) -> str:
-    """Return a file's name as it appears in the manifest, which can be stored as text even if the name is not
-    valid UTF-8."""
+    """Return a file's name as stored in the manifest: valid text, even if the file's name is not valid
+    UTF-8."""
     return os.fsencode(path.name).decode(errors="backslashreplace")
 
 
@@ -145,5 +144,5 @@ def _changed(path: Path, how: str) -> ManifestError:
 def _unreadable(error: OSError) -> ManifestError:
     return ManifestError(
         f"{error.filename} cannot be read ({error.strerror}): check that the file exists and that the "
-        "service's user may read it"
+        "service's user can read it"
     )

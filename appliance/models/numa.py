@@ -10,8 +10,8 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def node_of_bus(bus: str, root: Path = _PCI) -> int:
-    """Return the NUMA node of a PCI device, or -1 if it is unknown. `bus` is an address in NVML's format,
-    such as "00000000:1b:00.0"."""
+    """Return a PCI device's NUMA node, or -1 if unknown. `bus` is an address in NVML's format, such as
+    "00000000:1b:00.0"."""
     domain, _, rest = bus.lower().partition(":")
     try:
         return int((root / f"{domain[-4:]}:{rest}" / "numa_node").read_text())

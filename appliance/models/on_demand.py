@@ -1,11 +1,11 @@
-"""Loads models on their first request, unloads idle models or puts them to sleep, and swaps models that do
-not fit into memory together. `appliance.models.residency` makes the decisions, based on the descriptions in
+"""Loads models on their first request, unloads idle models or puts them to sleep, and swaps models that
+cannot be in memory together. `appliance.models.residency` makes the decisions, based on the descriptions in
 `appliance.models.bundles`, and this module carries them out.
 
 A model or version that accepts requests is in one of three states:
 
-- unknown to the fronts, which is possible only for a registered version. On its first request, the fronts
-  read its tokenizer (`ModelOperations.introduce`), and the request is queued.
+- unknown to the fronts (only registered versions). On its first request, the fronts read its tokenizer
+  (`ModelOperations.introduce`), and the request is queued.
 - parked: requests wait in the queue until the model is loaded or, if its replicas are asleep, woken.
 - in memory.
 
@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _RETRY_S = 30.0
-"""How long requests for a model are refused after an on-demand load has failed. The next request after that
-retries the load."""
+"""How long requests for a model are refused after an on-demand load has failed. The first request after this
+time retries the load."""
 _FORGET_S = 600.0
-"""Time after its last request at which an unloaded on-demand version is removed from the fronts, so that its
+"""How long after its last request an unloaded on-demand version is removed from the fronts, so that its
 tokenizer does not occupy memory."""
 
 
@@ -75,10 +75,10 @@ class OnDemand:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loads: Counter[str] = Counter()
-        """Number of on-demand loads since startup, by model or version."""
+        """On-demand loads since startup, by model or version."""
         self.evictions: Counter[tuple[str, EvictionReason]] = Counter()
-        """Number of times that a model was automatically unloaded or put to sleep, by model or version and
-        reason (`REASONS`)."""
+        """How often each model or version was automatically unloaded or put to sleep, by reason
+        (`REASONS`)."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -92,7 +92,7 @@ class OnDemand:
         self._at_start = [name for name in manager.models if manager.is_parked(name)]
         """Models in the settings that are loaded after the required ones, if they fit into memory."""
         self._loads: dict[str, asyncio.Task[None]] = {}
-        """Loads started by operators' commands."""
+        """Loads requested by operators."""
         self._changing = asyncio.Lock()
         """Held while a model is being loaded or unloaded."""
         self._background = Background()
@@ -154,7 +154,7 @@ class OnDemand:
             self._bundles.incomplete.add(self._bundles.loaded_with(unit))
 
     def _settings_of(self, unit: str, record: VersionRecord | None) -> ModelSettings:
-        """Return the settings of a model or version, which may be unknown to the model manager."""
+        """Return the settings of a model or version, even if the model manager does not know it."""
         if record is None:
             return self._settings().models[unit]
         return self._operations.settings_of(record.folder, record.settings)
@@ -201,8 +201,8 @@ class OnDemand:
             self._introducing.discard(unit)
 
     async def _wake(self, unit: str, record: VersionRecord) -> None:
-        """Wake a sleeping version for which requests are waiting in the fronts. If there is not enough memory
-        to wake it, unload it; it is then loaded in its turn. Raises LoadError."""
+        """Wake a sleeping version for which requests are waiting in the fronts. If there is not enough
+        memory, unload it, so that it is later loaded like any other model. Raises LoadError."""
         await self._operations.finish_sleep(unit)
         if unit not in self._operations.asleep:
             return
@@ -295,7 +295,7 @@ class OnDemand:
         elif isinstance(step, Refuse):
             asleep = [unit for unit in wanted.units if self._manager.is_parked_asleep(unit)]
             if asleep and not step.excluded:
-                # GPUs other than the sleeping model's own may have enough memory to load it.
+                # Other GPUs may have enough memory to load the sleeping model.
                 for unit in asleep:
                     await self._manager.end_sleep(unit)
                 return
@@ -332,9 +332,9 @@ class OnDemand:
     async def _evict(
         self, units: tuple[str, ...], reason: EvictionReason, explanation: str, wanted: tuple[str, ...] = ()
     ) -> None:
-        """Unload models or put them to sleep, and wait until their memory is free. The wait is limited to
-        `DRAIN_S` plus the time limits for putting replicas to sleep and stopping them. `wanted` holds the
-        models that need the memory."""
+        """Unload models or put them to sleep, and wait until their memory is free: at most `DRAIN_S` plus the
+        time limits for putting replicas to sleep and stopping them. `wanted` holds the models that need the
+        memory."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._bundles.incomplete.discard(units)
         for unit in leaving:
@@ -362,7 +362,7 @@ class OnDemand:
         others = [one for one in bundles if one.in_memory and not one.asleep]
         excluded = any(self._bundles.excluded(bundle, one) for one in others)
         if excluded or await self._bundles.missing_bytes(unit) > 0:
-            log.info("%s is not loaded at startup, because it does not fit; its first request loads it", unit)
+            log.info("not loading %s at startup, because it does not fit into memory", unit)
             return
         self._bundles.note_load(unit)
         # If this load fails, the model is shown as failed, and its next request retries the load.
@@ -373,7 +373,7 @@ class OnDemand:
 
     async def _free_memory(self, unit: str, settings: ModelSettings) -> None:
         """Unload idle models until `unit` fits into memory or no more models can be unloaded. If `unit` is
-        asleep and cannot wake on its own GPUs but can be loaded on others, unload it first."""
+        asleep and can be loaded on other GPUs but not woken on its own, unload it first."""
         wanted = Bundle((unit,), waiting_since=self._clock())
 
         async def next_towards(shortage: MemoryShortage, target: str) -> Step:
@@ -426,8 +426,8 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     def _repaired(self, unit: str) -> None:
-        """Handle a change to the files of a version whose latest load failed. If the version is loaded on
-        demand, resume accepting its requests. Otherwise, retry the load."""
+        """Handle a change to the files of a version that failed to load. If it is loaded on demand, resume
+        accepting its requests. Otherwise, retry the load."""
         record = self._operations.registry.current.versions.get(version_key(unit))
         if record is None:
             return

@@ -1,7 +1,7 @@
 """Loads, unloads, puts to sleep and wakes versions of registered models.
 
-A version is loaded in four steps: its files are compared with the manifest, its replicas are started, every
-front reads its tokenizer, and only then do model names resolve to the version (`Routing.usable`). If a step
+Loading a version takes four steps: its files are compared with the manifest, its replicas are started, every
+front reads its tokenizer, and model names begin to resolve to the version (`Routing.usable`). If a step
 fails, running models are not affected.
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _FRONTS_WITHIN_S = 120.0
-"""Time limit for fronts to read a newly loaded model's tokenizer."""
+"""Time limit for the fronts to read a newly loaded model's tokenizer."""
 
 
 class ModelOperations:
@@ -55,7 +55,7 @@ class ModelOperations:
         self.draining: set[str] = set()
         """Versions that are finishing their requests before being unloaded or put to sleep."""
         self.asleep: set[str] = set()
-        """Versions that are loaded but asleep, having released their memory."""
+        """Loaded versions that are asleep and have released their memory."""
         self.on_repair: Callable[[str], None] = lambda unit: None
         """Called when the files of a version that failed to load have changed."""
         self._watches: dict[str, StartTimer] = {}
@@ -70,9 +70,9 @@ class ModelOperations:
         self._sleeps: dict[str, asyncio.Task[None]] = {}
         self._wakes: dict[str, asyncio.Task[None]] = {}
         self._ending: set[str] = set()
-        """Versions without remaining requests whose replicas are being stopped."""
+        """Versions whose requests have finished and whose replicas are being stopped."""
         self._one_at_a_time = asyncio.Lock()
-        """Held while a version is being loaded, so that two loads do not rely on the same free memory."""
+        """Held while a version is being loaded, so that two loads cannot claim the same free memory."""
         self._background = Background()
         routing.sleeps = lambda unit: unit in self.asleep or unit in self._sleeps
 
@@ -109,7 +109,7 @@ class ModelOperations:
         self.forget_failure(unit)
         self.failures[unit] = reason
         self._watches[unit] = watch = StartTimer()
-        changed = Watch(record.folder, lambda: log.info("%s: the files of the model have changed", unit))
+        changed = Watch(record.folder, lambda: log.info("%s: the model's files have changed", unit))
         watch.start(math.inf, lambda: self.on_repair(unit), changed)
 
     def forget_failure(self, unit: str) -> None:
@@ -163,7 +163,7 @@ class ModelOperations:
         unit: str,
         begin: Callable[[], Coroutine[Any, Any, None]],
     ) -> asyncio.Task[None]:
-        """Return the version's task in `tasks`, creating it with `begin()` if there is none."""
+        """Return the version's task in `tasks`, creating it with `begin()` if necessary."""
         if (task := tasks.get(unit)) is None:
             task = tasks[unit] = asyncio.get_running_loop().create_task(begin())
             task.add_done_callback(lambda _: tasks.pop(unit, None))
@@ -243,8 +243,8 @@ class ModelOperations:
             raise LoadError(problem)
 
     async def _check_memory(self, unit: str, settings: ModelSettings) -> None:
-        """Raise NoRoomError if the model does not fit into memory. If it is asleep and only GPUs other than
-        its own have enough memory, stop its replicas, so that it can be loaded on those GPUs."""
+        """Raise MemoryShortageError if the model does not fit into memory. If it is asleep and only GPUs
+        other than its own have enough memory, stop its replicas, so that it can be loaded on those GPUs."""
         manager = self._manager
         refusal = (await manager.shortage_of(unit, settings)).reason
         if refusal and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).reason:
@@ -264,8 +264,7 @@ class ModelOperations:
             raise LoadError(f"the fronts did not read the tokenizer of {unit} within {_FRONTS_WITHIN_S:g} s")
 
     def settings_of(self, folder: str, settings: Mapping[str, Any]) -> ModelSettings:
-        """Return a version's complete settings. Values that it does not specify are taken from the
-        command-line options."""
+        """Return a version's settings, with the command-line options as defaults."""
         values = {"required": False} | self._model_flags | dict(settings) | {"folder": folder}
         return msgspec.convert(values, ModelSettings)
 
@@ -304,8 +303,8 @@ class ModelOperations:
 
     async def bring_back(self, unit: str) -> None:
         """Load or wake a model that accepts requests without being loaded. If this fails, raise LoadError and
-        return the model to its unloaded state, without sleeping replicas. Replicas of a model in the settings
-        that are waiting for corrected files keep waiting, however."""
+        leave the model unloaded, without sleeping replicas. However, if a model in the settings is waiting
+        for corrected files, its replicas keep waiting."""
         record = self.registry.current.versions.get(version_key(unit))
         async with self._one_at_a_time:
             try:
@@ -370,8 +369,7 @@ class ModelOperations:
         log.info("%s is unloaded", unit)
 
     async def _finish_requests(self, unit: str, grace_s: float) -> bool:
-        """Wait up to `grace_s` seconds until no request uses the version. Return whether all requests have
-        finished."""
+        """Wait up to `grace_s` seconds for the version's requests to finish. Return whether they have."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         while self._fronts.prepares(unit) or not self._manager.finished(unit):
@@ -392,9 +390,9 @@ class ModelOperations:
 
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a loaded version, allow its requests `grace_s` seconds to finish, and
-        release its memory. A version that is being woken is put to sleep afterwards. A version already asleep
-        or going to sleep for a different reason now counts as put to sleep by this command. Raises LoadError
-        if the version is not loaded or stays awake."""
+        release its memory. A version that is being woken is put to sleep afterwards. A version that is
+        already asleep or going to sleep for a different reason counts as put to sleep by this command. Raises
+        LoadError if the version is not loaded or stays awake."""
         unit = unit_name(record.model, record.version)
         if (waking := self._wakes.get(unit)) is not None:
             await asyncio.wait([waking])
@@ -407,7 +405,7 @@ class ModelOperations:
         await outcome(task, unit)
 
     async def finish_sleep(self, unit: str) -> None:
-        """If the version is going to sleep, wait until it is asleep or stays awake."""
+        """If the version is going to sleep, wait until it has fallen asleep or failed to."""
         if (task := self._sleeps.get(unit)) is not None:
             await asyncio.wait([task])
 
@@ -436,8 +434,8 @@ class ModelOperations:
 
     async def wake(self, record: VersionRecord) -> None:
         """Restore a sleeping version's memory, and return when every front can send requests to it. A version
-        that is going to sleep is kept awake. Raises NoRoomError if there is not enough memory, and LoadError
-        for other problems; in both cases, the version stays asleep."""
+        that is going to sleep is kept awake. Raises MemoryShortageError if there is not enough memory, and
+        LoadError for other problems. Either way, the version then stays asleep."""
         unit = unit_name(record.model, record.version)
         if (sleeping := self._sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)
@@ -494,7 +492,7 @@ class ModelOperations:
 
 
 def changed_files(registry: Registry, unit: str) -> str:
-    """Return how a version's files differ from its manifest, or an empty string if they match or if `unit` is
-    a model in the settings. Called in a thread."""
+    """Return how a version's files differ from its manifest, or an empty string if they match. Models in the
+    settings have no manifest, so the result is empty for them. Called in a thread."""
     record = registry.versions.get(version_key(unit))
     return "" if record is None else difference(record.folder, record.files)

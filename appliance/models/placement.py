@@ -21,8 +21,8 @@ class GpuPlacement:
         self._of: dict[str, list[int]] = {}
 
     def take(self, replica: str, device: str, count: int) -> list[int]:
-        """Return the numbers of the replica's GPUs, choosing them first if it has none. The list is empty if
-        no GPUs are assigned."""
+        """Return the numbers of the replica's GPUs, choosing them if necessary. Empty if no GPUs are
+        assigned."""
         if device == "cpu":
             return []
         if replica not in self._of:
@@ -43,7 +43,7 @@ class GpuPlacement:
         self._of.pop(replica, None)
 
     def cpus(self, gpus: Sequence[int]) -> tuple[int, ...]:
-        """Return the CPUs in these GPUs' NUMA nodes; empty if the machine has only one node or the nodes are
+        """Return the CPUs in these GPUs' NUMA nodes. Empty if there is only one node, or if the nodes are
         unknown."""
         nodes = self._topology.nodes
         return cpus_near({nodes[gpu] for gpu in gpus}) if gpus and nodes else ()

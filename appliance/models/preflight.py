@@ -22,8 +22,7 @@ from appliance.settings import ModelSettings
 
 _MIN_TOKENS = 1
 _MAX_COMPILE_S = 60.0
-"""Time limit for compiling the chat templates. It is generous because a check may run on a machine under
-load."""
+"""Time limit for compiling the chat templates. It is generous, because the machine may be under load."""
 
 
 class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +48,8 @@ def check_model(
     """Check a model's folder and settings, stopping at the first problem, because later checks depend on
     earlier ones.
 
-    - `memory`: the memory of this machine. Needing more memory than the machine has is a problem; needing
-      more than is currently free is a warning.
+    - `memory`: the memory of this machine. It is a problem if the model needs more than the machine's total
+      memory, and a warning if it needs more than is currently free.
     - `reader`: the user that runs the service.
     - `compile_text`: whether to load the tokenizer and compile the templates. This takes about a second for a
       large vocabulary, and must not be done on the event loop thread.
@@ -59,7 +58,7 @@ def check_model(
 
 
 def problem_of(findings: list[ModelFinding]) -> ModelFinding | None:
-    """Return the problem in the findings, or None if the model can be served."""
+    """Return the finding that is a problem, or None if the model can be served."""
     return next((finding for finding in findings if finding.level == "problem"), None)
 
 
@@ -125,7 +124,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
         text = str(error).encode(errors="backslashreplace").decode()
         yield _problem(
             f"the model's files in {folder} cannot be read ({type(error).__name__}: {text:.500})",
-            "copy the tokenizer's files again from the original model",
+            "copy the tokenizer files from the original model again",
         )
         return
     if "default" not in sources:
@@ -168,7 +167,7 @@ def _check_memory(model: ModelSettings, machine: MemoryFit, now: MemoryFit) -> I
 
 
 def shortage_of(model: ModelSettings, found: MemoryFit) -> ModelFinding | None:
-    """Return a problem, with the memory calculation, if the model does not fit into memory."""
+    """If the model does not fit into memory, return the problem, including the memory calculation."""
     if found.needed_bytes > found.usable_bytes:
         return _problem(
             f"the model does not fit into memory: {describe(found)}",
@@ -186,7 +185,7 @@ def shortage_of(model: ModelSettings, found: MemoryFit) -> ModelFinding | None:
 
 
 def limited_length(model: ModelSettings, found: MemoryFit) -> ModelFinding | None:
-    """Return a warning if the KV cache limits sequences to less than the checkpoint allows."""
+    """Return a warning if the KV cache cannot hold the longest sequence that the checkpoint allows."""
     if found.kv_tokens >= found.max_model_len or model.max_model_len is not None:
         return None
     return ModelFinding(

@@ -1,7 +1,6 @@
-"""Runs the checks of `appliance.models.preflight` in a separate process.
-
-The core uses this process while serving requests. Otherwise, reading a large tokenizer would block its event
-loop for about a second, and a damaged file could crash it.
+"""Runs the checks of `appliance.models.preflight` in a separate process while the core serves requests. In
+the core itself, reading a large tokenizer would block the event loop for about a second, and a damaged file
+could crash the process.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
         return msgspec.json.decode(found, type=Findings)
     except subprocess.TimeoutExpired:
         description = f"the model's files could not be checked within {_TIMEOUT_S:g} s"
-        remedy = "check that the disk with the model responds"
+        remedy = "check that the model's disk responds"
     except (OSError, subprocess.CalledProcessError, msgspec.MsgspecError) as error:
-        description, remedy = f"the check of the model's files failed: {error}", "see the log for the cause"
+        description, remedy = f"checking the model's files failed: {error}", "see the log for the cause"
     return {name: [ModelFinding(level="problem", text=description, remedy=remedy)] for name in models}
 
 
 class ModelChecks(NamedTuple):
-    """The checks that the core runs. Both of them block, so they must not run on the event loop thread."""
+    """The checks that the core runs. They block, so they must not run on the event loop thread."""
 
     files: Check = check_files_here
     """Quick checks, run before the service starts and before a failed replica is restarted."""

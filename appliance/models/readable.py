@@ -1,4 +1,4 @@
-"""Checks whether the service's user can read files, and explains which permission is missing."""
+"""Checks whether the service's user can read files, and explains missing permissions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FileReader(NamedTuple):
     uid: int
     groups: frozenset[int]
     is_this_process: bool
-    """Whether this process runs as the user, so that the kernel can check permissions."""
+    """Whether this process runs as the user, in which case the kernel can check the permissions."""
 
 
 class Unreadable(NamedTuple):
@@ -39,8 +39,8 @@ def this_process() -> FileReader:
 
 
 def service_user() -> FileReader:
-    """Return the service's user: this process's user, unless root runs a command on a machine where the
-    service runs as a different user."""
+    """Return the service's user. This is the current user, unless root is running a command for a service
+    that runs as a different user."""
     if os.geteuid() == 0:
         named = os.environ.get(SERVICE_USER) or (_UNIT_USER if unit_is_installed() else "")
         try:
@@ -63,8 +63,8 @@ def unreadable_reason(path: Path, reader: FileReader) -> Unreadable | None:
     for folder in reversed(real.parents):
         if not _allowed(folder, reader, os.X_OK):
             return Unreadable(
-                f"{path} cannot be read by {name}, because {name} may not enter the directory {folder}",
-                f"move the model to a directory that every user may enter, such as /srv/models, or run: "
+                f"{path} cannot be read by {name}, because {name} has no access to the directory {folder}",
+                f"move the model to a directory that every user can access, such as /srv/models, or run: "
                 f"chmod a+x {folder}",
             )
     try:
@@ -81,7 +81,7 @@ def unreadable_reason(path: Path, reader: FileReader) -> Unreadable | None:
 
 
 def hidden_by_unit(path: Path) -> bool:
-    """Return whether this process runs as a systemd unit that may hide the path (ProtectHome=)."""
+    """True if this process runs as a systemd unit that may hide the path (ProtectHome=)."""
     return "INVOCATION_ID" in os.environ and any(path.is_relative_to(top) for top in _HIDDEN_BY_UNIT)
 
 
@@ -96,8 +96,8 @@ def _readable(path: Path, reader: FileReader) -> bool:
 
 
 def _allowed(path: Path, reader: FileReader, wanted: int) -> bool:
-    """Return whether a path's mode bits grant the user these rights (os.R_OK, os.X_OK), or true if the path
-    does not exist. Access control lists are considered only if the user is this process's user."""
+    """True if the path's mode bits grant the user these rights (os.R_OK, os.X_OK), or if the path does not
+    exist. Access control lists are considered only if the user is this process's user."""
     if reader.is_this_process:
         try:
             return os.access(path, wanted, effective_ids=True) or not os.path.lexists(path)

@@ -14,8 +14,8 @@ from store.registry import read_registry
 
 
 def stored_registry(state_dir: str) -> Registry:
-    """Return the model registry stored in this state directory; empty if no service has used the directory
-    yet. Raises StoreError."""
+    """Return the model registry in this state directory. Empty if no service has used the directory yet.
+    Raises StoreError."""
     try:
         return read_registry(Path(state_dir) / "control.db")
     except MissingDatabaseError:
@@ -23,7 +23,7 @@ def stored_registry(state_dir: str) -> Registry:
 
 
 def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
-    """Return a fault for each fallback in the settings that does not name another model or alias."""
+    """Return a fault for each fallback in the settings that is not the name of another model or an alias."""
     models = loaded.settings.models
     known = {*models, *registry.models, *registry.aliases}
     faults = []
@@ -45,9 +45,9 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
 
 
 def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the problem and remedy for each registry record that refers to an unknown model. A model is
-    unknown if it is neither in the registry nor in `declared` (the models in the settings), for example
-    because it was removed from the settings.
+    """Yield a problem and remedy for each registry record that refers to an unknown model: one that is
+    neither in the registry nor in `declared`, the models in the settings. It may have been removed from the
+    settings.
     """
 
     def is_known(target: str) -> bool:

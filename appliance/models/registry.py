@@ -22,8 +22,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the models' problems as settings faults, each for the setting that contains the model's
-    folder."""
+    """Return the models' problems as faults in the settings that contain the models' folders."""
     return [
         _fault(loaded, name, finding)
         for name, found in findings.items()
@@ -55,9 +54,9 @@ def _fault(loaded: Loaded, name: str, finding: ModelFinding) -> Fault:
 def describe_models(
     loaded: Loaded, former: Settings | None = None, broken: Collection[str] = ()
 ) -> list[ServedModel]:
-    """Describe the models that are not in `former` or whose text settings differ from those in `former`. The
-    folders of models in `broken` may be unreadable, so their descriptions contain only the name and folder.
-    Raises SettingsError for any other unreadable folder.
+    """Describe the models that are new or have different text settings than in `former`. The folders of
+    models in `broken` may be unreadable, so their descriptions contain only the name and folder. Raises
+    SettingsError for any other unreadable folder.
     """
     served, faults = [], []
     for name, model in loaded.settings.models.items():
@@ -102,8 +101,8 @@ def describe_models(
 
 
 def describe(name: str, settings: ModelSettings) -> ServedModel:
-    """Describe a model to fronts before any replica is ready. Values missing from the model's configuration
-    are 0 until then. Raises OSError if the folder or the chat template cannot be read.
+    """Describe a model to the fronts before any replica is ready. Values that are not in the model's
+    configuration are 0 until then. Raises OSError if the folder or the chat template cannot be read.
     """
     folder = Path(settings.folder)
     config = _config(folder / "config.json")
@@ -126,8 +125,8 @@ def describe(name: str, settings: ModelSettings) -> ServedModel:
 
 
 def fingerprint(folder: Path, chat_template: str | None = None) -> str:
-    """Return 12 hex digits that identify the contents of the folder's files and of any chat template set in
-    the settings."""
+    """Return 12 hex digits that identify the contents of the folder's files and of the configured chat
+    template, if any."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name.startswith("."):

@@ -1,6 +1,6 @@
 """Starts a replica, supervises it, and restarts it after it exits. A replica is one running copy of a model.
-`engine.client.ReplicaGroup` starts and stops its processes, one per rank. A replica's events are passed to
-its `ReplicaEvents`.
+`engine.client.ReplicaGroup` starts and stops its processes, one per rank. A replica passes its events to
+`ReplicaEvents`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _KILLED_WITHIN_S = 30.0
 """Time limit for processes to exit after SIGKILL. A process waiting for a device or disk (process state D)
 may take longer."""
 _SLEEP_WITHIN_S = 120.0
-"""Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, the first sleep of
-a replica with 15 GiB of weights took 3.43 s (docs/performance.md), so the limit is enough for several hundred
-GiB. While a model goes to sleep to make room for another one, no other model can be loaded."""
+"""Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, a replica with 15
+GiB of weights took 3.43 s to go to sleep for the first time (docs/performance.md), so the limit is enough for
+several hundred GiB. No other model can be loaded in the meantime."""
 _CHECK_AGAIN_S = 10.0
 """Interval at which the files of a model with a known problem are rechecked."""
 
@@ -56,10 +56,10 @@ class Replica:
     A ready replica can sleep. A sleeping replica keeps its processes and credit account, but must not be sent
     requests. If its processes exit while it is asleep, they are restarted when it is woken.
 
-    A replica's state is first "starting", then "loading", then "ready". When its processes exit, it is
-    "restarting" and then "starting" again. A permanently stopped replica is "stopped". The state is "failed"
-    instead of "restarting" if the checkpoint is bad, if the required memory or device was missing at two
-    consecutive starts, or if its circuit breaker is open (`appliance.models.restarts`).
+    A replica's state is first "starting", then "loading", then "ready". When its processes exit, it becomes
+    "restarting" and then "starting" again. It becomes "failed" instead of "restarting" if the checkpoint is
+    bad, if the required memory or device was missing at two consecutive starts, or if its circuit breaker is
+    open (`appliance.models.restarts`). A permanently stopped replica is "stopped".
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Replica:
         """Number of failed starts since the replica was last ready."""
         self.last_error = ""
         self.failure = ""
-        """Why requests are refused instead of waiting for this replica. Set in the state "failed", and
-        cleared when the replica becomes ready or exits for a different reason."""
+        """Why requests are refused instead of waiting for this replica. Set in the state "failed"; cleared
+        when the replica becomes ready or exits for a different reason."""
         self.bad_checkpoint = False
         """Whether `failure` is a problem with the model's files or settings."""
         self.fallback = ""
@@ -97,7 +97,7 @@ class Replica:
         """Number of starts so far."""
         self.steps = StepTotals()
         self.described: ServedModel | None = None
-        """The model's description, as read from its folder at the replica's latest start."""
+        """The model's description, read from its folder at the replica's latest start."""
         self.sleeping = ReplicaSleep()
         self.resources = resources
         self.heartbeat = ReplicaHeartbeat()
@@ -109,7 +109,7 @@ class Replica:
         self.account: CreditAccount | None = None
         """The replica's credits while it is ready; None otherwise. Each start gets a new account."""
         self.retiring = False
-        """Whether the replica is finishing its requests before being stopped permanently."""
+        """Whether the replica is finishing its last requests before it is stopped permanently."""
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
         self._events = events
@@ -239,8 +239,8 @@ class Replica:
         return await self.sleeping.change(self.group, False, self.load_timeout_s)
 
     def refuse(self, problem: str) -> None:
-        """Do not start the replica, because a check has found a problem with its model's files. The files are
-        rechecked regularly, and the replica is started once they are correct."""
+        """Do not start the replica because of a problem with its model's files. The files are rechecked
+        regularly, and the replica is started once they are correct."""
         if self._stopping or self.retiring:
             return
         if problem != self.failure:
@@ -267,13 +267,13 @@ class Replica:
         return True
 
     def kill(self, reason: str) -> None:
-        """Kill the replica's processes, after which it is restarted."""
+        """Kill the replica's processes. It is then restarted."""
         if self.group is not None:
             self.group.kill(reason)
 
     def check(self) -> None:
-        """Detect when the replica stops reporting, and kill it if it hangs. Call this a few times per
-        second."""
+        """Detect whether the replica has stopped reporting, and kill it if it hangs. Call this a few times
+        per second."""
         silent_s = self.heartbeat.silent_s
         if self.state == "ready":
             if self.heartbeat.falls_silent():
@@ -312,7 +312,7 @@ class Replica:
         elif isinstance(message, MemoryChanged):
             self.sleeping.changed(message)
         elif isinstance(message, Fatal) and self._fatal is None:
-            # The first error reported is the cause; the other ranks' errors are its consequences.
+            # The first reported error is the cause; the other ranks' errors result from it.
             self._fatal = message
             group = self.group
             if group is not None:
@@ -428,7 +428,7 @@ class Replica:
 
     @property
     def deaths(self) -> int:
-        """Number of exits that currently count towards opening the circuit breaker."""
+        """Exits that currently count towards opening the circuit breaker."""
         return self._restarts.deaths(self._serving_s)
 
     @property

@@ -1,4 +1,4 @@
-"""Reads the state of a replica's KV blocks, which the replica computes only on request."""
+"""Reads the state of a replica's KV blocks. The replica computes it only on request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.client import ReplicaGroup
 from engine.rank_messages import BlockUse
 
 _EVERY_S = 1.0
-"""The replica is queried again only if its latest answer is older than this."""
+"""The replica is queried only if its latest answer is older than this."""
 _WAIT_S = 0.5
-"""Maximum time to wait for an answer. If a step takes longer, the previous answer is used again."""
+"""How long to wait for an answer. If a step takes longer, the previous answer is reused."""
 
 
 class BlockUseReader:

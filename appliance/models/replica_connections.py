@@ -1,4 +1,4 @@
-"""Connects replicas with the request manager and the fronts, by handling all replicas' events."""
+"""Handles all replicas' events, and thereby connects the replicas with the request manager and the fronts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FrontChannels(Protocol):
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
         """Open a channel between a ready replica and every front, including fronts that start later.
-        `open_channel` returns a descriptor: the replica's end of a channel to the named front. Raises
+        `open_channel` returns a file descriptor: the replica's end of a channel to the named front. Raises
         OSError."""
 
     def disconnect_replica(self, name: str) -> None:
@@ -134,7 +134,7 @@ class ReplicaConnections:
                 self._publish()
 
     def learn(self, replica: Replica) -> None:
-        """Update the model's description from the replica's reports and the model's folder."""
+        """Update the model's description with the replica's reports and the model's folder."""
         known = self._models.get(replica.model)
         if known is None:
             return

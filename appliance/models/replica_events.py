@@ -20,7 +20,7 @@ class ReplicaEvents(Protocol):
         """Called when the replica has begun to accept submissions. `replica.account` is new."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        """Called for each of the replica's reports, which contain its heartbeat, credits and finished
+        """Called for each of the replica's reports. A report contains the heartbeat, credits and finished
         submissions."""
 
     def replica_silence_changed(self, replica: Replica) -> None:
@@ -31,7 +31,7 @@ class ReplicaEvents(Protocol):
 
     def replica_changed(self, replica: Replica) -> None:
         """Called when a replica has exited and will be restarted. If `replica.failure` is set, an operator
-        must fix its cause before a start can succeed."""
+        must fix the cause before a start can succeed."""
 
     def replica_problem(self, replica: Replica, description: str) -> None:
-        """Called when there is a problem to report to the operator."""
+        """Called to report a problem to the operator."""

@@ -1,4 +1,4 @@
-"""Creates replicas with the service's settings."""
+"""Creates replicas from the service's settings."""
 
 from __future__ import annotations
 

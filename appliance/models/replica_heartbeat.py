@@ -8,9 +8,9 @@ from engine.rank_messages import LongStep, RankOutbound
 
 SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
-second. If a replica has announced a long step, the step's predicted time is added to this limit."""
+second. If it has announced a long step, the step's predicted time is added to this limit."""
 _MAX_STEP_FACTOR = 10.0
-"""A replica is considered hung if an announced step takes longer than this multiple of its predicted time."""
+"""A replica counts as hung if an announced step takes longer than this multiple of its predicted time."""
 
 
 class ReplicaHeartbeat:
@@ -29,8 +29,8 @@ class ReplicaHeartbeat:
         return time.monotonic() - self._latest_at
 
     def hang_limit_s(self, timeout_s: float) -> float:
-        """Return how many seconds the replica may go without sending a message before it is killed:
-        `timeout_s`, or more if it has announced a longer step."""
+        """Return the time in seconds without a message after which the replica is killed: `timeout_s`, or
+        more if it has announced a longer step."""
         return max(timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     def start(self) -> None:
@@ -42,15 +42,14 @@ class ReplicaHeartbeat:
         self.silent = False
 
     def received(self, message: RankOutbound) -> bool:
-        """Handle a message from the replica. Return whether the replica had been silent before the
-        message."""
+        """Handle a message from the replica. Return whether it had been silent."""
         self._latest_at = time.monotonic()
         self._expected_s = message.expected_s if isinstance(message, LongStep) else 0.0
         was_silent, self.silent = self.silent, False
         return was_silent
 
     def falls_silent(self) -> bool:
-        """Return whether a ready replica has become silent since the last call."""
+        """True if a ready replica has become silent since the last call."""
         if self.silent or self.silent_s <= SILENT_AFTER_S + self._expected_s:
             return False
         self.silent = True

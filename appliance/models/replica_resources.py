@@ -1,4 +1,4 @@
-"""One replica's GPUs, and its processes' CPU and memory limits."""
+"""One replica's GPUs, and the CPU and memory limits of its processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ReplicaResources:
     def __init__(self, replica: str, placement: GpuPlacement, cgroups: ReplicaCgroups, run_dir: Path) -> None:
         """`replica` is the replica's name."""
         self.gpus: list[int] = []
-        """The numbers of the replica's GPUs, in rank order. Empty if the replica runs on the CPU, or if the
-        service did not choose its GPUs."""
+        """The replica's GPU numbers, in rank order. Empty if the replica runs on the CPU, or if the service
+        did not choose its GPUs."""
         self.without_limits = ""
         """Why the CPU and memory limits in the settings have no effect."""
         self._replica = replica
@@ -59,8 +59,8 @@ class ReplicaResources:
         return "" if self.without_limits == former else self.without_limits
 
     def reached_memory_limit(self) -> bool:
-        """Return whether the kernel has killed any of the replica's processes because of the memory limit
-        since the last call to `limit`."""
+        """True if the kernel has killed any of the replica's processes because of the memory limit since the
+        last call to `limit`."""
         return self._cgroups.memory_kills(self._replica) > self._memory_kills
 
     def release_gpus(self) -> None:

@@ -1,4 +1,4 @@
-"""One replica's sleep state: whether it is asleep, and any transition in progress."""
+"""One replica's sleep state, and any transition in progress."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class ReplicaSleep:
         """Whether the replica is asleep, about to go to sleep, or waking up. `appliance.models.unit_sleep`
         sets this field."""
         self.asleep = False
-        """Whether the replica has released its memory. Stays true until the memory is restored."""
+        """Whether the replica has released its memory and not yet restored it."""
         self.sleeps = self.wakes = 0
-        """Number of times that the replica has gone to sleep and been woken."""
+        """How often the replica has gone to sleep and been woken."""
         self.wake_s = 0.0
-        """Total time that the engine has taken to wake, in seconds."""
+        """Total time that waking has taken, in seconds."""
         self._latest = MemoryChanged(False)
         self._since = 0.0
         self._pending: asyncio.Future[MemoryChanged] | None = None
 
     @property
     def freed_bytes(self) -> int:
-        """Device memory released by the sleeping replica, in bytes."""
+        """Device memory that the sleeping replica has released, in bytes."""
         return self._latest.freed_bytes if self.asleep else 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory holding copies of the sleeping replica's weights, in bytes."""
+        """Host memory occupied by copies of the sleeping replica's weights, in bytes."""
         return self._latest.host_bytes if self.asleep else 0
 
     @property
@@ -48,8 +48,8 @@ class ReplicaSleep:
         return f"asleep for {minutes:.0f} min, {of_bytes(self.freed_bytes)} released{held}"
 
     async def change(self, group: ReplicaGroup, asleep: bool, timeout_s: float) -> str:
-        """Put the replica to sleep if `asleep` is true, or wake it otherwise. Return the reason if this
-        fails, otherwise an empty string. A replica that does not answer within `timeout_s` is killed."""
+        """Put the replica to sleep if `asleep` is true; otherwise, wake it. If this fails, return the reason,
+        otherwise an empty string. A replica that does not answer within `timeout_s` is killed."""
         self._pending = asyncio.get_running_loop().create_future()
         try:
             group.change_memory(asleep)
@@ -62,7 +62,7 @@ class ReplicaSleep:
             self._pending = None
 
     def stats(self) -> dict[str, float]:
-        """Return the fields of `ReplicaStatus` that concern sleep."""
+        """Return the sleep-related fields of `ReplicaStatus`."""
         return {
             "freed_bytes": self.freed_bytes,
             "host_bytes": self.host_bytes,
@@ -84,9 +84,8 @@ class ReplicaSleep:
         self._answer(message)
 
     def ended(self, reason: str) -> bool:
-        """Handle the exit of the replica's processes. Return whether the replica stays asleep. If so, its
-        processes are restarted only when it is woken, because a different model may now be using the
-        memory."""
+        """Handle the exit of the replica's processes. Return whether the replica stays asleep. If so, they
+        are restarted only when it is woken, because a different model may be using the memory by then."""
         waking = self._pending is not None
         self._latest = MemoryChanged(False)
         self.asleep = self.asleep and not waking

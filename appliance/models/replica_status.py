@@ -1,4 +1,4 @@
-"""The status of a replica, for operators."""
+"""A replica's status, for operators."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replica_status(replica: Replica) -> ReplicaStatus:
 
 
 def replica_detail(replica: Replica) -> str:
-    """Return an explanation of the replica's state, or an empty string if the state needs no explanation."""
+    """Explain the replica's state. Empty if it needs no explanation."""
     if replica.sleeping.asleep:
         return replica.sleeping.detail
     if (load := replica.load_status) is not None:
@@ -56,8 +56,7 @@ def replica_detail(replica: Replica) -> str:
 
 
 def replica_remedy(replica: Replica) -> str:
-    """Return how an operator can fix the replica's persistent failure, or an empty string if no action is
-    needed."""
+    """Explain how an operator can fix the replica's persistent failure. Empty if no action is needed."""
     if replica.breaker != "open":
         return ""
     return (
@@ -78,7 +77,7 @@ def _degradations(replica: Replica) -> list[Degradation]:
 
 
 def _reported_fields(replica: Replica) -> dict[str, Any]:
-    """Return the fields of `ReplicaStatus` whose values come from the replica's messages."""
+    """Return the fields of `ReplicaStatus` that the replica's messages contain."""
     report, credit = replica.latest_report, replica.account
     known = _fields(replica.info, ReplicaInfo) | _fields(report, ReplicaStats)
     # A report contains the total credits granted so far, but operators need the credits that are currently
@@ -91,8 +90,7 @@ def _reported_fields(replica: Replica) -> dict[str, Any]:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values in `source` of the fields that `kind` shares with `ReplicaStatus`; empty if `source`
-    is None."""
+    """Return the fields of `source` that `kind` shares with `ReplicaStatus`. Empty if `source` is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)
@@ -100,7 +98,7 @@ def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[s
 
 
 def _hit_rate(report: Report | None) -> float | None:
-    """Return the prefix cache hit rate of prompt tokens; None before the first prompt."""
+    """Return the fraction of prompt tokens found in the prefix cache. None before the first prompt."""
     if report is None or not report.prompt_tokens:
         return None
     return report.cached_tokens / report.prompt_tokens

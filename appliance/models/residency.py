@@ -1,20 +1,20 @@
-"""Decides which models are loaded when they do not all fit in memory. The decision is a pure function of the
-models' state and the time.
+"""Decides which models are loaded when they do not all fit into memory. The decision is a pure function of
+the models' state and the time.
 
-Models waiting for memory are served in the order in which their oldest requests began to wait for a load. To
-make room for the first waiting model, other models are evicted: first models without requests, starting with
-the least recently used; then sleeping models; then models with requests. An evicted model is put to sleep or
-unloaded; a model that is already asleep is unloaded. A model stays in memory for at least `min_residence_s`
-after it began to load or wake up, unless the first waiting model has already waited `DRAIN_S` longer than
-that. It always stays for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the
-first waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to
-finish; any that have not finished by then continue when their model is reloaded.
+Models waiting for memory are loaded in the order in which their oldest requests began to wait. To make room
+for the first waiting model, other models are evicted: first idle models, starting with the least recently
+used, then sleeping models, then models with requests. An evicted model is put to sleep or unloaded; a model
+that is already asleep is unloaded. A model stays in memory for at least `min_residence_s` after it began to
+load or wake, unless the first waiting model has already waited `DRAIN_S` longer than that. It always stays
+for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the first waiting model
+has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to finish; any that have
+not finished by then continue when their model is reloaded.
 
-If two models compete for memory and only one of them fits, they are swapped at most once every
+If two models compete for memory that can hold only one, they are swapped at most once every
 `min_residence_s`. A request waits for at most `min_residence_s` (or the load time plus `MIN_SERVICE_S`, if
 that is longer), plus one swap and 2 × `DRAIN_S`. The second drain is for a request that arrives while its own
 model is being drained. With N competing models, a request may have to wait for N - 2 more swaps, but not for
-another `min_residence_s`: by then, each of the other models is evicted `MIN_SERVICE_S` after it became ready.
+another `min_residence_s`: each of the other models is then evicted `MIN_SERVICE_S` after becoming ready.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 DRAIN_S = 5.0
-"""Time that running requests have to finish before their model is unloaded. Requests that take longer
-continue when the model is reloaded."""
+"""How long running requests have to finish before their model is unloaded. Requests that take longer continue
+when the model is reloaded."""
 MIN_SERVICE_S = 1.0
-"""Minimum time for which a model answers requests after becoming ready, even if loading it took longer than
+"""How long a model answers requests after becoming ready, even if loading it took longer than
 `min_residence_s`."""
 
 
 class Bundle(NamedTuple):
-    """Models that are loaded and unloaded together. Most bundles contain only one model. Times are in seconds
-    on the monotonic clock."""
+    """Models that are loaded and unloaded together; usually only one. Times are in seconds on the monotonic
+    clock."""
 
     units: tuple[str, ...]
     """Names of the models in the bundle."""
@@ -46,9 +46,9 @@ class Bundle(NamedTuple):
     busy: bool = False
     """Whether requests for the bundle's models are running or waiting."""
     waiting_since: float | None = None
-    """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later;
-    None if no request is waiting. If only the request's waiting time counted, a model with a long queue would
-    be reloaded immediately after its eviction."""
+    """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later.
+    None if no request is waiting. Without regard to the unloading, a model with a long queue would be
+    reloaded immediately after its eviction."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
@@ -64,8 +64,8 @@ class Bundle(NamedTuple):
         if self.asleep:
             return 0.0
         residence_ends_at = self.load_began_at + min_residence_s
-        # Without this limit, the last of three competing models would wait until each of the other two has
-        # been in memory for `min_residence_s`.
+        # Without this limit, the last of three competing models would wait until the other two have each been
+        # in memory for `min_residence_s`.
         residence_ends_at = min(residence_ends_at, waiting_since + min_residence_s + DRAIN_S)
         earliest = max(residence_ends_at, self.ready_at + MIN_SERVICE_S)
         return max(earliest, waiting_since + min_residence_s) if self.busy else earliest
@@ -89,25 +89,25 @@ class Refuse(NamedTuple):
     units: tuple[str, ...]
     reason: str
     excluded: bool = False
-    """Whether a group forbids loading these models together with a model that stays loaded."""
+    """Whether the reason is a group with a model that stays loaded."""
 
 
 class Wait(NamedTuple):
-    """Step: do nothing until this time, unless the models' state changes."""
+    """Step: do nothing until this time or until the models' state changes."""
 
     until: float
 
 
 class Residency(NamedTuple):
-    """Whether a model is in memory and awake, and how often it has been loaded or woken on demand and
-    automatically unloaded or put to sleep since startup."""
+    """Whether a model is in memory and awake, and how often it has been loaded and evicted on demand since
+    startup."""
 
     in_memory: bool
     loads: int
-    """Number of times that the model was loaded or woken on demand."""
+    """How often the model was loaded or woken on demand."""
     evictions: Mapping[EvictionReason, int]
-    """Number of times that the model was automatically unloaded or put to sleep, by reason. Unloading a
-    sleeping model is not counted again."""
+    """How often the model was automatically unloaded or put to sleep, by reason. Unloading a sleeping model
+    does not count again."""
 
 
 EvictionReason = Literal["memory", "group", "idle"]
@@ -161,7 +161,7 @@ def next_step(
             + (f" ({kept})" if kept else ""),
         )
     for one in reversed(list(chosen)):
-        # A model chosen earlier need not be evicted if one chosen later frees enough memory on its own.
+        # A model chosen earlier need not be evicted if a later one frees enough memory on its own.
         if freed - one.memory_bytes >= missing_bytes:
             chosen.remove(one)
             freed -= one.memory_bytes
@@ -175,6 +175,5 @@ def next_step(
 
 
 def expired(now: float, bundle: Bundle, leaves_at: float) -> bool:
-    """Return whether an idle, loaded bundle should be unloaded because its time to live ended at
-    `leaves_at`."""
+    """True if an idle, loaded bundle is to be unloaded because its time to live ended at `leaves_at`."""
     return now >= leaves_at and bundle.loaded and not bundle.busy and not bundle.kept

@@ -1,7 +1,7 @@
 """Decides whether and when a replica is restarted after its processes have exited. Usually, it is restarted
-after a short delay, which grows with repeated exits. There are two exceptions. If a load failed for a reason
-that only an operator can correct, such as a damaged file, the delays are longer. A circuit breaker stops the
-restarts of a replica that exits repeatedly.
+after a short delay, which grows with repeated exits. The delays are longer if a load failed for a reason that
+only an operator can correct, such as a damaged file. If a replica keeps exiting, a circuit breaker stops the
+restarts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from engine.rank_messages import FatalKind
 
 _RETRY_FIRST_S = 5.0
 _RETRY_MAX_S = 300.0
-"""Initial and maximum delay before a replica is restarted after its load failed for a known reason, such as a
-damaged file or a missing mount. A restart can succeed only once the file has been replaced or the mount is
-back."""
+"""Initial and maximum delay before a restart after a load failed for a known reason, such as a damaged file
+or a missing mount. A restart can succeed only once the file has been replaced or the mount is back."""
 WATCH_S = 5.0
-"""Interval at which a model's files are checked for changes while its replica is waiting to be restarted."""
+"""How often a model's files are checked for changes while its replica is waiting to be restarted."""
 
 
 class Exit(NamedTuple):
@@ -33,7 +32,7 @@ class Exit(NamedTuple):
     kind: FatalKind | None
     """The `kind` of the replica's `Fatal` message, or None if there was none."""
     served_s: float | None
-    """Time in seconds from the replica becoming ready to its exit, or None if it never became ready."""
+    """How long the replica had been ready, in seconds, or None if it never was."""
 
 
 class Restart(NamedTuple):
@@ -66,11 +65,11 @@ class Restarts:
         self._served_s = 0.0
         """Total service time of all earlier incarnations, in seconds."""
         self._deaths: list[float] = []
-        """The value of `_served_s` at each unexpected exit."""
+        """`_served_s` at each unexpected exit."""
         self._open = False
 
     def reset(self) -> None:
-        """Forget all exits. Call this when an operator requests a start or the model's files have changed."""
+        """Forget all exits, because an operator has requested a start or the model's files have changed."""
         self._deaths.clear()
         self._open, self._expected_failures = False, 0
         self._backoff.reset()
@@ -82,7 +81,8 @@ class Restarts:
         self._retry.reset()
 
     def exited(self, exit: Exit) -> Restart:
-        """Record an exit. Return when to restart the replica, and whether to refuse requests until then."""
+        """Record an exit. Return when to restart the replica, and whether to refuse requests in the
+        meantime."""
         served_s = exit.served_s or 0.0
         self._served_s += served_s
         if exit.kind not in (None, "internal") and exit.served_s is None:
@@ -103,22 +103,21 @@ class Restarts:
         )
 
     def _after_expected(self, exit: Exit) -> Restart:
-        # Wait before restarting. The exited processes may still hold memory and devices, and a damaged file
-        # is unlikely to have been replaced so quickly.
+        # Wait before restarting: the exited processes may still hold memory and devices, and a damaged file
+        # is unlikely to have been replaced yet.
         self._expected_failures += 1
         if exit.kind == "checkpoint" or self._expected_failures > 1:
             return Restart(self._retry.delay_s(0.0), exit.reason, exit.kind == "checkpoint")
         return Restart(self._backoff.delay_s(0.0))
 
     def deaths(self, serving_s: float) -> int:
-        """Return the number of exits that currently count towards opening the breaker. `serving_s` is the
-        time in seconds since the replica became ready, or 0 if it is not ready."""
+        """Return how many exits currently count towards opening the breaker. `serving_s` is the time in
+        seconds since the replica became ready, or 0 if it is not ready."""
         now = self._served_s + serving_s
         return sum(now - death < self._rules().window_s for death in self._deaths)
 
     def breaker(self, waits: bool, serving_s: float) -> BreakerState:
-        """Return the state of the circuit breaker. `waits` is true if the replica is waiting for its next
-        start."""
+        """Return the breaker's state. `waits` is true if the replica is waiting for its next start."""
         if not self._open or serving_s >= self._rules().window_s:
             return "closed"
         return "open" if waits else "half-open"
@@ -133,7 +132,7 @@ class StartTimer:
 
     @property
     def left_s(self) -> float:
-        """Time in seconds until the function is called."""
+        """Seconds until the function is called."""
         return max(0.0, self._due_at - asyncio.get_running_loop().time())
 
     def start(self, delay_s: float, begin: Callable[[], None], watch: Watch | None = None) -> None:
@@ -166,11 +165,11 @@ class Watch(NamedTuple):
 
     folder: str
     changed: Callable[[], None]
-    """Called when a file was added, removed or changed."""
+    """Called when a file has been added, removed or changed."""
 
 
 def _files(folder: str) -> frozenset[tuple[str, int, int]]:
-    """Return the name, size and date of each file in a folder; empty if the folder cannot be read."""
+    """Return the name, size and date of each file in a folder. Empty if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             stats = [(entry.name, entry.stat()) for entry in entries]

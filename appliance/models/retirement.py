@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 STOP_S = 2.0
 """How long a replica may take to stop before it is killed."""
 _RETURNED_AGAIN_S = 30.0
-"""Interval at which to check whether a stopped replica that still held memory has freed it."""
+"""How often to check whether a stopped replica has freed memory that it still held."""
 
 
 class ReplicaRetirements:
@@ -36,10 +36,10 @@ class ReplicaRetirements:
         note: Callable[[str, str], None],
     ) -> None:
         """`replicas` holds all replicas, from which this class removes stopped ones. `parked` holds the
-        parked models. `drain_grace_s` returns the setting of that name. `update` is called when the result of
+        parked models. `drain_grace_s` returns the setting of that name. `update` is called when
         `Replica.answers` has changed. `publish` and `note` are the model manager's callbacks."""
         self.unreturned: dict[str, str] = {}
-        """By model, a description of memory still held after a replica was stopped."""
+        """Descriptions of memory still held by stopped replicas, by model."""
         self._replicas = replicas
         self._parked = parked
         self._drain_grace_s = drain_grace_s
@@ -61,7 +61,7 @@ class ReplicaRetirements:
         await asyncio.shield(self.begin(replica))
 
     def begin(self, replica: Replica) -> asyncio.Task[None]:
-        """Start retiring a replica, unless this has already begun. Return the task."""
+        """Start retiring a replica, if it is not already being retired. Return the task."""
         if (task := self._tasks.get(replica)) is None:
             replica.retiring = True
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
@@ -95,7 +95,7 @@ class ReplicaRetirements:
         """Return how many seconds the replica's requests have to finish, or None if there is no limit."""
         if (parked := self._parked.get(replica.model)) is not None:
             return parked.drain_left_s
-        # If no other replica serves the model, requests that outlast the grace period continue on this one's
+        # If no other replica serves the model, requests that outlast the grace period continue on the
         # replacement.
         alone = not any(
             other.account for other in self._replicas if other.model == replica.model and not other.retiring

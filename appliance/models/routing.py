@@ -1,5 +1,5 @@
-"""The names that applications can use, and the unit that answers requests for each name. A unit is loaded as
-a whole: a model in the settings, named after the model, or a version of a registered model, named
+"""Maps the names that applications can use to the units that answer requests for them. A unit is what is
+loaded as a whole: a model in the settings, named after the model, or a version of a registered model, named
 NAME@VERSION. The name of a registered model resolves to its default version. An alias resolves to a model or
 to one of its versions. A split distributes a name's requests over several units.
 """
@@ -21,7 +21,7 @@ def unit_name(model: str, version: int) -> str:
 
 
 def split_target(target: str) -> tuple[str, int | None]:
-    """Split NAME@VERSION into its parts. Without a version, the second part is None."""
+    """Split NAME@VERSION into name and version. The version is None if missing."""
     name, at, version = target.rpartition("@")
     if at and name and version.isascii() and version.isdecimal() and len(version) < 10:
         return name, int(version)
@@ -29,8 +29,8 @@ def split_target(target: str) -> tuple[str, int | None]:
 
 
 def version_key(unit: str) -> tuple[str, int]:
-    """Return the key in `Registry.versions` for a unit name. For the name of a model in the settings, the key
-    has the version 0, which never exists in the registry."""
+    """Return a unit's key in `Registry.versions`. For a model in the settings, the key has version 0, which
+    never exists in the registry."""
     model, version = split_target(unit)
     return model, version or 0
 
@@ -40,12 +40,12 @@ class Routing:
 
     def __init__(self, registry: Callable[[], Registry], models: ModelManager) -> None:
         self.usable: set[str] = set()
-        """Registered versions that are loaded and known to every front. Names may resolve to them."""
+        """Registered versions that are loaded and known to every front, so names may resolve to them."""
         self.held: set[str] = set()
         """Names of registered models whose requests are waiting for a version to be loaded."""
         self.failures: dict[str, str] = {}
         """Models and versions whose latest load failed, with the reasons. `GET /v1/models` does not list
-        them, but requesting one of them starts another load."""
+        them, but a request for one of them starts another load."""
         self.problems: dict[str, str] = {}
         """Models and versions whose latest on-demand load failed, with the reasons. Their requests are
         refused until the next attempt is due."""
@@ -55,7 +55,7 @@ class Routing:
         self._models = models
 
     def routes(self) -> list[Route]:
-        """Return all names that applications can use."""
+        """Return the routes of all names that applications can use."""
         registry, routes = self._registry(), {}
         for name in self._models.models:
             if self._models.is_declared(name):
@@ -83,7 +83,7 @@ class Routing:
         return next((route.unit for route in self.routes() if route.name == name), "")
 
     def target_of(self, name: str) -> tuple[str, int] | None:
-        """Return the registered model and version to which a name resolves, loaded or not. Return None for
+        """Return the registered model and version that a name resolves to, loaded or not. Return None for
         other names."""
         registry = self._registry()
         alias = registry.aliases.get(name)
@@ -102,8 +102,8 @@ class Routing:
         ]
 
     def target_unit(self, target: str) -> str:
-        """Return the model or version to which a model's name or NAME@VERSION resolves, even if it is not
-        loaded. Splits are ignored. Return an empty string if there is no such model or version."""
+        """Return the model or version that a model's name or NAME@VERSION resolves to, loaded or not,
+        ignoring splits. Return an empty string if there is no such model or version."""
         if target in self._models.models and self._models.is_declared(target):
             return target
         registry, (name, version) = self._registry(), split_target(target)
@@ -113,7 +113,7 @@ class Routing:
         return unit_name(name, version) if (name, version) in registry.versions else ""
 
     def answers(self, unit: str) -> bool:
-        """Return whether names can resolve to this model or version: it is loaded and has not failed."""
+        """True if names can resolve to this model or version: it is loaded and has not failed."""
         loaded = unit in self.usable or (unit in self._models.models and self._models.is_declared(unit))
         return loaded and not (self._models.failure(unit) or unit in self.failures)
 
@@ -123,7 +123,7 @@ class Routing:
         return self._of_version(registry, name, name, registry.models[name].default_version)
 
     def _of_version(self, registry: Registry, name: str, model: str, version: int) -> Route | None:
-        """Return the route from `name` to a version. While the name is held, requests for it wait. Otherwise,
+        """Return the route from `name` to a version. While the name is held, its requests wait. Otherwise,
         the first request loads or wakes the version if necessary."""
         unit, held = unit_name(model, version), name in self.held
         if unit in self.usable and not held:
@@ -139,8 +139,8 @@ class Routing:
         )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
-        """Return the route of a name whose requests are split between several targets. Unloaded and failed
-        targets are omitted, and the remaining ones share the requests."""
+        """Return the route of a name whose requests are split between several targets, without unloaded and
+        failed ones."""
         arms = [
             Arm(unit, weight, target)
             for target, weight in split.weights.items()

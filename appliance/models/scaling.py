@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _KEPT_CHANGES = 20
 _UNKNOWN_LOAD_S = 30.0
-"""Assumed load time until the first replica has been loaded."""
+"""Assumed load time before the first replica has been loaded."""
 
 
 class ScaledModels(Protocol):
@@ -38,7 +38,7 @@ class ScaledModels(Protocol):
         """Start and stop replicas until the model has its target number of replicas."""
 
     async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return why `count` more replicas do not fit in memory, or an empty string if they do."""
+        """Return why `count` more replicas do not fit into memory, or an empty string if they do."""
 
 
 class _Scaled:
@@ -76,8 +76,7 @@ class ModelScaling:
         self._background = Background()
 
     def check(self) -> None:
-        """Adjust the number of replicas of each model that needs more or fewer. Call this at least once per
-        second."""
+        """Add or remove replicas of each model as needed. Call this at least once per second."""
         now = self._clock()
         if now - self._checked_at < _EVERY_S:
             return

@@ -1,4 +1,4 @@
-"""Limits the host memory for the weights of models put to sleep automatically."""
+"""Limits the host memory occupied by the weights of automatically sleeping models."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SleepLimit:
         self._bundles = bundles
 
     async def may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
-        """Return whether a model that must release its memory should be put to sleep instead of being
-        unloaded. If necessary to stay within the limit, other automatically sleeping models are unloaded
-        (`unload_down_to`). This happens before it is known whether the model's replicas can sleep, because
-        the limit must never be exceeded. `wanted` holds the models that need the memory.
+        """True if a model that must release its memory should be put to sleep rather than unloaded. To stay
+        within the limit, other automatically sleeping models may be unloaded (`unload_down_to`), even though
+        it is not yet known whether the model's replicas can sleep: the limit must never be exceeded. `wanted`
+        holds the models that need the memory.
         """
         replicas = self._manager.of(unit)
         if not self._bundles.occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
@@ -41,15 +41,15 @@ class SleepLimit:
 
     async def unload_down_to(self, limit_bytes: int, wanted: tuple[str, ...] = ()) -> None:
         """Unload automatically sleeping models, least recently used first, until the weights of the rest fit
-        into `limit_bytes`. Models that will be woken soon (those in `wanted` and those with waiting requests)
-        are not unloaded, even if the weights do not fit."""
+        into `limit_bytes`. Models that will soon be woken (those in `wanted` and those with waiting requests)
+        are never unloaded, even if the weights do not fit."""
         while sum(self._manager.parked_host_bytes().values()) > limit_bytes:
             if not (unused := self._unused(wanted)):
                 return
             await self._unload(min(unused, key=lambda one: self._bundles.times(one).used_at))
 
     def limit_bytes(self) -> int:
-        """Return how much host memory the weights of automatically sleeping models may occupy:
+        """Return the host memory limit for the weights of automatically sleeping models:
         `on_demand.sleeping_memory_gb` minus the memory of models put to sleep by a command."""
         parked = self._manager.parked_host_bytes()
         others = [replica for replica in self._manager.replicas if replica.model not in parked]
@@ -57,7 +57,7 @@ class SleepLimit:
         return max(0, limit_bytes - sum(replica.sleeping.host_bytes for replica in others))
 
     async def _unload(self, unit: str) -> None:
-        log.info("%s no longer sleeps and is unloaded: on_demand.sleeping_memory_gb is reached", unit)
+        log.info("unloading sleeping model %s: on_demand.sleeping_memory_gb has been reached", unit)
         self._manager.park(unit)
         await wait_until(lambda: not self._bundles.is_leaving(unit), None)
 

@@ -8,11 +8,11 @@ from appliance.models.manifest import find_problem
 from appliance.settings import ModelSettings
 
 Preflight = Callable[[str, ModelSettings], str]
-"""A function that checks the files of a model, given its name and settings, and returns the problem or an
-empty string. Called in a thread."""
+"""Checks a model's files, given its name and settings. Returns the problem, or an empty string. Called in a
+thread."""
 FilesCheck = Callable[[str], str]
-"""A function that compares a version's files with its manifest. Returns the difference, or an empty string if
-there is none or the name belongs to a model in the settings. Called in a thread."""
+"""Compares a version's files with its manifest. Returns the difference, or an empty string if there is none,
+or if the model is in the settings and has no manifest. Called in a thread."""
 
 
 class StartChecks:
@@ -29,7 +29,7 @@ class StartChecks:
 
     async def find_problem(self, unit: str, settings: ModelSettings, timeout_s: float) -> str:
         """Return how the version's files differ from its manifest or, if they match, any other problem with
-        them; an empty string if there is none."""
+        them. Empty if there is no problem."""
         return await find_problem(
             lambda: self._files_check(unit) or self._preflight(unit, settings), settings.folder, timeout_s
         )

@@ -9,7 +9,7 @@ from engine.rank_messages import Report
 
 
 class StepTotal:
-    """Totals for one kind of step, over all of a replica's starts."""
+    """Totals for one kind of step, summed over a replica's restarts."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -18,13 +18,13 @@ class StepTotal:
         """Time that the device spent waiting for the host before steps of this kind."""
 
     def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
-        """Add a number of steps, given their mean duration and mean waiting time."""
+        """Add steps, given their number, mean duration and mean waiting time."""
         self.steps += steps
         self.seconds += steps * mean_ms / 1e3
         self.idle_s += steps * mean_idle_us / 1e6
 
     def since(self, before: StepTotal) -> StepTotal:
-        """Return the totals over the steps that were added after the earlier totals `before`."""
+        """Return the totals of the steps added since `before`, an earlier value of these totals."""
         steps = StepTotal()
         steps.steps = self.steps - before.steps
         steps.seconds = self.seconds - before.seconds
@@ -43,14 +43,14 @@ class StepTotal:
 
 
 class StepTotals:
-    """Totals for decode steps and for steps that computed prompts."""
+    """Totals for decode steps and for steps that compute prompts."""
 
     def __init__(self) -> None:
         self.decode, self.mixed = StepTotal(), StepTotal()
         self.longest = LongestSteps()
 
     def add(self, report: Report) -> None:
-        """Add a report's steps: those since the previous report."""
+        """Add a report's steps, that is, those since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
         if report.longest_step is not None:

@@ -1,7 +1,5 @@
-"""Reads the links between this machine's GPUs, and chooses GPUs for replicas.
-
-The links are read from NVML, which creates no CUDA context. The choice of GPUs is a pure function of plain
-data.
+"""Reads the links between this machine's GPUs from NVML, which creates no CUDA context, and chooses GPUs for
+replicas. The choice is a pure function of plain data.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ P2P_READ, P2P_WRITE, P2P_NVLINK = range(3)
 
 
 class Path(enum.IntEnum):
-    """The PCIe path between two GPUs, ordered from fastest to slowest, as in `nvidia-smi topo`."""
+    """PCIe paths between two GPUs, from fastest to slowest, as in `nvidia-smi topo`."""
 
     BOARD = 0
     SWITCH = 1
@@ -42,7 +40,7 @@ class GpuLink(NamedTuple):
     """The link between two GPUs."""
 
     nvlinks: int
-    """Number of NVLinks between the GPUs, direct or through NVSwitch; 0 if there are none."""
+    """Number of NVLinks between the GPUs, direct or through NVSwitch."""
     path: Path
     peer_access: bool
     """Whether the GPUs can read and write each other's memory."""
@@ -56,14 +54,14 @@ class GpuLink(NamedTuple):
 
     @property
     def _cost(self) -> int:
-        """Cost of the link, used for comparisons: 0 for NVLink, and higher for slower links."""
+        """Cost for comparing links: 0 for NVLink, higher for slower links."""
         cost = 0 if self.nvlinks else 1 + self.path
         return cost if self.peer_access else cost + 1 + Path.SYSTEM
 
 
 class Topology(NamedTuple):
-    """The GPUs of a machine, in the order of their numbers. A GPU split into MIG instances is replaced by its
-    instances."""
+    """A machine's GPUs, in the order of their numbers. A GPU that is split into MIG instances is replaced by
+    them."""
 
     uuids: list[str]
     links: dict[tuple[int, int], GpuLink]
@@ -71,8 +69,8 @@ class Topology(NamedTuple):
     nodes: tuple[int, ...] = ()
     """NUMA node of each GPU, or -1 if unknown. Empty if no node is known."""
     instances: frozenset[int] = frozenset()
-    """Numbers of the MIG instances. A process can use only one MIG instance, so they can run only single-rank
-    replicas."""
+    """Numbers of the MIG instances. They can run only single-rank replicas, because a process can use only
+    one MIG instance."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
         """Return the links between these GPUs, one for each linked pair."""
@@ -81,8 +79,8 @@ class Topology(NamedTuple):
 
 NO_TOPOLOGY = Topology([], {})
 _SIMILAR_FREE = 0.9
-"""The free memory of two GPUs counts as equal if the smaller amount is at least this fraction of the larger
-one, because the free memory of idle GPUs varies."""
+"""Two GPUs' free memory counts as equal if the smaller amount is at least this fraction of the larger one,
+because idle GPUs' free memory varies."""
 
 
 def choose_gpus(
@@ -92,8 +90,8 @@ def choose_gpus(
 
     `replicas` holds the number of replicas per GPU, and `free` the free memory per GPU in bytes (empty if
     unknown). GPUs that offer less than 90% of the other GPUs' free memory are excluded. Of the rest, those
-    with the fewest replicas are chosen. Ties are broken by these criteria, in this order: the lowest cost of
-    the slowest link, the lowest cost over all links, the most NVLinks, and the lowest numbers.
+    with the fewest replicas are chosen. Ties are broken, in this order, by the cost of the slowest link, the
+    total cost of the links, the number of NVLinks, and the GPU numbers.
     """
     numbers = range(len(topology.uuids))
     usable = [gpu for gpu in numbers if count == 1 or gpu not in topology.instances]
@@ -126,7 +124,7 @@ def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
 
 
 def read_topology() -> Topology:
-    """Return this machine's topology, or `NO_TOPOLOGY` if there is no GPU or NVML cannot determine the
+    """Return this machine's topology, or `NO_TOPOLOGY` if it has no GPU or if NVML cannot determine the
     links."""
     import pynvml
 
@@ -154,7 +152,7 @@ def _read() -> Topology:
     for a, b in combinations(whole, 2):
         nvlinks = remotes[a].count(buses[b])
         if not nvlinks and _p2p(whole[a], whole[b], P2P_NVLINK):
-            # Both GPUs' links all lead to NVSwitches.
+            # All links of both GPUs lead to NVSwitches.
             nvlinks = min(len(remotes[a]), len(remotes[b]))
         peer_access = all(_p2p(whole[a], whole[b], index) for index in (P2P_READ, P2P_WRITE))
         links[a, b] = GpuLink(nvlinks, _path(whole[a], whole[b]), peer_access)

@@ -1,7 +1,7 @@
-"""Changes models' replicas step by step, until each model has the replicas it should have. Replicas are
-changed one by one. A replica that already has the target settings stays, and a missing one is started. A
-replica with different settings serves until its successor is ready, if there is enough memory for both.
-Otherwise the old replica is stopped first, and its requests continue on its successor.
+"""Changes models' replicas step by step until they match the settings. Replicas are changed one by one. A
+replica that already has the target settings stays, and a missing one is started. A replica with different
+settings serves until its successor is ready, if there is enough memory for both. Otherwise the old replica is
+stopped first, and its requests continue on its successor.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ChangedUnits(Protocol):
         """Return whether the model is parked and all its replicas are asleep."""
 
     async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return the reason why `count` replicas with these settings cannot run alongside the running
-        replicas, or an empty string if they can."""
+        """Return why `count` replicas with these settings cannot run alongside the running ones, or an empty
+        string if they can."""
 
 
 class UnitChanges:
@@ -74,7 +74,7 @@ class UnitChanges:
         - `note` reports a problem to the operator.
         """
         self.given_up: set[str] = set()
-        """Models whose new settings could not be loaded, and which run with the previous ones."""
+        """Models that run with their previous settings because the new ones could not be loaded."""
         self._units = units
         self._parked = parked
         self._requests = requests
@@ -173,12 +173,12 @@ class UnitChanges:
         loaded."""
         if len(current) < self._scaling.count(old.model, wanted):
             if refusal := await self._units.shortage_beside(wanted):
-                log.warning("%s is stopped before its replacement loads: %s", old.name, refusal)
+                log.warning("stopping %s before its replacement loads: %s", old.name, refusal)
                 self._note(old.name, f"stopped before its replacement loaded: {refusal}")
                 await self._retirements.retire(old)
                 return True
             new = self._new_replica(old.model, wanted)
-            log.info("%s is loading to replace %s, which keeps serving until then", new.name, old.name)
+            log.info("loading %s to replace %s, which keeps serving in the meantime", new.name, old.name)
             new.start()
             current = [*current, new]
         for new in current:
@@ -194,7 +194,7 @@ class UnitChanges:
         return True
 
     async def _park(self, unit: str, parked: Parked, wanted: ModelSettings) -> None:
-        """Put a parked model's replicas to sleep if `parked.asleep` is set and they can sleep; otherwise,
+        """Put a parked model's replicas to sleep if `parked.asleep` is set and if they can sleep. Otherwise,
         stop them."""
         if any(replica.spec != wanted.spec(replica.name) for replica in self._units.of(unit)):
             parked.asleep = False  # The replicas would otherwise go to sleep with outdated settings.
@@ -206,8 +206,8 @@ class UnitChanges:
             await asyncio.gather(*(self._retirements.retire(replica) for replica in replicas))
 
     async def _uninterrupted(self, unit: str, change: Coroutine[Any, Any, None]) -> None:
-        """Put a model's replicas to sleep, or wake them. A later change to the model does not interrupt this,
-        but waits for it to finish."""
+        """Put a model's replicas to sleep, or wake them. A later change to the model waits for this to
+        finish."""
         task = self._sleep_tasks[unit] = asyncio.get_running_loop().create_task(change)
         task.add_done_callback(lambda _: self._sleep_tasks.pop(unit, None))
         await asyncio.shield(task)
@@ -223,7 +223,7 @@ class UnitChanges:
 
         parked = self._parked.get(unit)
         await wait_until(lambda: not occupied(), 0.0 if parked is None else parked.drain_left_s)
-        problem = "its requests take longer" if occupied() else await self._sleeping.sleep(unit)
+        problem = "its requests did not finish in time" if occupied() else await self._sleeping.sleep(unit)
         if problem:
             log.info("%s does not sleep: %s", unit, problem)
         else:

@@ -19,8 +19,8 @@ class UnitSleep:
         update: Callable[[Replica], None],
         publish: Callable[[], None],
     ) -> None:
-        """`replicas_of` returns a model's replicas. `update` is called when the result of `Replica.answers`
-        may have changed, and `publish` when a model may have become ready or unavailable."""
+        """`replicas_of` returns a model's replicas. `update` is called when `Replica.answers` may have
+        changed, and `publish` when a model may have become ready or unavailable."""
         self._replicas_of = replicas_of
         self._update = update
         self._publish = publish
@@ -32,8 +32,8 @@ class UnitSleep:
             self._update(replica)
 
     async def sleep(self, unit: str) -> str:
-        """Release the memory of the model's replicas, which must have no requests. If a replica could not go
-        to sleep, return the reason; the caller must then wake or stop all of the model's replicas."""
+        """Release the memory of the model's replicas, which must have no requests. If a replica cannot go to
+        sleep, return the reason. The caller must then wake or stop all of the model's replicas."""
         self.begin(unit)
         problems = await asyncio.gather(*(replica.sleep() for replica in self._replicas_of(unit)))
         self._publish()

@@ -93,7 +93,7 @@ def test_the_cause_and_the_remedy_from_the_engine_are_separate(
 def test_several_missing_shards_are_counted(model: Path) -> None:
     for path in model.glob("*.safetensors"):
         path.unlink()
-    assert "2 files of the model are missing" in problem(model)
+    assert "2 model files are missing" in problem(model)
 
 
 def test_a_truncated_weight_file_is_found_by_its_header(model: Path) -> None:
@@ -166,7 +166,7 @@ def test_weights_that_only_their_owner_may_read_are_named_with_the_commands(mode
 def test_a_directory_that_the_user_may_not_enter_is_named(model: Path) -> None:
     model.parent.chmod(0o700)
     found = problem(model, reader=STRANGER)
-    assert f"may not enter the directory {model.parent}" in found and f"chmod a+x {model.parent}" in found
+    assert f"has no access to the directory {model.parent}" in found and f"chmod a+x {model.parent}" in found
 
 
 def test_file_access_is_checked_with_the_rights_of_the_reading_process(model: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_separate_process_finds_the_same_problems(model: Path) -> None:
 def test_a_check_whose_process_dies_is_a_problem_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.launch.module_command", lambda module: ["false"])
     found = check_apart({"m": ModelSettings(folder="/")})
-    assert "the check of the model's files failed" in str(problem_of(found["m"]))
+    assert "checking the model's files failed" in str(problem_of(found["m"]))
     monkeypatch.setattr("engine.launch.module_command", lambda module: ["sleep", "60"])
     monkeypatch.setattr("appliance.models.preflight_process._TIMEOUT_S", 0.2)
     found = check_apart({"m": ModelSettings(folder="/")})
