@@ -1,7 +1,7 @@
-"""The registry of operator actions. Each action is declared once, here. CLI commands, key bindings,
-confirmation dialogs and audit rows are derived from these entries. To perform an action, send `POST
-/actions/NAME` on the admin socket, with the parameters as JSON. `appliance.admin.handlers` maps each action
-to its handler, so this module can be imported without the service's modules.
+"""The registry of operator actions. Each action is declared only here; CLI commands, key bindings,
+confirmation dialogs and audit rows are derived from these declarations. To perform an action, send
+`POST /actions/NAME` on the admin socket, with the parameters as JSON. `appliance.admin.handlers` maps each
+action to its handler, so this module can be imported without the service's modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from store.structs import Silence
 
 Danger = Literal["none", "confirm", "typed"]
 """How an operator must confirm the action. Actions that cannot be undone are confirmed by typing the target's
-name; other actions that can refuse or end requests, with yes or no. All other actions need no
+name, and other actions that can refuse or end requests by answering yes or no. All others need no
 confirmation."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
@@ -33,7 +33,7 @@ class Action(NamedTuple):
     name: str
     """Name in the URL and in the audit chain."""
     title: str
-    """Displayed title, in the imperative. The confirmation dialog appends the target: "Revoke key X?"."""
+    """Displayed title, an imperative. The confirmation dialog appends the target: "Revoke key X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
@@ -58,7 +58,8 @@ class Action(NamedTuple):
 
     @property
     def is_target_required(self) -> bool:
-        """Whether the target must be named. If so, the name is an argument of the command, not an option."""
+        """Whether the target must be named. On the command line, its name is then an argument rather than an
+        option."""
         fields = msgspec.structs.fields(self.parameters)
         return any(field.required for field in fields if field.name == self.named_by)
 

@@ -81,8 +81,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of an optional field, which documents the allowed values in the JSON schema. Values are
-    validated by `store.rules`, whose error messages explain how to fix the problem."""
+    """Return an optional field's type. It documents the allowed values in the JSON schema, but does not
+    enforce them: `store.rules` validates values, with error messages that explain how to fix the problem."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:
@@ -137,10 +137,9 @@ class DeleteTenant(_Parameters):
 
 
 class CreateKey(_KeyChanges):
-    """Create a bearer key. The key is shown only once. Its limits apply in addition to the limits of its
-    tenant."""
+    """Create a bearer key. The key is shown only once. Its limits apply in addition to its tenant's."""
 
-    name: Annotated[str, Meta(description="The purpose or user of the key.", extra=NAME)]
+    name: Annotated[str, Meta(description="The key's purpose or user.", extra=NAME)]
     tenant: BilledTenant = "default"
 
 
@@ -173,7 +172,7 @@ class RevokeKey(_Parameters):
 
 class MapPeer(_Parameters):
     """Map a local user or group to a tenant. The mapping applies to requests on `api.sock`. A user's mapping
-    takes precedence over the mappings of the user's groups."""
+    takes precedence over those of the user's groups."""
 
     peer: PeerName
     tenant: BilledTenant
@@ -203,7 +202,7 @@ class ResumeService(_Parameters):
 
 
 class ReloadConfig(_Parameters):
-    """Read the settings files again and apply the changes."""
+    """Reload the settings files and apply the changes."""
 
 
 class CancelRequest(_Parameters):
@@ -241,8 +240,8 @@ class SilenceAlerts(_Parameters):
         Meta(
             min_length=1,
             max_length=200,
-            description="The model, replica, GPU or other component that the alerts concern. `*` stands for "
-            "any characters.",
+            description="The model, replica, GPU or other component that the alerts are about. `*` stands "
+            "for any characters.",
             extra={"metavar": "SUBJECT"},
         ),
     ] = "*"
@@ -259,7 +258,7 @@ class UnsilenceAlerts(_Parameters):
 
 
 class BeginBackup(_Parameters):
-    """Record that the backup command starts a backup. `EndBackup` records its result."""
+    """Record that the backup command has started a backup. `EndBackup` records the result."""
 
     path: Annotated[str, Meta(description="Path of the backup.")]
     contents: Annotated[bool, Meta(description="Whether the backup includes prompts and answers.")] = True
@@ -289,19 +288,19 @@ class EndBackup(_Parameters):
 
 
 class AddModel(_Parameters):
-    """Add the checkpoint in a folder to the registry. Another checkpoint with the same name becomes a new
-    version of the model. Nothing is loaded."""
+    """Add the checkpoint in a folder to the registry, without loading it. If a model with this name exists,
+    the checkpoint becomes its next version."""
 
     name: Annotated[str, Meta(description="The name that applications use.")]
     folder: Annotated[str, Meta(description="Folder of a Hugging Face checkpoint, as an absolute path.")]
     settings: Annotated[
-        dict[str, Any], Meta(description="Settings of the version, by their names in settings files.")
+        dict[str, Any], Meta(description="The version's settings, named as in the settings files.")
     ] = {}
 
 
 class LoadModel(_Parameters):
-    """Load a version of a model, or a model that the settings declare but do not require. If it does not fit
-    into memory, idle models that are not pinned are removed from memory first."""
+    """Load a version of a model, or an optional model from the settings. If it does not fit into memory, idle
+    models that are not pinned are removed from memory first."""
 
     model: ModelVersion
     wait: Annotated[
@@ -383,13 +382,13 @@ class SetDefaultModel(_Parameters):
 
     model: Annotated[
         str,
-        Meta(description="The model and the number of the version.", extra={"metavar": "NAME@VERSION"}),
+        Meta(description="The model and the version number.", extra={"metavar": "NAME@VERSION"}),
     ]
     grace_s: PreviousGrace = 3600.0
 
 
 class RollbackModel(_Parameters):
-    """Make the previous default version of a model the default again."""
+    """Make a model's previous default version the default again."""
 
     name: Annotated[str, Meta(description="The model's name, as shown by `models list`.", extra=NAME)]
     grace_s: PreviousGrace = 3600.0
@@ -414,7 +413,7 @@ class SplitModel(_Parameters):
     weights: Annotated[
         Annotated[dict[str, Weight], Meta(min_length=1, max_length=MAX_ARMS)] | None,
         Meta(
-            description="Weight of each target: a version number of the model such as 1, a model's name, or "
+            description="Each target's weight. A target is a version number such as 1, a model name, or "
             "NAME@VERSION. Null ends the split."
         ),
     ]
@@ -428,12 +427,9 @@ class ShadowModel(_Parameters):
     name: Annotated[str, Meta(description="The model name whose requests are copied.")]
     target: Annotated[
         str | None,
-        Meta(
-            description="A version number of the model such as 2, a model's name, or NAME@VERSION. Null ends "
-            "the shadow."
-        ),
+        Meta(description="A version number such as 2, a model name, or NAME@VERSION. Null ends the shadow."),
     ]
-    share: Annotated[float, Meta(gt=0, le=1, description="Fraction of the requests that are copied.")] = 0.05
+    share: Annotated[float, Meta(gt=0, le=1, description="Fraction of the requests to copy.")] = 0.05
 
 
 class RemoveModel(_Parameters):
@@ -445,6 +441,6 @@ class RemoveModel(_Parameters):
 
 class PruneModels(_Parameters):
     """Remove unused versions from the registry. A version is unused if it is not loaded, has no alias, and is
-    neither the default of its model nor the version to which a rollback returns. The files are kept."""
+    neither its model's default nor the version that a rollback would restore. The files are kept."""
 
     dry_run: Annotated[bool, Meta(description="Only list the versions, without removing them.")] = False

@@ -37,8 +37,7 @@ class RawRun:
 
 
 def default_workers(streams: int) -> int:
-    """Return the number of client processes: one for every 64 streams, but at most half the number of
-    cores."""
+    """Return the number of client processes: one per 64 streams, but at most one per two cores."""
     return max(1, min(len(os.sched_getaffinity(0)) // 2, -(-streams // 64)))
 
 

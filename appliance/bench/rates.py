@@ -29,7 +29,7 @@ RESPONSE_SHARE = 0.5
 """Maximum response time, as a fraction of a trial's duration. If responses take longer, a trial ends before
 it reaches a steady state."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
-"""A trial is stopped after its duration times this. Responses still open then have exceeded the maximum
+"""A trial is stopped after this multiple of its duration. Responses still open then have exceeded the maximum
 response time."""
 _FIRST_SHARE = 0.25
 _MIN_ALLOWED = 3
@@ -46,7 +46,7 @@ class Search(msgspec.Struct, kw_only=True):
     """The trial with the highest sustained rate."""
     trials: list[Run]
     note: str
-    """The reason why the search ended before it found the exact rate, or an empty string if it did not."""
+    """Why the search ended before it found the exact rate. Empty if it found the rate."""
 
 
 class UnsettledError(Exception):
@@ -63,7 +63,7 @@ def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float
     """Return the times of `requests` Poisson arrivals within `duration_s` seconds, sorted.
 
     For a given number of requests, the times of Poisson arrivals are independent and uniformly distributed.
-    The number is not random, because the rate would then vary: with 100 requests, its standard deviation
+    The number is fixed, because the rate would otherwise vary: with 100 requests, its standard deviation
     would be 10 %.
     """
     draw = random.Random(f"{seed}/arrivals")
@@ -80,9 +80,8 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
     The standard deviation of a Poisson arrival count is the square root of its mean. A backlog of up to half
     a standard deviation is allowed; servers that run at up to 90 % of their capacity rarely reach it.
 
-    The response time is measured in the first quarter of the run, before a backlog can affect it. The
-    response time is the 90th percentile or, if this exceeds RESPONSE_SHARE of the duration, the time of the
-    fastest response.
+    The response time is measured in the first quarter of the run, before a backlog can affect it. It is the
+    90th percentile or, if that exceeds RESPONSE_SHARE of the duration, the fastest response's time.
     """
     spans = [
         (one.at_s, math.inf if one.failure == STOPPED else one.at_s + one.e2e_ms / 1000) for one in requests
@@ -143,7 +142,7 @@ def is_client_limited(run: Run) -> bool:
 
 
 def resolution(run: Run, duration_s: float) -> float:
-    """Return the fraction by which a rate may exceed the capacity of the server and still count as sustained.
+    """Return the fraction by which a rate may exceed the server's capacity and still count as sustained.
 
     The fraction is above 0 because arrivals are random (which contributes 0.2 for 100 requests and 0.05 for
     1,600 requests) and because response times vary.

@@ -100,7 +100,7 @@ class Run(msgspec.Struct, kw_only=True):
     """Arrivals per second, or None for a closed-loop run."""
     succeeded: int
     unfinished: int
-    """Number of requests still open when the run was stopped."""
+    """Requests still open when the run was stopped."""
     failures: dict[str, Failures]
     output_tokens: int
     prompt_tokens: int
@@ -108,12 +108,12 @@ class Run(msgspec.Struct, kw_only=True):
     """Whether some responses had no `usage` field; each of their chunks counts as one token."""
     chunks: int
     short_answers: int
-    """Number of requests that succeeded with fewer tokens than requested."""
+    """Requests that succeeded with fewer tokens than requested."""
     output_tok_s: float
     prompt_tok_s: float
     requests_s: float
     goodput: float | None
-    """Number of requests per second that met the limits, or None if there are no limits."""
+    """Requests per second that met the limits, or None without limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     """Times between consecutive chunks."""

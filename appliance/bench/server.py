@@ -165,8 +165,7 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send one request of the same shape as the run's, so that a problem is reported once, before the run
-    starts."""
+    """Send one request shaped like the run's, so that a problem is reported once, before the run starts."""
     load = Load(
         target=server.target,
         model=server.model,

@@ -144,8 +144,8 @@ class Session:
         return found, _open_result("find-rate", shape, found.best.rate, duration_s, [found.best])
 
     def _settle(self, shape: Shape, duration_s: float) -> None:
-        """Wait until the server answers a test request, because requests left over from the last trial would
-        slow down the next one."""
+        """Wait until the server answers a test request, because requests left over from one trial would slow
+        down the next."""
         limit_s = max(_SETTLE_S, duration_s)
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
