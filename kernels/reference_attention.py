@@ -53,8 +53,8 @@ def attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute a pass's attention, the second half of `Ops.attend`. Its keys and values must already be in the
-    pool. The result has q's dtype."""
+    """Compute a pass's attention, the second half of `Ops.attend`. The pass's keys and values must already be
+    in the pool. The result has q's dtype."""
     q = q if plan.queries is None else q.index_select(0, plan.queries)
     parts = []
     decodes = len(plan.lens)

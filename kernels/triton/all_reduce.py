@@ -64,7 +64,7 @@ def all_reduce_add(
     """Add the sum of `x` over all ranks to `residual`, in place and with one rounding. With `add=False`, the
     sum replaces `residual`.
 
-    x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
+    x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be identical on all ranks.
     two_shot: if true, each item is summed by one rank, which sends the result to the others; the items are
       divided evenly among the ranks. If false (one-shot), every rank sends all items to all others. Two-shot
       mode transfers less data but waits twice.

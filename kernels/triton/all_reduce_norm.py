@@ -41,7 +41,7 @@ def all_reduce_norm_fp8(
     RMSNorm of the result: values `[rows, hidden]` e4m3 and scales `[rows, 1]` float32. Results are rounded as
     in `fused.rms_norm_fp8`.
 
-    x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
+    x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be identical on all ranks.
     gain: [hidden].
 
     Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.

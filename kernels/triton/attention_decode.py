@@ -41,9 +41,9 @@ With small heads, 128 would be possible, but compiling the kernel would take a m
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Scratch memory for `decode`. Each stream needs its own, which all layers of a model can share.
-    kv_heads, group (query heads per KV head), head_dim and the maximum number of sequences are fixed on
-    allocation."""
+    """Scratch memory for `decode`. Each stream needs its own workspace, which all of a model's layers can
+    share. kv_heads, group (query heads per KV head), head_dim and the maximum number of sequences are fixed
+    on allocation."""
 
     partial: torch.Tensor
     """The splits' unnormalised attention results: `[items, kv_heads, group, head_dim]` float32."""

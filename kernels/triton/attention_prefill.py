@@ -321,8 +321,8 @@ class PrefillConfig:
     """Rows per tile, as passed to `plan_tiles`."""
     num_warps: int
     stages: int
-    """Number of pipeline stages over pages. If a block table is read, some are used for page numbers and the
-    others for tiles."""
+    """Number of pipeline stages over pages. If a block table is read, some stages are used for page numbers
+    and the rest for tiles."""
     maxnreg: int | None
     """Maximum registers per thread, or None for no limit."""
 

@@ -26,8 +26,8 @@ class Decodes:
     kv_slots: torch.Tensor
     """Each token's KV slot, block × 64 + offset in the KV pool, or -1 for padding."""
     lens: torch.Tensor
-    """Number of tokens in each sequence, including the new one, which equals the next token's position. 0 for
-    padding."""
+    """Each sequence's length, including the new token, or 0 for padding. The length equals the next token's
+    position."""
     slots: torch.Tensor
     """Each token's sequence slot in the device tables, or 0 for padding."""
 

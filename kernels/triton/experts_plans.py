@@ -36,8 +36,7 @@ class ExpertsPlan:
     """Columns per pipeline step."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages, which is the number of steps whose weights can be in flight at the same
-    time."""
+    """Pipeline stages: the number of steps whose weights can be in flight at the same time."""
     programs: int = 1
     """Programs per multiprocessor. Used only by `grouped`, whose programs compute several tiles each."""
 

@@ -7,10 +7,11 @@ of this package's kernels, or cuBLAS (through torch) where that is faster. For s
 rules in `linear_plans` choose the kernel.
 
 Each GEMM is fused with the operations on its input and its result. RMSNorm and the quantisation of x are the
-prologue of the GEMM. Bias, residual and SwiGLU are the epilogue. With one row, every program normalises and
-quantises the row itself. With more, the norm and the quantisation are a separate launch, or two consecutive
-GEMMs share the norm (`kernels.DeferredNorm`). To share a norm, the first GEMM multiplies its result by the
-norm's gain and sums the squares. The second GEMM multiplies its sums by each token's remaining factor.
+GEMM's prologue. Bias, residual and SwiGLU are its epilogue. With one row, every program normalises and
+quantises the row itself. With more rows, the norm and the quantisation are a separate launch, or two
+consecutive GEMMs share the norm (`kernels.DeferredNorm`). To share a norm, the first GEMM multiplies its
+result by the norm's gain and sums the squares. The second GEMM multiplies its sums by each token's remaining
+factor.
 
 Rounding:
 - x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
@@ -272,9 +273,9 @@ def _cublas_fp8(
     pdl: bool,
 ) -> torch.Tensor:
     """Compute an FP8 GEMM with cuBLAS and return the result in the model's dtype. cuBLAS always returns
-    bfloat16 here, which is converted for a float16 model, because some versions of torch return wrong float16
-    results with a scale per row on some GPUs. Even without this bug, the last bits of a float16 result would
-    be inaccurate, because sums have only about 14 bits."""
+    bfloat16 here, and the result is converted for a float16 model: with one scale per row, some torch
+    versions return wrong float16 results on some GPUs. Even without this bug, the last bits of a float16
+    result would be inaccurate, because sums have only about 14 bits."""
     as_asked = dtype == torch.bfloat16
     # `out` is not used for meta tensors, on which launches are enumerated, because they do not support it.
     direct = out is not None and as_asked and not extras.silu_mul and extras.residual is None and x.is_cuda

@@ -32,7 +32,7 @@ _SHARED_BESIDE = 2 << 10
 """Upper bound, in bytes, on the shared memory that a program uses besides its tiles."""
 
 WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
-"""Capacity of the split-K workspace: the maximum numbers of float32 partial sums and of tiles."""
+"""Capacity of the split-K workspace, in float32 partial sums and in tiles."""
 
 ALIGNMENT = 64
 """K, the inner dimension of a GEMM, must be a multiple of this."""
@@ -55,8 +55,7 @@ class GemmPlan:
     """Columns of K per pipeline step: per warp for `stream`, per program for the other kernels."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages, which is the number of steps whose weights can be in flight at the same
-    time."""
+    """Pipeline stages: the number of steps whose weights can be in flight at the same time."""
     split: int = 1
     """Number of programs among which K is split (split-K)."""
 

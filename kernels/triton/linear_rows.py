@@ -23,9 +23,9 @@ from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOp
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory shared by the programs of a split-K GEMM. Each stream needs its own, which all of its GEMMs can
-    share, because they run one after another. A GEMM that starts early (PDL) accesses the workspace only
-    after the previous kernel has finished."""
+    """Memory shared by the programs of a split-K GEMM. Each stream needs its own workspace, which all of its
+    GEMMs can share, because they run one after another. A GEMM that starts early (PDL) accesses the workspace
+    only after the previous kernel has finished."""
 
     partials: torch.Tensor
     """The splits' partial sums, float32."""

@@ -6,7 +6,7 @@ registers.
 The kernel is written in Gluon, Triton's lower-level language. Unlike Triton, Gluon can load a tensor in the
 layout of a tensor-core operand. A thread loads 16 consecutive bytes along K and uses them directly as
 operands of the next products, without shared memory. The tensor cores therefore process K in a different
-order, which is correct because it is the same for both operands. Each warp computes its own part of K, and
+order, which is correct because both operands have the same order. Each warp computes its own part of K, and
 the warps' float32 sums are added up at the end in a fixed order. The normalised and quantised row is stored
 in shared memory and broadcast to all 8 rows of the tensor-core operand.
 

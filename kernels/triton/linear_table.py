@@ -71,9 +71,9 @@ class ExpertsEntry:
 
     plans: LayerPlans
     us: float
-    """Time for the layer's norm, router and experts, in microseconds."""
+    """The layer's time (norm, router and experts), in microseconds."""
     rules_us: float
-    """The same time with the rule-based plans, in microseconds."""
+    """The layer's time with the rule-based plans, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def read_table(path: Path) -> Table:
     for name, rows in values["products"].items():
         product = _product(path, name)
         if not isinstance(rows, dict) or not all(most.isdecimal() and int(most) > 0 for most in rows):
-            raise TableError(f"{path}: {name}: expected an object whose keys are numbers of rows; {_REMEDY}")
+            raise TableError(f"{path}: {name}: expected an object whose keys are row counts; {_REMEDY}")
         entries = {
             int(most): _entry(f"{path}: {name}: {most}", product, int(most), rows[most]) for most in rows
         }
@@ -191,9 +191,7 @@ def _read_experts(path: Path, values: Any) -> dict[ExpertsShape, dict[int, Exper
     for name, rows in values.items():
         shape = _experts_shape(path, name)
         if not isinstance(rows, dict) or not all(most.isdecimal() and int(most) > 0 for most in rows):
-            raise TableError(
-                f"{path}: {name}: expected an object whose keys are numbers of tokens; {_REMEDY}"
-            )
+            raise TableError(f"{path}: {name}: expected an object whose keys are token counts; {_REMEDY}")
         entries = {
             int(most): _experts_entry(f"{path}: {name}: {most}", shape, int(most), rows[most])
             for most in rows

@@ -55,7 +55,7 @@ class Arena:
     calls: torch.Tensor
     """Each program's number of calls: [PROGRAMS] int32 on the device."""
     stop_address: int
-    """Address of the result of `stop_words`."""
+    """Address of the tensor returned by `stop_words`."""
     items: int
     """Maximum number of items that a program can exchange per call. An item has up to REGION_BLOCK words."""
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Adds partial results, copied into this rank's memory by the other ranks, to the residual."""
+"""Adds to the residual the partial results that other ranks have copied into this rank's memory."""
 
 from __future__ import annotations
 

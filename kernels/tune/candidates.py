@@ -16,8 +16,8 @@ _MANY = 16384
 """Minimum number of outputs for which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
-"""Maximum shared memory per program, in bytes, at which two programs of the `tiles` kernel fit on a
-multiprocessor. Programs of the next GEMM can then load weights while those of the current one finish."""
+"""Maximum shared memory per program, in bytes, with which two `tiles` programs fit on a multiprocessor.
+Programs of the next GEMM can then load weights while those of the current one finish."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:

@@ -1,4 +1,4 @@
-"""Searches for the fastest plans of the two GEMMs of mixture-of-experts layers.
+"""Searches for the fastest plans for the two GEMMs of a mixture-of-experts layer.
 
 A layer is timed as a whole: norm, router, experts and residual. The search first varies one GEMM's plan while
 the other keeps its rule-based one, then times combinations of both GEMMs' best plans. Few tokens and many

@@ -18,8 +18,8 @@ Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
 """The plans tried by a search, by linear (as text) and row count, fastest first."""
 
 _PROGRAMS = 200
-"""Target number of programs of a `tiles` plan. The fastest ones on an H200 had 128 to 256 programs, which is
-one or two per multiprocessor."""
+"""Target number of programs for a `tiles` plan. The fastest plans on an H200 had 128 to 256 programs, which
+is one or two per multiprocessor."""
 _LIBRARY_FROM = 32
 """Minimum row count at which the library's GEMM may be the fastest."""
 

@@ -118,7 +118,7 @@ def test_an_entry_that_no_kernel_can_run_is_reported(
         ("{", "cannot be read"),
         ("[]", "has no `products` object"),
         ('{"products": {"int8 4x4": {}}}', "'int8 4x4' is not a GEMM"),
-        ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "an object whose keys are numbers of rows"),
+        ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "an object whose keys are row counts"),
         ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "expected an object, not 3"),
     ],
 )
