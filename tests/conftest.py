@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
 
-# Property tests have no time limit per example, because the time that an example takes depends on the load of
-# the machine. `scripts/test` draws the same examples in every run, so that a new failure must have been
-# caused by a change. `scripts/soak` draws new examples.
+# Property tests have no time limit per example, because an example's duration depends on the machine's load.
+# `scripts/test` draws the same examples in every run, so that a new failure must have been caused by a
+# change. `scripts/soak` draws new examples.
 for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
     settings.register_profile(
         _name,
@@ -28,8 +28,7 @@ for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 if not torch.cuda.is_available():
-    # Set this variable before any test module is imported, because Triton reads it only when Triton is first
-    # imported.
+    # Set this variable before any test module is imported, because Triton reads it only once, on import.
     os.environ["TRITON_INTERPRET"] = "1"
     from tests import quick_interpreter
 

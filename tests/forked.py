@@ -82,7 +82,7 @@ class _Server:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self._channel.setsockopt(socket.SOL_SOCKET, option, _MAX_REQUEST_BYTES)
-        # Triton decides when it is imported whether it interprets or compiles kernels.
+        # Triton decides on import whether it interprets or compiles kernels.
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])

@@ -73,7 +73,7 @@ def test_a_field_added_in_one_place_appears_everywhere(tree: Path, tmp_path: Pat
         for command in ("create", "set"):
             assert re.search(r"--max-images N +Images in one request", run(tree, *cli, command, "--help"))
         run(tree, *cli, "set", "acme", "--max-images", "8", *at)
-        # Check the table.
+        # Check the CLI's table.
         heading, *lines = run(tree, *cli, "list", *at).splitlines()
         (acme,) = (line for line in lines if line.startswith("acme"))
         column = heading.index("MAX IMAGES")

@@ -81,8 +81,8 @@ def ask(running: Service) -> None:
 
 
 def read_traces(folder: Path) -> tuple[set[tuple[str, str]], dict[tuple[str, str], int]]:
-    """Return the functions that ran without a request, and the time of the first call of each function that
-    ran during a request."""
+    """Return the functions that ran without a request and, for each function that ran during a request, the
+    time of its first call."""
     phases: dict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     for path in folder.glob("*.trace"):
         for line in path.read_text().splitlines():

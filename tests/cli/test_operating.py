@@ -1,4 +1,4 @@
-"""Tests that the commands on the documentation pages for operators exist."""
+"""Tests that the commands in the operator documentation exist."""
 
 from __future__ import annotations
 

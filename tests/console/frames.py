@@ -1,4 +1,4 @@
-"""Sources and sessions for the tests of the console."""
+"""Sources and sessions for the console tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded history for the tests of the console. The snapshots are written as the service writes them."""
+"""Recorded history for the console tests. The snapshots are written as the service writes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fixtures for the tests of the front process. Most tests share one real front. A test that breaks its front
-starts a separate one."""
+"""Fixtures for the front process tests. Most tests share one real front. A test that breaks its front starts
+a separate one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A fake replica for the tests of the front process. It implements the replica's side of the data channel,
-and a script determines the tokens that it generates."""
+"""A fake replica for the front process tests. It implements the replica's side of the data channel, and a
+script determines the tokens that it generates."""
 
 from __future__ import annotations
 

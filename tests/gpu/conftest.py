@@ -1,4 +1,4 @@
-"""Skips the GPU tests, with a reason, if there is no GPU."""
+"""Skips the GPU tests, with a reason, on machines without a GPU."""
 
 from __future__ import annotations
 

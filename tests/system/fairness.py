@@ -65,7 +65,7 @@ class Client:
         )
 
     async def first_token_s(self, prompt: int, output: int) -> float:
-        """Send a request and read the whole answer. Return the time to the first token in seconds."""
+        """Send a request and read the whole answer. Return the time to first token, in seconds."""
         began, first = time.monotonic(), None
         async with self._http.stream(
             "POST", "/v1/completions", json=_body(prompt, output, stream=True)

@@ -132,7 +132,7 @@ def used_bytes() -> tuple[int, ...]:
 
 
 def grown(before: tuple[int, ...], after: tuple[int, ...]) -> int:
-    """Return the largest growth of any GPU's used memory, in bytes."""
+    """Return the largest growth in any GPU's memory use, in bytes."""
     return max((now - then for then, now in zip(before, after, strict=True)), default=0)
 
 
