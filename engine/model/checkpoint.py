@@ -1,5 +1,5 @@
-"""Finds the tensors in a checkpoint folder, and their locations, by reading the headers of the safetensors
-files. Weights are not read here."""
+"""Finds a checkpoint's tensors and their locations by reading the headers of its safetensors files. Weights
+are not read here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LARGEST_HEADER_BYTES = 100_000_000  # maximum header size in the safetensors format
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-"""Element size in bytes of each dtype that can be loaded."""
+"""Element size, in bytes, of each loadable dtype."""
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """Exceptions raised for invalid JSON or for data in an unexpected format."""
 
@@ -30,15 +30,15 @@ class TensorEntry:
     """Dtype in safetensors notation, e.g. "BF16"."""
     shape: tuple[int, ...]
     offset: int
-    """Offset of the tensor's first byte in the file."""
+    """File offset of the tensor's first byte."""
     nbytes: int
     modified_ns: int
     """The file's modification time, in nanoseconds, when the tensor's header was read."""
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors in a checkpoint folder, by name. They are in `model.safetensors` or in the files
-    listed in the folder's index.
+    """Return all tensors in a checkpoint folder, keyed by name. They are in `model.safetensors` or in the
+    files listed in the folder's index.
 
     Raises CheckpointError if a file is missing, unreadable, malformed or truncated.
     """
@@ -57,8 +57,8 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
     for name, shard in weight_map.items():
         if name not in entries:
             raise CheckpointError(
-                f"{folder / shard}: contains no tensor {name}, but {INDEX} lists it; shards and index "
-                "belong to different checkpoints",
+                f"{folder / shard}: contains no tensor {name}, but {INDEX} lists it; the shards and "
+                "the index belong to different checkpoints",
                 "download them again",
             )
     return entries
@@ -83,7 +83,7 @@ def _read_index(index: Path) -> dict[str, str]:
             f"{index}: has no readable weight_map ({error!r})", "download it again"
         ) from None
     for name, shard in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", weight_map)]:
-        # Accept only plain file names, so that an index cannot refer to files outside its folder.
+        # Accept only plain file names, so that the index cannot refer to files outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(
                 f"{index}: {name} is {shard!r}", "it must be the name of a file in the folder"

@@ -104,8 +104,8 @@ class Decoder:
         return part
 
     def representative(self, kv: list[KvPool]) -> tuple[Decoder, list[KvPool]]:
-        """Return a decoder with just enough layers to launch every kernel of this decoder, and the KV pools
-        of those layers."""
+        """Return a decoder with just enough layers to launch every kernel of this one, and those layers' KV
+        pools."""
         layers = self.config.representative_layers()
         return self.with_layers(layers), [kv[layer] for layer in layers]
 
@@ -138,8 +138,7 @@ class Decoder:
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))
         if overlap is not None and len(calls) > 1:
-            # The last layer computes only some of the rows, so it runs once on the full pass and not in
-            # halves.
+            # The last layer computes only some of the rows, so it runs on the full pass instead of in halves.
             halves, graphs = self._halves(inputs, every, overlap.split), self.halves_graphs
             if graphs is not None and graphs.fits(len(inputs.token_ids)):
                 residual = graphs.run(residual, halves, kv)
@@ -201,12 +200,12 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Return the shape of one layer's keys in this rank's cache. The values have the same shape."""
+        """Return the shape of one layer's keys in this rank's cache, which is also that of the values."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:
         """Allocate one zero-filled KV pool per layer. Attention reads whole blocks and masks the positions
-        after the end of a sequence; the masked values may be arbitrary, but must be finite.
+        past the end of a sequence; the masked values may be arbitrary, but must be finite.
 
         `zeros` allocates a zero-filled tensor of a given shape and dtype; the default uses torch.
         """
@@ -227,8 +226,8 @@ class Decoder:
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
     def weight_shards(self) -> list[WeightShard]:
-        """Return this rank's shards of all checkpoint tensors, in the order a forward pass uses them. Must
-        not be called after `finish`, which changes the layout of the weights."""
+        """Return this rank's shards of all checkpoint tensors, in the order in which a forward pass uses
+        them. Must not be called after `finish`, which changes the weights' layout."""
         config, shard = self.config, self.shard
         whole = (config.vocab_size, config.hidden_size)
         start, real = shard.first_vocab, shard.vocab_real

@@ -1,10 +1,10 @@
 """Reads tensors that are split among the ranks by column: each rank reads some of the rows, then the ranks
 exchange columns.
 
-A rank's columns are spread over all rows of the file. Reading only those columns would take a system call for
+A rank's columns are spread over all rows in the file. Reading only those columns would take a system call for
 every few KB, and reading all rows on each rank would multiply the page-cache and PCIe traffic by the number
-of ranks. Each rank therefore reads an equal share of the rows, then receives its columns of all rows in an
-all-to-all exchange.
+of ranks. Each rank therefore reads an equal share of the rows, then receives its columns of the other rows in
+an all-to-all exchange.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
 _AT_ONCE_BYTES = 16 << 20
-"""Up to this size in bytes, a rank's columns of a tensor are filled in one step, above it in several."""
+"""If a rank's columns of a tensor take more than this many bytes, they are filled in several steps."""
 
 
 class Columns(NamedTuple):
-    """One rank's columns of a range of rows of a tensor."""
+    """One rank's columns in a range of a tensor's rows."""
 
     first_row: int
     numbers: torch.Tensor

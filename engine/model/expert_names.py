@@ -1,6 +1,6 @@
 """Finds the experts' tensors in checkpoints. Published checkpoints have a separate tensor for each matrix of
-each expert; Mixtral's names differ from those of other model families. transformers 5 can store the matrices
-of all experts of a layer in one tensor."""
+each expert; Mixtral's names differ from those of other model families. transformers 5 can store all of a
+layer's expert matrices in one tensor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_NAMES = {".mlp.": _MIXTRAL, ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
 """Parts of tensor names, and what replaces them in Mixtral's published checkpoints."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""For each tensor that contains all experts of a layer, the matrices of one expert in the order they are
-stored in."""
+"""For each tensor that contains all of a layer's experts, one expert's matrices in storage order."""
 
 
 def with_names_of(entries: dict[str, TensorEntry], shards: Iterable[WeightShard]) -> list[WeightShard]:
-    """Return the shards under the tensor names used by the checkpoint. `entries` are the checkpoint's
-    tensors."""
+    """Return the shards under the checkpoint's tensor names. `entries` are the checkpoint's tensors."""
     if not any(_MIXTRAL in name for name in entries):
         return list(shards)
     return [replace(shard, name=_mixtral_name(shard.name)) for shard in shards]
@@ -33,9 +31,9 @@ def _mixtral_name(name: str) -> str:
 
 
 def split_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint. A tensor `[experts, rows, columns]`, which contains all experts, is
-    replaced by one entry per matrix of each expert: `….mlp.experts.INDEX.gate_proj.weight`, and the same with
-    `up_proj` and `down_proj`."""
+    """Return the checkpoint's tensors, with each tensor that contains all experts, `[experts, rows,
+    columns]`, replaced by one entry per expert matrix: `….mlp.experts.INDEX.gate_proj.weight`, and likewise
+    for `up_proj` and `down_proj`."""
     return {part: each for name, entry in entries.items() for part, each in _split(name, entry)}
 
 

@@ -1,6 +1,6 @@
-"""Defines the layer with a mixture of experts in place of an MLP. Every rank has the full router, so all
+"""Defines the layer that has a mixture of experts instead of an MLP. Every rank has the full router, so all
 ranks choose the same experts. A rank has either a slice of every expert, as with a dense MLP, or a subset of
-whole experts (`ExpertsConfig.whole`). In both layouts, the ranks' results are summed only once per layer.
+whole experts (`ExpertsConfig.whole`). In both layouts, the ranks' results are summed just once per layer.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Mixture:
         return weight_shards
 
     def _expert_shards(self, name: str, index: int) -> list[WeightShard]:
-        """Return the shards of one expert's matrices. `index` is the expert's index on this rank, and is out
+        """Return the shards of one expert's matrices. `index` is the expert's index on this rank; it is out
         of range if another rank holds the expert."""
         hidden, width = self.experts.router.shape[1], self.config.intermediate_size
         shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}

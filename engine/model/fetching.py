@@ -3,7 +3,7 @@ into pieces, which several threads read.
 
 A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large to keep
 Python's overhead low. Only a few are in flight at a time, so that data copied from the page cache is still in
-the CPU cache when the device reads it. Error messages name the file, and those about failed reads also the
+the CPU cache when the device reads it. Error messages name the file; if a read failed, they also name the
 tensor.
 """
 
@@ -29,7 +29,7 @@ PIECE_BYTES = 4 << 20
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a weight file. Raises CheckpointError, with the reason, if that fails."""
+    """Open a weight file. Raises CheckpointError with the reason if that fails."""
     try:
         return WeightFile(path)
     except OSError as error:
@@ -37,7 +37,7 @@ def open_weights(path: Path) -> WeightFile:
 
 
 class FileBlock:
-    """Consecutive rows of a tensor that are read as one."""
+    """Consecutive rows of a tensor that are read together."""
 
     __slots__ = ("file", "past_cache", "rows", "start", "target")
 
@@ -51,7 +51,7 @@ class FileBlock:
         """Device memory for an unchanged copy of the block: `[bytes]`. None if the block must be
         converted."""
         self.start = start
-        """Offset in bytes of `first_page` in the staging buffer. A multiple of the page size."""
+        """Byte offset of `first_page` in the staging buffer, a multiple of the page size."""
 
     @property
     def first_page(self) -> int:
@@ -64,7 +64,7 @@ class FileBlock:
         return self.start + buffer_bytes(self.rows.offset, self.rows.nbytes)
 
     def numbers(self, buffer: StagingBuffer) -> torch.Tensor:
-        """Return the bytes of the block in its staging buffer: `[bytes]`."""
+        """Return the block's bytes in its staging buffer: `[bytes]`."""
         first = self.start + self.rows.offset - self.first_page
         return buffer.host[first : first + self.rows.nbytes]
 
@@ -91,7 +91,7 @@ class BatchRead:
         self._complete.acquire()
 
     def wait(self) -> None:
-        """Wait until all pieces have been read. Raises CheckpointError, with file and tensor, if a read
+        """Wait until all pieces have been read. Raises CheckpointError, naming file and tensor, if a read
         failed."""
         with self._complete:
             # Drop the reference to the exception. Its traceback and the BatchRead would form a reference
@@ -104,7 +104,7 @@ class BatchRead:
             del failure
 
     def read(self, block: FileBlock, first: int, end: int) -> None:
-        """Read one piece. A failure is raised by `wait`."""
+        """Read one piece. If that fails, `wait` raises the error."""
         try:
             self._read(block, first, end)
         except BaseException as error:
@@ -133,7 +133,7 @@ class ReaderPool:
         self._threads: list[threading.Thread] = []
         try:
             for number in range(threads):
-                # Daemon threads do not keep the process from exiting while a stream is open.
+                # Daemon threads do not prevent the process from exiting while a stream is open.
                 thread = threading.Thread(target=self._work, name=f"weights {number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -151,7 +151,7 @@ class ReaderPool:
         return read
 
     def close(self) -> None:
-        """Stop the threads and wait for them to end. Pieces that have not been started are skipped."""
+        """Stop the threads and wait for them to end. Pieces not yet started are skipped."""
         self._stopped = True
         for _ in self._threads:
             self._pieces.put(None)
@@ -166,8 +166,8 @@ class ReaderPool:
 
 
 def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:
-    """Raise CheckpointError if the file was modified after its header was read, or its modification time is
-    unavailable."""
+    """Raise CheckpointError if the file was modified after its header was read, or if its modification time
+    is unavailable."""
     try:
         modified_ns = file.status().st_mtime_ns
     except OSError as error:

@@ -5,9 +5,9 @@ part of a forward pass (`run`), and lists the checkpoint tensors it needs. Weigh
 and kernel tuning all work on these classes, so a new kind of layer needs only a class and an entry in
 LAYER_KINDS.
 
-Each half of a layer (attention, and the MLP or experts) begins with a norm of the residual and ends with a
-linear layer whose result is added to it. The q, k and v weights are fused into one matrix, and gate and up
-into another.
+Each half of a layer (attention, and the MLP or experts) begins by normalising the residual, and ends with a
+linear layer whose result is added to the residual. The q, k and v weights are fused into one matrix, and gate
+and up into another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LayerInput:
     kv_slots: torch.Tensor
     """KV slot index of each token: [tokens] int64 (see `ForwardInput.kv_slots`)."""
     attention_plan: Any
-    """The forward pass's result of `Ops.plan_attention`."""
+    """The result of `Ops.plan_attention` for this forward pass."""
     kept: torch.Tensor | None = None
     """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
     For the others, the layer computes only keys and values. None if all results are needed."""
@@ -60,7 +60,7 @@ class ParameterFactory:
     fp8_blocks: bool = False
     """Whether quantised matrices have one scale per block instead of one scale per output."""
     memory: RankMemory | None = None
-    """Allocates the parameters. None means torch."""
+    """Allocates the parameters. If None, torch allocates them."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return self._empty(shape, self.dtype)
@@ -70,8 +70,8 @@ class ParameterFactory:
         values.
 
         The matrix may consist of several tensors, or of part of one. Each begins at a multiple of `row_part`
-        rows and `column_part` columns, both in the matrix and in the checkpoint. A value of 0 means that the
-        matrix is one complete tensor in that dimension.
+        rows and `column_part` columns, both in the matrix and in the checkpoint. A value of 0 means that,
+        along that dimension, the matrix is one complete tensor.
         """
         if not self.fp8:
             return self.empty(*shape)
@@ -100,15 +100,15 @@ class WeightShard:
     target: torch.Tensor | None
     """View of the parameter that the part is loaded into, or None if another rank loads it."""
     dim: int = 0
-    """Dimension along which the tensor is split. `target` has the full size in all others."""
+    """Dimension along which the tensor is split. Along all others, `target` has the tensor's full size."""
     start: int = 0
     """First index of the part along `dim`."""
     scales: torch.Tensor | None = None
     """View of the row or block scales of `target` if it is e4m3, otherwise None. Values that are not e4m3 in
     the checkpoint are quantised on loading."""
     block: tuple[int, int] | None = None
-    """Block size of `target` in rows and columns, or None unless it has one scale per block
-    (`kernels.Fp8Weight.block`)."""
+    """Block size of `target`, in rows and columns, if it has one scale per block (`kernels.Fp8Weight.block`),
+    otherwise None."""
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], weight: Weight, dim: int, start: int) -> WeightShard:
@@ -124,7 +124,7 @@ class WeightShard:
         return whole[self.start : stop] if self.dim == 0 else whole[:, self.start : stop]
 
     def fill(self, part: torch.Tensor) -> None:
-        """Fill this rank's part with values of any floating-point dtype, from any device."""
+        """Fill this rank's part with values of any floating-point dtype on any device."""
         assert self.target is not None
         if self.scales is None:
             self.target.copy_(part)
@@ -176,8 +176,8 @@ class Linear:
     def after_norm(
         self, x: Residual, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply `rms_norm` to `x.values` and then the linear, and return the result. It is written to `out`
-        if that is given."""
+        """Return the result of applying `rms_norm`, then the linear, to `x.values`. If `out` is given, the
+        result is written to it."""
         return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias, out)
 
     def add_to(
@@ -239,24 +239,24 @@ def add_sum(
     eps: float,
     ranks: Ranks,
 ) -> Residual:
-    """Return `residual` plus the sum of `part`, computed with the matrix `weight`, over several ranks. The
-    other arguments are those of `Linear.add_to`."""
+    """Return `residual` plus the sum over several ranks of `part`, which was computed with the matrix
+    `weight`. For the other arguments, see `Linear.add_to`."""
     norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
     return ranks.add_sum(residual, part, norm)
 
 
 class Summand(Protocol):
-    """The last operation in a half of a layer, a `Linear` or experts, whose result is added to the
+    """The last operation in one half of a layer: a `Linear` or experts. Its result is added to the
     residual."""
 
     def __call__(self, x: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's part of the result: `[tokens, hidden]`. It may be written to `out` if that is
-        given."""
+        """Return this rank's part of the result: `[tokens, hidden]`. If `out` is given, the part may be
+        written to it."""
 
     def add_to(
         self, residual: Residual, x: Any, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
     ) -> Residual:
-        """Like `Linear.add_to`, return `residual` plus the result, summed over the ranks."""
+        """Return `residual` plus the result summed over the ranks, as `Linear.add_to` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ class Attention:
         `[rows, heads × head_dim]`.
 
         `qkv` is `[tokens, (heads + 2 kv_heads) × head_dim]`. The result has one row per token, or per entry
-        of `inputs.kept` if given. It is written to `out` if that is given.
+        of `inputs.kept` if given. If `out` is given, the result is written to it.
         """
         if self.qk_norm is not None:
             self._normalise(qkv, self.qk_norm, inputs.ranks)
@@ -377,7 +377,7 @@ class FeedForward(Protocol):
         """Return the input of `down`, computed from the residual."""
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        """Return the checkpoint tensors that fill the parameters. Their names begin with `prefix`."""
+        """Return the checkpoint tensors that fill the parameters. Tensor names begin with `prefix`."""
 
     def pack(self) -> None:
         """Same as `Layer.pack`."""
@@ -425,7 +425,7 @@ class Layer:
     """The dense layer: a norm, attention, a second norm and an MLP."""
 
     feed_forward_type: type[FeedForward] = Mlp
-    """Class of the half of the layer that follows attention."""
+    """Class of the layer's second half, which follows attention."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
@@ -457,7 +457,7 @@ class Layer:
         return self.mlp.activate(residual, self.post_norm, self.eps)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        """Return this layer's shards of the checkpoint's tensors, whose names begin with `prefix`."""
+        """Return this layer's shards of checkpoint tensors whose names begin with `prefix`."""
         hidden = tuple(self.input_norm.shape)
         return [
             WeightShard(f"{prefix}.input_layernorm.weight", hidden, self.input_norm),

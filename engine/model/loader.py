@@ -1,7 +1,7 @@
 """Fills a decoder's weights by streaming safetensors files, or with random numbers.
 
 On GPUs, each rank reads an equal part of the checkpoint (`engine.model.streaming`, `engine.model.exchange`).
-On the host, only a ring of staging buffers is needed. Conversion and FP8 quantisation run on the device.
+The host needs only a ring of staging buffers. Conversion and FP8 quantisation run on the device.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _BLOCK_SCALE = "_scale_inv"
 """Name suffix of a scale tensor with one scale per block. Despite the suffix, values are multiplied by these
 scales, not divided."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
-"""Name suffixes of precomputed scales for activations and the KV cache. These tensors are ignored, because
-the engine computes a scale per token."""
+"""Name suffixes of precomputed activation and KV cache scales, which are ignored because the engine computes
+a scale per token."""
 _NAMES_SHOWN = 4
 _MISMATCH = "use config.json and the weights from the same checkpoint"
 _PROGRESS_S = 0.1
@@ -54,8 +54,8 @@ def load(
     """Fill every weight of `decoder` from the checkpoint in `folder`, and return the number of bytes read.
 
     With `exchange`, each rank reads only some of the rows of tensors that are split by column, and exchanges
-    columns with the other ranks (`engine.model.exchange`); all ranks must call this function. Without it,
-    every rank reads all rows, which is faster on CPUs, where reading the page cache is faster than exchanging
+    columns with the other ranks (`engine.model.exchange`); all ranks must call this function. Otherwise,
+    every rank reads all rows, which is better on CPUs, where reading the page cache is faster than exchanging
     data. With `share_reads`, files that fit into the page cache are read through it, because other replicas
     may read them at the same time.
 
@@ -79,12 +79,11 @@ def load(
 
 
 def load_dummy(decoder: Decoder, seed: int, progress: ProgressCallback = no_progress) -> int:
-    """Fill every weight with random numbers generated on the device, and return the size of the weights in
-    bytes.
+    """Fill every weight with random numbers generated on the device, and return the weights' size in bytes.
 
     Matrices are normally distributed with variance 1 / columns, norms are one, and biases are small. A tensor
     depends only on its name, the seed, the dtype and the device type, so the ranks' slices form the same
-    model for any number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
+    model regardless of the number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
     """
     done, reported_at = 0, 0.0
     with decoder.fit.explained():
@@ -115,7 +114,7 @@ def _check(
     missing = [name for name in sorted(shards) if name not in entries]
     if missing:
         raise CheckpointError(
-            f"{folder}: {_names(missing)} missing; config.json describes a model that needs them", _MISMATCH
+            f"{folder}: {_names(missing)} missing, but required by the model in config.json", _MISMATCH
         )
     for name, shard in shards.items():
         _check_dtype(entries[name], name, (*_LOADABLE, _FP8) if len(shard.shape) == 2 else _LOADABLE)
@@ -129,8 +128,7 @@ def _check(
     unknown = [name for name in entries if name not in wanted and not _is_ignored(name, tied)]
     if unknown:
         raise CheckpointError(
-            f"{entries[unknown[0]].file}: {_names(unknown)} unknown; "
-            "config.json describes a model without them",
+            f"{entries[unknown[0]].file}: {_names(unknown)} unknown to the model in config.json",
             _MISMATCH,
         )
     for name, shard in shards.items():
@@ -152,7 +150,7 @@ def _check(
 
 
 def _check_scales(scale: TensorEntry, name: str, shape: tuple[int, ...], blocks: bool) -> None:
-    """Raise CheckpointError if the scales of a matrix of this shape have the wrong dtype or shape."""
+    """Raise CheckpointError if the scales have the wrong dtype or shape for a matrix of this shape."""
     _check_dtype(scale, name, _LOADABLE)
     if blocks:
         allowed: tuple[tuple[int, ...], ...] = (scale_shape(shape),)
@@ -285,7 +283,8 @@ def _randomise(shard: WeightShard, decoder: Decoder, seed: int) -> None:
 
 
 def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
-    """Return the rows of the checkpoint's tensor that this rank must read. A column shard needs all rows."""
+    """Return the rows that this rank must read from the checkpoint's tensor. A column shard needs all
+    rows."""
     assert shard.target is not None
     rows = shard.target.shape[0]
     shared = ranks > 1 and rows == entry.shape[0]
@@ -293,7 +292,7 @@ def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
 
 
 def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
-    """Return the part of a shard that corresponds to the rows of `part`."""
+    """Return the part of a shard that corresponds to the rows in `part`."""
     assert shard.target is not None
     first = part.first_row - (shard.start if shard.dim == 0 else 0)
     rows = slice(first, first + part.rows)

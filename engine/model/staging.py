@@ -30,7 +30,7 @@ class StagingBuffer:
             self._copied.synchronize()
 
     def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy parts of `host` to tensors on the device. The copies are guaranteed to be complete only once
+        """Copy parts of `host` to tensors on the device. The copies are only guaranteed to be complete once
         the ring is closed."""
         if self._copy_stream is None:
             for numbers, target in copies:
@@ -64,7 +64,7 @@ class StagingBuffer:
         return copies
 
     def mark_used(self) -> None:
-        """Record that the device copies may be overwritten once all work launched so far on the current
+        """Record that the device copies may be overwritten once all work already launched on the current
         stream is done."""
         if self._copy_stream is not None:
             self._used.record(torch.cuda.current_stream(self._copy_stream.device))

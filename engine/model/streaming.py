@@ -6,8 +6,8 @@ read through the page cache or directly from the disk (`engine.model.weight_file
 page-locked, and some are filled while others are copied to the device. Values that need no conversion are
 copied straight to the parameters. Others are copied to device buffers, where the caller converts them.
 
-Unless a single row is larger than a block, the ring uses at most 144 MiB of host memory, and conversions the
-same amount of GPU memory.
+Unless a single row is larger than a block, the ring uses at most 144 MiB of host memory, and conversions use
+the same amount of GPU memory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from engine.model.staging import StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20
-"""Size in bytes of a block or batch for a GPU. It is large to keep Python's overhead per byte low."""
+"""Size in bytes of a block or batch on a GPU, large enough to keep Python's overhead per byte low."""
 _CPU_BLOCK_BYTES = 4 << 20
-"""Size in bytes of a block or batch for a CPU. It is small enough for a block and its conversion buffers to
-fit into the CPU cache."""
+"""Size in bytes of a block or batch on a CPU, small enough for a block and its conversion buffers to fit into
+the CPU cache."""
 _PIECES_AHEAD = 24
 """Number of pieces read ahead. It exceeds the number of reader threads, so that one slow read does not stall
-them all."""
+all of them."""
 _BESIDE = 2 * PAGE
 """Combined size in bytes of a block's first and last page, which the block may fill only partly."""
 _COPYING = 3
@@ -73,9 +73,9 @@ def stream(
     A block has at most `block_bytes` bytes (by default depending on the device), unless a single row is
     larger. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
 
-    Exceptions from `fill` and `find_target` propagate. Raises CheckpointError, with file and tensor, if bytes
-    are missing or cannot be read, and at the end, with the file, if a file was modified after its header was
-    read.
+    Exceptions from `fill` and `find_target` propagate. Raises CheckpointError if bytes are missing or cannot
+    be read, naming the file and the tensor. At the end, also raises it if a file was modified after its
+    header was read.
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
@@ -123,7 +123,7 @@ def _batches(
 
 
 def _deliver(read: BatchRead, fill: Fill) -> list[TensorSlice]:
-    """Wait for a batch to be read, then copy each block to its target or pass it to `fill`. Returns the
+    """Wait until a batch has been read, then copy each block to its target or pass it to `fill`. Returns the
     blocks' rows."""
     buffer = read.buffer
     read.wait()

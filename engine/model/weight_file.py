@@ -1,9 +1,9 @@
 """Reads weight files through the page cache if they are cached, otherwise directly from disk.
 
-Direct reads (O_DIRECT) bypass the page cache, reach the disk's full rate and use almost no CPU time. Reading
-through the page cache makes the kernel allocate a page for every 4 KiB and copy the data once more. Rows that
-several ranks or replicas need at the same time always go through the page cache, so that they are read from
-disk only once. After loading, `keep_cached` reads the files into the page cache for the next start.
+Direct reads (O_DIRECT) reach the disk's full rate and use almost no CPU time. For reads through the page
+cache, the kernel must allocate a page for every 4 KiB and copy the data once more. Rows that several ranks or
+replicas need at the same time always go through the page cache, so that they are read from disk only once.
+After loading, `keep_cached` reads the files into the page cache for the next start.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment, in bytes, of a direct read's file offset and memory address. It is sufficient for every disk."""
+"""Alignment, in bytes, of a direct read's file offset and memory address. Sufficient for any disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Maximum size of the files kept in the page cache, as a fraction of free memory."""
 
 
 class WeightFile:
-    """An open weight file, which several threads can use. Raises OSError if the file cannot be opened."""
+    """An open weight file, which can be used by several threads. Raises OSError if the file cannot be
+    opened."""
 
     def __init__(self, path: Path) -> None:
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -46,8 +47,8 @@ class WeightFile:
         return os.fstat(self._cached)
 
     def past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
-        """Return whether bytes `[first, first + nbytes)` should be read directly from disk. `shared` says
-        whether other ranks or replicas also read them.
+        """Return whether bytes `[first, first + nbytes)` should be read directly from disk. `shared` is true
+        if other ranks or replicas also read them.
         """
         return self._direct is not None and not shared and self._is_cached(first, nbytes) is False
 
@@ -99,8 +100,8 @@ def buffer_bytes(first: int, nbytes: int) -> int:
 
 
 def fits_page_cache(paths: Iterable[Path]) -> bool:
-    """Return whether the files together would take up at most half of the free memory. Returns False if a
-    file cannot be read."""
+    """Return whether the files together would take up at most half of the free memory. False if a file cannot
+    be read."""
     try:
         return sum(path.stat().st_size for path in paths) <= _MEMORY_SHARE * _available_bytes()
     except OSError:
@@ -109,7 +110,7 @@ def fits_page_cache(paths: Iterable[Path]) -> bool:
 
 def keep_cached(paths: Iterable[Path]) -> threading.Thread:
     """Load files into the page cache in a background thread, unless they would take up more than half of the
-    free memory. Loading occupies the disk, and takes 0.1 s of CPU time per GB that was not cached.
+    free memory. Loading keeps the disk busy, and takes 0.1 s of CPU time per GB that was not cached.
     """
     thread = threading.Thread(target=_fetch, args=(list(paths),), name="page cache", daemon=True)
     thread.start()

@@ -34,12 +34,13 @@ class WeightFit:
     fp8_blocks: bool = False
     """Whether quantised matrices have one scale per block."""
     memory: RankMemory | None = None
-    """Allocates the weights. None means torch."""
+    """Allocates the weights. If None, torch allocates them."""
 
     def check(self) -> None:
         """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights. The limit
-        is the total memory of a GPU or, on a CPU, this rank's share of the available host memory. There, the
-        check is necessary because Linux overcommits memory and kills a process when it cannot provide a page.
+        is a GPU's total memory or, on a CPU, this rank's share of the available host memory. On a CPU, the
+        check is necessary because Linux overcommits memory, and kills a process when it cannot provide a
+        page.
         """
         if self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
@@ -77,8 +78,8 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. Changing a setting is suggested only if the weights would then fit
-        into `most` bytes."""
+        """Return the possible remedies. A setting is suggested only if the weights would then fit into `most`
+        bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings: list[tuple[str, ModelDType, WeightsDType]]

@@ -36,7 +36,7 @@ class RequestAccounting:
     credits.
 
     Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each token of
-    a submission's `credit_tokens` is refunded once: as soon as any sample has computed it, or at the latest
+    a submission's `credit_tokens` is refunded once: as soon as any sample has computed it, and at the latest
     when the submission ends.
     """
 

@@ -17,24 +17,24 @@ from engine.scheduling.waiting import WaitingQueue
 
 MAX_SETUP_NUMBERS = 1 << 20
 """Maximum total size of the setups in one step, counted in token ids. A larger setup gets a step to itself.
-Setups are sent to the other ranks as part of the plan, and the device waits for the plan. At 5 bytes per id,
-this is 5 MiB."""
+Setups are sent to the other ranks in the plan, for which the device waits. At 5 bytes per id, the limit is 5
+MiB."""
 
 MAX_TABLE_ENTRIES = 4096
 """Maximum number of block table entries in one step. A step that exceeds it admits no further sequences. When
 a long prompt is in the prefix cache, its resumed samples have few tokens to compute, but each needs one entry
-for every block of the prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000 entries to
-one step, which takes 0.4 s."""
+for every block of the prompt. Without this limit, 128 samples of 131,000 tokens would add 260,000 entries to
+one step, which would take 0.4 s."""
 
 
 class Admission:
     """Starts waiting sequences.
 
-    All blocks for the prefill of a sequence are allocated on admission, so only decodes can run out of
-    blocks. A submission's samples are started together, as many as fit. One sample, the leader, computes the
-    prompt. The other samples, its forks, only occupy slots until the prefill ends, and then share the
-    leader's blocks. Samples that do not fit remain in the waiting queue as separate sequences. By the time
-    they are admitted, their prompt is in the prefix cache.
+    All blocks for a sequence's prefill are allocated on admission, so only decodes can run out of blocks. As
+    many of a submission's samples as fit are started together. One sample, the leader, computes the prompt.
+    The other samples, its forks, only occupy slots until the prefill ends, and then share the leader's
+    blocks. Samples that do not fit remain in the waiting queue as separate sequences. By the time they are
+    admitted, their prompt is in the prefix cache.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Admission:
 
     def _try_to_start(self, step: ScheduledStep, sequence: Sequence) -> bool:
         """Start a sequence, and as many of its forks as fit, if the step and the block pool have enough
-        capacity. Returns whether the sequence was started."""
-        # A preempted sequence can be recomputed only once the tokens of its steps in flight are known.
+        capacity. Returns True if the sequence was started."""
+        # A preempted sequence can be recomputed only once the tokens from its steps in flight are known.
         if sequence.in_flight or not self._may_fit(sequence):
             return False
         if self._prefills.leaves_out(sequence) or not self._fits_plan(step.plan, sequence):
@@ -125,9 +125,9 @@ class Admission:
             self._preemption.free_slots(lacking, victim)
 
     def _preempt_for_blocks(self, sequence: Sequence) -> None:
-        """Free blocks for a waiting sequence by preempting lower-priority classes. Lower levels of the same
-        class are preempted too, unless the waiting sequence is urgent and its request's prompts do not fit
-        into one step."""
+        """Free blocks for a waiting sequence by preempting lower-priority classes. Lower-priority levels of
+        the same class are preempted too, unless the waiting sequence is urgent and its request's prompts do
+        not fit into one step."""
         long = 0 < sequence.submission.submit.urgency < FITS_STEP
         worse_than = level_of(sequence.priority, 0) if long else sequence.level
         if self._running.worst_level > worse_than:
@@ -191,8 +191,8 @@ class Admission:
         return len(hits)
 
     def _choose_forks(self, sequence: Sequence, limit: int) -> list[Sequence]:
-        """Return up to `limit` waiting samples of the same submission that have never been started, as far as
-        slots are free."""
+        """Return waiting samples of the same submission that have never been started: at most `limit`, and no
+        more than there are free slots."""
         limit = min(limit, self._running.free_for(sequence.level) - 1)
         forks: list[Sequence] = []
         if sequence.started or limit <= 0:

@@ -3,16 +3,16 @@
 Each block is in exactly one of three states:
 
 - *free*: its content is not needed.
-- *cached*: no sequence uses the block, but it contains a full block of a known prefix. The least recently
-  used cached block is evicted first.
+- *cached*: no sequence uses the block, but it contains a full block of a known prefix. The block unused for
+  longest is evicted first.
 - *used*: it has one reference for each block table that contains it.
 
 `BlockPool.check` raises InvariantError if a block is in no state or in two states.
 
-The prefix cache uses chained hashes, like vLLM's automatic prefix caching. The digest of a block covers the
-digest of the previous block and the block's own 64 token ids. The chain starts with the cache salt, so
-sequences with different salts never share blocks. The key for finding a block consists of the previous
-block's digest and the block's own tokens, so a cache hit requires no hashing.
+The prefix cache uses chained hashes, like vLLM's automatic prefix caching. A block's digest covers the
+previous block's digest and the block's own 64 token ids. The chain starts with the cache salt, so sequences
+with different salts never share blocks. Blocks are looked up by the previous block's digest and their own
+tokens, so a cache hit requires no hashing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.messages import BLOCK_TOKENS, TOKEN_BYTES, pack_tokens
 
 
 class InvariantError(RuntimeError):
-    """Raised if the scheduler's state is inconsistent. This is always a bug in the engine, never the fault of
-    a request."""
+    """Raised if the scheduler's state is inconsistent. This is always a bug in the engine, never a request's
+    fault."""
 
 
 class TokenIds(Protocol):
@@ -104,7 +104,8 @@ class PrefixChain:
             if index < count:
                 tokens = keys[index].tokens
             elif index < shared:
-                # This duplicates `_tokens`. Calling the method instead would double the loop's duration.
+                # The code of `_tokens` is repeated here, because calling the method would double the loop's
+                # duration.
                 tokens = prompt[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
             else:
                 tokens = self._tokens(index, token_ids)
@@ -181,7 +182,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Number of cached blocks, which are unused but contain a known prefix."""
+        """Number of cached blocks: unused blocks that contain a known prefix."""
         return len(self._cached)
 
     @property
@@ -243,7 +244,7 @@ class BlockPool:
             self.release(block)
 
     def mark_may_be_non_finite(self, block: int) -> None:
-        """Record that a used block may contain NaN or infinity, so it is zeroed when next allocated. It
+        """Record that a used block may contain NaN or infinity, so that it is zeroed when next allocated. It
         remains in the prefix cache, because any sequence with the same prefix would compute the same
         values."""
         self._may_be_non_finite.add(block)
@@ -295,9 +296,9 @@ class BlockPool:
         return sum(self._references[block] == 0 for block in blocks)
 
     def match(self, chain: PrefixChain, token_ids: TokenIds, count: int) -> list[int]:
-        """Return the cached blocks of the longest known prefix of the first `count` tokens, without adding
-        references. The last token is never matched, because a step must compute at least one token to produce
-        logits.
+        """Return the cached blocks of the longest known prefix within the first `count` tokens, without
+        adding references. The last token is never matched, because a step must compute at least one token to
+        produce logits.
         """
         if not self.prefix_cache:
             return []
@@ -323,7 +324,7 @@ class BlockPool:
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise InvariantError if the pool is inconsistent or does not match the given block tables. Takes
-        time proportional to the size of the pool."""
+        time linear in the size of the pool."""
         counted: Counter[int] = Counter()
         for table in tables:
             if len(set(table)) != len(table):

@@ -1,10 +1,10 @@
 """Manages the sequences' block tables: which KV blocks each sequence uses, and which table entries have been
 sent to the device.
 
-A block belongs to one sequence, except for blocks found in the prefix cache and blocks shared with forks
-(full blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, the block is
-copied before a sequence writes to it. Full blocks are offered to the prefix cache once their values are known
-to be finite.
+A block is used by a single sequence, unless it was found in the prefix cache or is shared with forks (full
+blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, the block is copied
+before a sequence writes to it. Full blocks are offered to the prefix cache once their values are known to be
+finite.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class BlockTables:
         """Return a prefill's cached blocks, the number of additional blocks it needs, and the number of
         blocks available in the pool."""
         pool, count = self._pool, sequence.prefill_end
-        # Bypass the prefix cache if prompt log probabilities are requested: they need the logits of every
-        # prompt token.
+        # Bypass the prefix cache if prompt log probabilities are requested, because they need every prompt
+        # token's logits.
         hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
         return hits, blocks_for(count) - len(hits), pool.available - pool.unused_among(hits)
 
@@ -104,7 +104,7 @@ class BlockTables:
             shared.registered = max(shared.registered, min(end, len(shared.blocks)))
 
     def mark_non_finite(self, sequence: Sequence) -> None:
-        """Remove all blocks of a sequence that computed NaN or infinity from the prefix cache."""
+        """Remove a sequence's blocks from the prefix cache, because it computed NaN or infinity."""
         for index in range(sequence.block_count):
             self._pool.mark_non_finite(sequence.block(index))
 
@@ -112,7 +112,7 @@ class BlockTables:
         """Free a sequence's blocks.
 
         Steps in flight may still write to these blocks, which is safe because all later plans run after those
-        steps. The blocks are marked, however, because the steps may write NaN or infinity.
+        steps. The blocks are nevertheless marked, because the steps may write NaN or infinity to them.
         """
         if sequence.finite < sequence.position:
             for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):

@@ -15,9 +15,9 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
-    A step that contains a chunk skips the prompts of lower-priority levels. These prompts would lengthen the
-    step, and the chunk's submission has to wait for the whole step. To prevent starvation, a step does not
-    skip prompts in favour of a level L if both of the following hold:
+    A step that contains a chunk skips the prompts of lower-priority levels. They would lengthen the step, and
+    the chunk's submission has to wait for the whole step. To prevent starvation, a step does not skip prompts
+    in favour of a level L if both of the following hold:
 
     - The previous step skipped prompts in favour of L or of a higher-priority level.
     - Since the last step that skipped no prompt, at least one step has skipped prompts in favour of L.
@@ -33,7 +33,7 @@ class PrefillScheduler:
         self._left_out = False
         """Whether the step being planned has skipped a prompt."""
         self._left_out_for = LEVELS
-        """If the previous step skipped a prompt, the highest-priority level among its chunks, otherwise
+        """Highest-priority level among the previous step's chunks if that step skipped a prompt, otherwise
         LEVELS."""
         self._left_out_for_since = 0
         """The levels in whose favour prompts have been skipped since the last step that skipped no prompt.
@@ -50,7 +50,7 @@ class PrefillScheduler:
             self._left_out_for, self._left_out_for_since = LEVELS, 0
 
     def leaves_out(self, sequence: Sequence) -> bool:
-        """Return whether the step skips this sequence's prompt because it contains a prompt of a
+        """Return whether the step skips this sequence's prompt because the step contains a chunk of a
         higher-priority level."""
         again = self._left_out_for <= self._best and self._left_out_for_since >> self._best & 1
         if sequence.level <= self._best or again:
@@ -89,8 +89,8 @@ class PrefillScheduler:
         return end - start
 
     def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
-        """Start decoding a sequence and its forks, as the prefill ends with this chunk. Returns the slots
-        that sample from the chunk."""
+        """Start decoding a sequence and its forks, because their prefill ends with this chunk. Returns the
+        slots that sample from the chunk."""
         for fork in leader.forks:
             fork.leader = None
         if leader.forks:

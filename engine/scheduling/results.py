@@ -1,4 +1,4 @@
-"""Processes the results of executed steps: creates outputs from sampled tokens, and ends sequences."""
+"""Processes step results: creates outputs from sampled tokens, and ends sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ would release 260,000 blocks at once, and no step could be launched in the meant
 
 
 class ResultCollector:
-    """Assigns the results of steps to the sequences, and ends sequences."""
+    """Assigns step results to the sequences, and ends sequences."""
 
     def __init__(
         self,
@@ -40,8 +40,7 @@ class ResultCollector:
         """Number of blocks released by cancellations since the last step was planned."""
 
     def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
-        """Process the results of a step. Steps must be collected in the order in which they were
-        scheduled."""
+        """Process a step's results. Steps must be collected in the order in which they were scheduled."""
         for chunk in step.chunks:
             self._collect_chunk(chunk, tokens)
         emit, logprobs = self._accounting.emit, tokens.logprobs
@@ -73,7 +72,7 @@ class ResultCollector:
         self._accounting.totals.generated_tokens += generated
 
     def end(self, sequence: Sequence, finish_reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence without a sampled token. Its last output has no token."""
+        """End a sequence without a new token. Its last output contains no tokens."""
         submission = sequence.submission
         output = Output(submission.submit.handle, sequence.sample, [], finish_reason, error=error)
         if not sequence.announced:
@@ -131,7 +130,7 @@ class ResultCollector:
         """Process a token that may end the sequence or fill a block. Returns the finish reason, or "" if the
         sequence continues."""
         if sequence.slot >= 0:
-            # The newest token has been sampled, but its keys and values have not been computed yet.
+            # The newest token's keys and values have not been computed yet.
             self._tables.register(sequence, len(sequence.tokens) - 1)
             set_next_check(sequence)
         # Unlike the sampler, other runners might not suppress stop tokens before min_tokens.

@@ -8,14 +8,15 @@ from engine.levels import LEVELS, TIERS, kept_free
 from engine.scheduling.sequence import Sequence
 
 service_order = attrgetter("order")
-"""Sort key of running sequences. The first in this order is served first, and the last is preempted first."""
+"""Sort key of running sequences. The first one is served first, and the last one is preempted first."""
 
 
 class RunningSequences:
     """The sequence slots of a replica, and the sequences that occupy them.
 
-    A running sequence is usually decoding (`decoding`) or in prefill (`prefilling`). Two kinds are in neither
-    state: forks waiting for their leader's prefill, and sequences whose last sampling step has been launched.
+    A running sequence is usually decoding (`decoding`) or in prefill (`prefilling`). Two kinds of running
+    sequences are in neither state: forks waiting for their leader's prefill, and sequences whose last
+    sampling step has been launched.
     """
 
     def __init__(self, slots: int) -> None:

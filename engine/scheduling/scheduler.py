@@ -23,10 +23,10 @@ planned in this order:
    blocks. No later sequence is admitted before it, even if that sequence needs fewer blocks, so long prompts
    do not starve. If decodes preempted a sequence in this step, no sequence is admitted.
 
-Later steps may be planned before the results of a step are collected; `engine.core` determines how many. The
-`position` of a sequence is therefore ahead of its known tokens, and a token may be sampled for a sequence
-that has already ended. A preempted sequence is admitted again only after its results in flight have been
-collected. Plans are executed in order, so a freed slot or block can be reused in the next plan.
+Later steps may be planned before the results of a step are collected; `engine.core` determines how many. A
+sequence's `position` is therefore ahead of its known tokens, and a token may be sampled for a sequence that
+has already ended. A preempted sequence is readmitted only after its results in flight have been collected.
+Plans are executed in order, so a freed slot or block can be reused in the next plan.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_MIXED_TOKENS = 4096
-"""Maximum default value of `max_mixed_tokens`. This many tokens saturate the GEMMs of a large GPU: about
-0.1 s per step on an H200 for an 8 B model in bfloat16."""
+"""Maximum default value of `max_mixed_tokens`. This many tokens saturate a large GPU's GEMMs: with an 8B
+model in bfloat16, a step takes about 0.1 s on an H200."""
 
 
 def default_mixed_tokens(max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -109,8 +109,8 @@ class Scheduler:
         self.watermark = max(1, blocks // 100)
         """Number of blocks that admissions leave free for the running sequences' next tokens."""
         # The token credit covers two steps with decodes, or one step without decodes. Further requests wait
-        # in the core's queue, which also considers quotas and fairness; the scheduler considers only level
-        # and arrival time.
+        # in the core's queue, which also considers quotas and fairness, whereas the scheduler considers only
+        # level and arrival time.
         self.accounting = RequestAccounting(
             credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * max_mixed_tokens)
         )
@@ -231,7 +231,7 @@ class Scheduler:
         return step
 
     def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
-        """Process the results of a step. Steps must be collected in the order they were scheduled in."""
+        """Process a step's results. Steps must be collected in the order in which they were scheduled."""
         self._results.collect(step, tokens)
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ QueueEntry = tuple[Order, int, "Sequence"]
 
 
 class Tokens:
-    """Prompt and known output tokens of a sequence. All samples of a submission share its prompt."""
+    """A sequence's prompt and known output tokens. All samples of a submission share its prompt."""
 
     __slots__ = ("_output", "_prompt", "length")
 
@@ -52,7 +52,7 @@ class Tokens:
 
 @dataclass(slots=True, eq=False)
 class SharedBlocks:
-    """Leading blocks that several samples of a submission share. The block pool counts a single reference per
+    """Leading blocks shared by several samples of a submission. The block pool counts a single reference per
     block for all of these samples, so the time to start or end a sample does not depend on the prompt
     length."""
 
@@ -108,7 +108,7 @@ class Sequence:
     """Number of leading positions whose keys and values are known to be finite. A non-finite value makes all
     later values of the sequence non-finite, so a finite value proves that all earlier ones are finite."""
     in_flight: int = 0
-    """Number of chunks and sampled tokens that are launched but not yet collected."""
+    """Number of launched chunks and sampled tokens that have not been collected yet."""
     forks: list[Sequence] = field(default_factory=list)
     """Other samples of the submission, which wait for this sequence's prefill and then sample from its last
     token."""
@@ -194,7 +194,7 @@ class Submission:
     batch_size: int = 0
     preemptions: int = 0
     credited_tokens: int = 0
-    """Number of tokens of `submit.credit_tokens` refunded so far."""
+    """Number of tokens refunded from `submit.credit_tokens`."""
 
     def final_counts(self) -> Finished:
         """Return the submission's final counts. All of its sequences must have ended."""
@@ -261,8 +261,8 @@ def blocks_for(tokens: int) -> int:
 
 
 def setup_of(sequence: Sequence) -> SlotSetup:
-    """Return a plan's setup for a sequence and its forks. One setup covers all of them, because a sequence
-    with forks has not sampled a token yet."""
+    """Return the setup of a sequence and its forks for a plan. One setup covers all of them, because a
+    sequence with forks has not sampled a token yet."""
     submit = sequence.submission.submit
     prompt_tokens = submit.prompt_tokens
     history = sequence.tokens[:] if submit.sampling.penalised else []

@@ -40,8 +40,8 @@ class SequenceLimits:
 
 
 def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
-    """Return the reason why a submission cannot be computed (with the field, its value and the limit), or
-    None if the submission is valid."""
+    """Return why a submission cannot be computed, naming the field, its value and the limit, or None if the
+    submission is valid."""
     sampling = submit.sampling
     prompt = submit.prompt_tokens
     if not 1 <= submit.n <= MAX_SAMPLES:
@@ -72,8 +72,8 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
             f"the prompt has {prompt} tokens, but with max_tokens = {sampling.max_tokens}, "
             f"the model's maximum length of {limits.max_model_len} allows at most {longest_prompt}"
         )
-    # Compare with numpy, which is 100 times as fast as Python: a prompt may have 131,072 tokens. Reading the
-    # ids as unsigned puts negative ids above the vocabulary.
+    # Use numpy for the comparison, because a prompt may have 131,072 tokens and numpy is 100 times as fast as
+    # Python. Reading the ids as unsigned puts negative ids above the vocabulary.
     prompt_is_valid = int(np.frombuffer(submit.prompt, np.uint32).max()) < limits.vocab_size
     token_fields: dict[str, Collection[int]] = {
         "prompt": () if prompt_is_valid else view_tokens(submit.prompt),

@@ -30,7 +30,7 @@ class WaitingQueue:
         return self._lengths[level]
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the waiting sequences in no particular order."""
+        """Yield the waiting sequences in no particular order."""
         return (entry[-1] for heap in self._heaps for entry in heap if entry[-1].entry is entry)
 
     def push(self, sequence: Sequence) -> None:

@@ -238,7 +238,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float()}),
-            f"{{file}}: tensor {SCALE} is unknown; config.json describes a model without",
+            f"{{file}}: tensor {SCALE} is unknown to the model in config.json",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:, :32].contiguous()}),
