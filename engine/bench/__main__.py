@@ -5,14 +5,14 @@
     python -m engine.bench --shape llama-3.1-70b --tensor-parallel-size 4 --fp8 --kv-fp8
 
 Unless --model is given, the model has random weights and the shape of a public model. The table shows the run
-with the median result. Decode-only steps and steps with prefill ("mixed") are listed separately: their
-number, their mean duration, and the fraction of time that the device spent waiting for the host ("idle"). The
-"max" column is the largest idle fraction of any run.
+with the median result. For decode-only steps and for steps with prefill ("mixed"), it shows the step count,
+the mean duration, and the fraction of time that the device spent waiting for the host ("idle"). The "max"
+column is the largest idle fraction of any run.
 
-With several ranks, this process is rank 0 of a replica. The limit is computed from the bytes and operations
-of one GPU, without communication. A second line per workload shows the mean time that rank 0 takes to encode
-and send a step's plan. For a mixture of experts on one rank, a further line shows how many distinct experts
-per layer a decode step reads, and how many the limit assumes.
+With several ranks, this process is rank 0 of a replica. The limit is computed from one GPU's bytes and
+operations, ignoring communication. A second line per workload shows the mean time that rank 0 takes to encode
+and send a step's plan. For an MoE model on one rank, another line shows how many distinct experts per layer a
+decode step reads, and how many the limit assumes.
 
 The benchmark requires torch, numpy and msgspec, and triton on a GPU. It needs no running service and
 downloads nothing.

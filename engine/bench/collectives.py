@@ -1,13 +1,13 @@
-"""`python -m engine.bench.collectives`: compare the fused all-reduce with those of NCCL and torch, by message
-size.
+"""`python -m engine.bench.collectives`: compare the engine's fused all-reduce with those of NCCL and torch,
+by message size.
 
     python -m engine.bench.collectives --gpus 2 --hidden 8192 --json out.json
 
 The table shows the time per call in microseconds, measured in a CUDA graph of many calls. NCCL and torch
 compute only the all-reduce. The engine's kernels also add the residual. Columns with "+norm" include the
 partial RMSNorm. "+FP8 norm" is the one-shot kernel that also computes the quantised RMSNorm, with one program
-per row. "then FP8 norm" is the time of the two kernels that "+FP8 norm" replaces. The torch functions come
-from `torch.distributed._symmetric_memory` and run without NVLink multicast.
+per row. "then FP8 norm" is the total time of the two kernels that "+FP8 norm" replaces. The torch functions
+come from `torch.distributed._symmetric_memory` and run without NVLink multicast.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def main() -> int:
     )
     parser.add_argument("--gpus", type=int, default=2, help="number of ranks, one per GPU (%(default)s)")
     parser.add_argument("--hidden", type=int, default=8192, help="elements per row (%(default)s)")
-    parser.add_argument(
-        "--rows", type=int, nargs="+", default=list(ROWS), help="numbers of rows (%(default)s)"
-    )
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="row counts (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
     if arguments.gpus < 2 or torch.cuda.device_count() < arguments.gpus:

@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def comparison(split: dict[str, Any], whole: dict[str, Any]) -> list[str]:
-    """Return the lines of a table comparing the two layouts. Each argument is the `workloads` object of one
+    """Return the lines of a table comparing the two layouts. Each argument is the `workloads` object from one
     run's --json file."""
     lines = [f"{'workload':14} {'split':>10} {'whole':>10} {'unit':>8} {'ratio':>6}"]
     for name, one in split.items():

@@ -5,7 +5,7 @@ rates. No engine can be faster, so results are printed as fractions of the limit
 devices is ignored.
 
 A decode step reads every matrix once, and the keys and values of every sequence once. In an MoE layer, a step
-is assumed to read the expected number of distinct experts if every token is equally likely to choose any
+is assumed to read the number of distinct experts expected when each token is equally likely to choose any
 expert. With large batches, the GEMMs of a decode step are compute-bound instead of memory-bound. A prefill
 computes its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because each
 layer needs the result of the previous one.
@@ -31,7 +31,7 @@ def limit(
     """Return the best possible result of a workload on `ranks` devices, in the workload's unit.
 
     `weights` and `kv_cache_dtype` are the dtypes of the layers' matrices and of the KV cache. The embeddings,
-    the output matrix and the arithmetic of attention always use 16 bits.
+    the output matrix and attention arithmetic always use 16 bits.
     """
     weight_bytes = element_bytes(weights)
     per_s = device.gemm_rate(weights)
@@ -42,7 +42,7 @@ def limit(
     prompt, output = workload.prompt_tokens, workload.output_tokens
 
     def read_s(tokens: int) -> float:
-        """Return the time for a pass of `tokens` tokens to read its matrices."""
+        """Return how long a pass of `tokens` tokens takes to read its matrices."""
         return (read_parameters(config, tokens) / ranks * weight_bytes + head * 2) / device.bytes_per_s
 
     pairs = prompt * (prompt + 1) / 2

@@ -5,10 +5,10 @@ collectives.
     python -m engine.bench.passes --gpus 2 --shape llama-3.1-8b --tokens 256 512 1024
 
 The model has random weights and a few layers of a public model's shape. All ranks start a pass at the same
-time, without plan channels. For each variant, the table shows the time on the device, in milliseconds, of the
-first and the second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is
-the median time that the host needs to launch a pass. "differs" is the relative difference between the logits
-and those of the eager variant. The variants are:
+time, without plan channels. For each variant, the table shows device times in milliseconds: the first and
+second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is the median
+time that the host takes to launch a pass. "differs" is the logits' relative difference from the eager
+variant's. The variants are:
 
     default      as in serving: CUDA graphs, and the collectives of `engine.peer_limits`
     layers       one CUDA graph per layer (`engine.layer_graphs`), also for short prompts
@@ -18,9 +18,9 @@ and those of the eager variant. The variants are:
     group        every all-reduce uses NCCL
     whole        long passes are eager and not divided into halves
     no PDL       without programmatic dependent launch
-    alone        no all-reduce: times the computation alone, and the results are wrong
+    alone        no all-reduce: only the computation is timed, and the results are wrong
 
-After the table, the kernels of the first and the last rank are listed for the variants given by --profile.
+After the table, the first and last ranks' kernels are listed for each variant given by --profile.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
         for variant in arguments.profile:
             bench.profile(variant, arguments.tokens[-1], Path(folder))
     sys.stdout.flush()
-    os._exit(0)  # torch.distributed's threads could make a normal exit hang
+    os._exit(0)  # torch.distributed's threads could block a normal exit
 
 
 class _Alone(parallel.Collectives):
-    """Collectives that do not communicate: a rank uses its own part in place of the sum over all ranks."""
+    """Collectives that do not communicate: a rank uses its own part instead of the sum over all ranks."""
 
     def __init__(self, ranks: PeerRanks) -> None:
         self.size, self.rank = ranks.size, ranks.rank
@@ -164,7 +164,7 @@ class _Bench:
             if graphs is not None:
                 graphs.capture(no_progress)
         self._expected: dict[int, torch.Tensor] = {}
-        """The eager variant's logits, by number of tokens."""
+        """The eager variant's logits, keyed by number of tokens."""
         self._blocks = -(-self._longest // BLOCK_TOKENS) + 1
         self._kv = self._decoder.allocate_kv(self._blocks)
         self._tables = SlotTables(8, self._blocks, config.vocab_size, self._device)
@@ -186,7 +186,7 @@ class _Bench:
             print(f"{tokens:6d} {variant:10}{numbers}{differs:9.4f}", flush=True)
 
     def profile(self, variant: str, tokens: int, folder: Path) -> None:
-        """Print the kernels of one pass of a variant, on the first and on the last rank."""
+        """Print the kernels in one pass of a variant, on the first and last ranks."""
         run = self._prepare(variant, tokens)
         for _ in range(2):
             self._time(run)

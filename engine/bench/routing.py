@@ -19,7 +19,7 @@ from engine.model.experts import Mixture
 from kernels import ExpertActivation
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 17
-"""Length of the sequences used for counting."""
+"""Length of the sequences in which experts are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class DistinctExperts:
 
 
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
-    """Run as many short sequences as the workload decodes at once, and count the experts that their tokens
-    choose. Returns None if the model has no experts, if no step decodes all sequences, or with several ranks:
-    the counted steps do not use CUDA graphs, so the other ranks would not take part in them."""
+    """Run as many short sequences as the workload decodes concurrently, and count the experts chosen by their
+    tokens. Returns None if the model has no experts, or if no step decodes all sequences. Also returns None
+    with several ranks, because only this rank would run the counted steps without CUDA graphs."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None
@@ -67,8 +67,7 @@ def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExpe
 
 @contextmanager
 def _watched(decoder: Decoder, tokens: int) -> Iterator[list[int]]:
-    """Count the distinct experts per layer in decode steps of `tokens` tokens, until the `with` statement
-    ends."""
+    """Count the distinct experts per layer in decode steps of `tokens` tokens while the `with` body runs."""
     watch = _Watch(tokens)
     forward = decoder.forward
 

@@ -5,10 +5,10 @@ token after waking.
     python -m engine.bench.sleep --shape llama-3.1-70b --fp8 --tensor-parallel-size 4 --json out.json
 
 The model has random weights unless --model is given. Each round puts the replica to sleep, wakes it, and
-generates one token for a new prompt. The time to the first token is measured from the wake request. The
-"device" columns show the memory used by all processes on the first GPU, while the replica sleeps and after
-the round. The "host" column shows the resident memory of this process, which is rank 0. None of these may
-grow from round to round, and a greedy answer must have the same tokens in every round.
+generates one token for a new prompt. Time to first token is measured from the wake request. The "device"
+columns show the memory used by all processes on the first GPU, while the replica sleeps and after the round.
+The "host" column shows the resident memory of this process, which is rank 0. These values must not grow from
+round to round, and a greedy answer must have the same tokens in every round.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Measurements of one sleep and wake round."""
+    """Measurements from one round of sleeping and waking."""
 
     sleep_s: float
     freed_bytes: int
@@ -82,7 +82,7 @@ def _run(engine: LocalEngine, arguments: argparse.Namespace) -> int:
             flush=True,
         )
         if _answer(engine, 64) != expected:
-            print("the tokens of a greedy answer have changed", file=sys.stderr)
+            print("a greedy answer's tokens have changed", file=sys.stderr)
             return 1
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1) + "\n")
@@ -96,7 +96,7 @@ def _round(engine: LocalEngine) -> Round:
     woken = _change(engine, False)
     _answer(engine, 1)
     first_token_s = time.perf_counter() - began
-    # Wait for the background deletion of the copies in host memory.
+    # Wait until the copies in host memory have been freed in the background.
     engine.runner.memory.check(engine.info.tensor_parallel_size)
     return Round(
         sleep_s=slept.seconds,
@@ -118,8 +118,8 @@ def _change(engine: LocalEngine, asleep: bool) -> MemoryChanged:
 
 
 def _answer(engine: LocalEngine, tokens: int) -> list[int]:
-    """Return a greedy answer to a fixed prompt, which is always computed because it is never in the prefix
-    cache."""
+    """Return the greedy answer to a fixed prompt, which is never in the prefix cache and therefore always
+    computed."""
     prompt = [(7 * place + 3) % engine.info.vocab_size for place in range(_WORKLOAD.prompt_tokens)]
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     ((sample,),) = engine.generate([prompt], sampling, cache_salt=str(time.perf_counter_ns()))

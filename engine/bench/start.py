@@ -34,7 +34,7 @@ FAILURES = (
     torch.OutOfMemoryError,
     RankFailureError,
 )
-"""Engine exceptions reported by message only, without a traceback."""
+"""Engine exceptions that are reported without a traceback."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +77,9 @@ def started(
 ) -> Iterator[LocalEngine]:
     """Start an engine for the sequences in `workloads`. It is closed when the `with` statement ends.
 
-    The engine is configured like a replica, with the options of `add_options`. Progress is shown on standard
-    error if that is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the
-    exceptions in FAILURES.
+    The engine is configured like a replica, with the options from `add_options`. Progress is shown on
+    standard error if that is a terminal. `scratch` is a folder for the model shape's configuration file.
+    Raises the exceptions in FAILURES.
     """
     with closed_at_end(_start(arguments, scratch, workloads)) as engine:
         yield engine
@@ -158,7 +158,7 @@ def _max_model_len(
     if limit < needed:
         model_name = arguments.model or arguments.shape
         raise UnsupportedError(
-            f"{model_name} allows sequences of {limit} tokens, but {longest_text}",
+            f"{model_name} allows sequences of up to {limit} tokens, but {longest_text}",
             "choose other workloads or another model",
         )
     return given or needed

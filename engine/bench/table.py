@@ -11,12 +11,13 @@ HEADING = (
     f"{'decode':>8}{'ms':>8}{'idle':>7}{'max':>7}{'mixed':>7}{'ms':>8}{'idle':>7}{'max':>7}"
 )
 """Column headings. "%" is the result as a percentage of the limit. Decode-only and mixed steps have four
-columns each: the number of steps, their mean duration, the median run's idle fraction, and the maximum idle
-fraction of all runs."""
+columns each: the number of steps, their mean duration, the median run's idle fraction, and the highest idle
+fraction of any run."""
 
 
 def median_run(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> WorkloadResult:
-    """Return the run with the median result, or the slower of the two middle runs if their number is even."""
+    """Return the run with the median result. If the number of runs is even, this is the slower of the two
+    middle ones."""
     ranked = sorted(runs, key=lambda run: run.result, reverse=workload.lower_is_better)
     return ranked[(len(ranked) - 1) // 2]
 
@@ -34,7 +35,8 @@ def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], li
 
 
 def plans_line(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> str:
-    """Format the mean time per step that rank 0 spent sending plans to the other ranks in the median run."""
+    """Format the mean time per step that rank 0 spent sending plans to the other ranks, taken from the median
+    run."""
     run = median_run(workload, runs)
     kinds = [(name, steps) for name, steps in (("decode", run.decode), ("mixed", run.mixed)) if steps.count]
     spent = ", ".join(f"{steps.plan_us:.0f} µs per {name} step" for name, steps in kinds)

@@ -57,8 +57,8 @@ WORKLOADS: dict[str, EngineWorkload] = {
 
 @dataclass(slots=True)
 class StepStats:
-    """Statistics of a run's decode-only or mixed steps: their number, their mean duration, and the mean time
-    that the device waited for the host before a step."""
+    """Statistics of a run's decode-only or mixed steps: count, mean duration, and mean time that the device
+    waited for the host before a step."""
 
     count: int
     ms: float
@@ -84,7 +84,7 @@ class WorkloadResult:
 
 def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:
     """Run a workload once, with prompts derived from `seed`. Raises RuntimeError if a request ends before
-    generating all of its tokens, because the run's time would then not be comparable.
+    generating all of its tokens, because the time would then not be comparable.
     """
     draw = random.Random(seed)
     vocabulary = engine.info.vocab_size

@@ -68,7 +68,7 @@ def main() -> int:
             f"recorded {recorded} instead of {arguments.steps}: the workload has no more consecutive steps "
             "of this kind"
         )
-    print(f"{tokens:,.0f} tokens per step, of which {decodes:,.0f} decode")
+    print(f"{tokens:,.0f} tokens per step, {decodes:,.0f} of them decodes")
     print("\n".join(lines(rows, idle_gaps(names, timeline, len(shapes)), timeline, len(shapes), device)))
     return 0
 

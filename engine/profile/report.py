@@ -38,7 +38,7 @@ class IdleGap:
 def kernel_rows(
     names: list[str], timeline: TraceTimeline, works: dict[str, KernelWork], steps: int
 ) -> list[KernelRow]:
-    """Return one row per kernel, ordered by decreasing total time. `names` are the labels of the calls, from
+    """Return one row per kernel, in descending order of total time. `names` are the calls' labels from
     `label_kernels`."""
     us: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
@@ -99,7 +99,7 @@ def lines(
 
 
 def _kind(name: str) -> str:
-    """Return the name `work_by_kernel` uses for a kernel."""
+    """Return the kernel's name as used by `work_by_kernel`."""
     return name.partition(" (")[0]
 
 

@@ -36,9 +36,9 @@ class StepShape:
     """The token counts of one step."""
 
     contexts: list[int]
-    """Context length of each decode: the sequence's number of tokens, including the new one."""
+    """Each decode's context length: the number of tokens in the sequence, including the new one."""
     chunks: list[tuple[int, int]]
-    """The number of preceding tokens and of its own tokens, for each prefill chunk."""
+    """For each prefill chunk, the number of tokens before it and the number of tokens in it."""
     logit_rows: int
 
     @property
@@ -102,7 +102,7 @@ def record(
     engine: LocalEngine, workload: EngineWorkload, kind: Kind, steps: int, skip: int | None, trace: Path
 ) -> list[StepShape]:
     """Record up to `steps` consecutive steps of one kind, write their Chrome trace, and return their shapes.
-    The first `skip` steps of the kind are not recorded; None selects the kind's default. The recording is
+    The first `skip` steps of that kind are not recorded; None selects the kind's default. The recording is
     shorter if a step of the other kind follows or the workload ends. All of the workload's requests are
     submitted at once, or only one if the workload sends one at a time. They are cancelled after the
     recording. Raises MissingStepsError if the workload has no steps of this kind.
@@ -110,8 +110,8 @@ def record(
     gpu = engine.runner.device.type == "cuda"
     skip = _SETTLE[kind] if skip is None else skip
     recorder = _Recorder(engine.runner, kind, skip, profile(**_options(gpu)), gpu)
-    # A CPU runner cannot be synchronised. Disable overlap there, so that every step has finished before the
-    # recording stops.
+    # A CPU runner cannot be synchronised, so disable overlap to ensure that every step has finished before
+    # the recording stops.
     core = EngineCore(engine.scheduler, recorder, overlap=gpu, plans=engine.core.plans)
     for submit in _submits(workload, engine.info.vocab_size):
         engine.scheduler.add(_ORIGIN, submit)

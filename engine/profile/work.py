@@ -1,8 +1,8 @@
-"""Computes each kernel's minimum memory traffic and operations from the shapes of steps.
+"""Computes each kernel's minimum memory traffic and operations from the steps' shapes.
 
 Kernels are recognised by name. Triton kernels are named after their functions, and library GEMM names contain
 "gemm" or a similar substring. A layer's GEMMs are told apart by their order, which is the same in every step.
-For a mixture of experts, the traffic is based on the expected number of experts chosen in a step, if all
+For an MoE layer, the traffic is based on the expected number of experts chosen in a step, assuming that all
 experts are equally likely to be chosen.
 """
 
@@ -71,8 +71,8 @@ def label_kernels(names: list[str], config: ModelConfig, shapes: Sequence[StepSh
     """Return the kernel names, with each GEMM labelled by its weights (qkv, o, gate_up, down or lm_head), and
     each kernel of a mixture of experts labelled by what it computes.
 
-    `names` are the kernels in execution order. If the number of GEMMs does not fit the steps, all of them are
-    labelled "gemms".
+    `names` are the kernels in execution order. If the number of GEMMs does not match the steps, all of them
+    are labelled "gemms".
     """
     places = [index for index, name in enumerate(names) if is_gemm(name)]
     expected = []
@@ -121,8 +121,8 @@ def work_by_kernel(
 ) -> dict[str, KernelWork]:
     """Return the work of each kernel or label on rank 0, summed over all `shapes`. `norms` is the number of
     norm kernels launched per step, which is lower if GEMMs fuse some norms; None assumes one launch per norm.
-    `launched` contains the names of all launched kernels: the work of some depends on whether certain others
-    ran, e.g. the Hopper attention kernel.
+    `launched` contains the names of all launched kernels: some kernels' work depends on which others ran,
+    e.g. the Hopper attention kernel.
 
     The result is approximate in two respects. Captured passes never use the Hopper kernel, but are counted as
     if they did. Chunks that read an FP8 cache directly are counted as if it had been expanded first.
@@ -137,7 +137,7 @@ def work_by_kernel(
 
 
 def _of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
-    """Return the configuration of rank 0's shard of a model."""
+    """Return the configuration of rank 0's model shard."""
     shard = config.shard(max(1, ranks), 0)
     experts = config.experts
     if experts is not None:
@@ -167,7 +167,7 @@ def _of_step(
 ) -> dict[str, KernelWork]:
     """Return each kernel's work in one step. `norms` is the number of norm launches over all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
-    # The last layer writes keys and values for all tokens, but computes results only for those that need
+    # The last layer writes keys and values for all tokens, but computes results only for tokens that need
     # logits.
     results = len(shape.contexts) + len(shape.chunks)
     through = [tokens] * (layers - 1) + [results]
@@ -190,7 +190,7 @@ def _of_step(
         return KernelWork(moved, 2.0 * count * n * k, per_s)
 
     def layer(n: int, k: int, out: int, counts: Sequence[int]) -> KernelWork:
-        """Return the work of one GEMM in several layers, which compute `counts` tokens."""
+        """Return one GEMM's total work in several layers, whose token counts are `counts`."""
         return sum((product(n, k, count, out, weight, fast) for count in counts), KernelWork(0, 0, fast))
 
     seen = [_seen(context, 1, window) for context in shape.contexts for window in config.sliding_windows]

@@ -1,4 +1,4 @@
-"""`python -m engine.tune`: find the fastest kernel for each linear of a decoder by measuring, and write the
+"""`python -m engine.tune`: measure which kernel is fastest for each of a decoder's linears, and write the
 results to this GPU's table.
 
     python -m engine.tune --config FOLDER              # matrices in the model's dtype
@@ -7,10 +7,10 @@ results to this GPU's table.
     python -m engine.tune --config FOLDER --both --whole-layer --tried tune.json
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
-docs/kernels.md). The tuner times the product's kernels and the library's (cuBLAS) in complete decoder layers
-without attention, in CUDA graphs, with weights that are not in the L2 cache. The fastest kernel's result is
-checked against the reference implementation, and the kernel is added to the table (kernels/tuned/<gpu>.json,
-or --out). Existing entries are kept unless --again is given.
+docs/kernels.md). The tuner times Appliance's own kernels and cuBLAS's in complete decoder layers without
+attention, in CUDA graphs, with weights that are not in the L2 cache. The fastest kernel's result is checked
+against the reference implementation, and the kernel is added to the table (kernels/tuned/<gpu>.json, or
+--out). Existing entries are kept unless --again is given.
 
 --whole-layer refines the table by coordinate descent over whole layers, including attention. The search
 starts from the table's plans, from the rule-based plans, and from a plan that uses the `tiles` kernel for
@@ -140,7 +140,7 @@ def _arguments() -> argparse.Namespace:
         "--fp8", action="store_true", help="tune matrices in e4m3 instead of the model's dtype"
     )
     parser.add_argument("--both", action="store_true", help="tune matrices in both dtypes")
-    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows to measure")
+    parser.add_argument("--rows", type=int, nargs="+", help="row counts to measure")
     parser.add_argument(
         "--tensor-parallel",
         type=int,

@@ -1,9 +1,9 @@
 """Defines the chains of layers that the tuner times. A chain contains copies of a decoder's layers or of its
-output matrix. A chain's kernel plans can be replaced. Running the decoder finds the linears to tune: those
-that look up a plan in the table. Each copy of a layer has its own weights, so that no weight is in the L2
-cache when it is read. A linear's cost is the time it adds to the entire layer. It therefore includes effects
-on neighbouring kernels, which overlap with the linear (programmatic dependent launch), and norms that are not
-fused into it.
+output matrix. Its kernel plans can be replaced. The linears to tune are found by running the decoder: they
+are those that look up a plan in the table. Each copy of a layer has its own weights, so that no weight is in
+the L2 cache when it is read. A linear's cost is the time it adds to the entire layer. It therefore includes
+effects on neighbouring kernels, which overlap with the linear (programmatic dependent launch), and norms that
+are not fused into it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kernels.triton.linear_table import Product, Table
 from kernels.tune.graphs import graph_microseconds
 
 _CACHES = 8
-"""Total size of a chain's weights, as a multiple of the L2 cache size. It is large enough that a weight is no
+"""Total size of a chain's weights, as a multiple of the L2 cache size. Large enough that a weight is no
 longer cached when it is read again."""
 _CHAIN_BYTES = 5 << 30
-"""Minimum number of bytes of weights read by a graph. It is large enough that starting a graph (about 10 µs)
-accounts for only a small part of the measured time."""
+"""Minimum number of bytes of weights read by a graph. Large enough that starting a graph (about 10 µs) takes
+only a small fraction of the measured time."""
 _VOCABULARY = 1024
-"""Vocabulary size of a decoder built only to time its layers. It is small, because the embeddings and the
-output matrix are not timed."""
+"""Vocabulary size of a decoder built only to time its layers; small, because the embeddings and the output
+matrix are not timed."""
 _SEED = 1
 
 
@@ -51,7 +51,7 @@ class LayerChain:
         self.device = device
         self.rows = 0
         self.products: list[Product] = []
-        """Linears found in the layers, those whose results are added to the residual first."""
+        """Linears found in the layers. Those whose results are added to the residual come first."""
         self._context = context
         self._ops = WatchedOps(TunedOps(gpu, attention=context is not None))
         kinds = _kinds(served)
@@ -197,7 +197,7 @@ def _kinds(served: ReplicaModel) -> list[int]:
 
 
 def _layer_bytes(decoder: Decoder) -> int:
-    """Return the size in bytes of all layers' matrices."""
+    """Return the total size of all layers' matrices in bytes."""
     targets = [piece.target for piece in decoder.weight_shards() if ".layers." in piece.name]
     return sum(one.numel() * one.element_size() for one in targets if one is not None and one.dim() == 2)
 
@@ -212,7 +212,7 @@ def _randomise_gains(decoder: Decoder) -> None:
 
 def _copies(size: int, device: torch.device) -> int:
     """Return the number of copies in a chain. Each copy has `size` bytes of weights. There are at least two,
-    so that the first kernel of a layer follows the last kernel of a different one."""
+    so that a layer's first kernel follows the last kernel of a different layer."""
     if device.type != "cuda":
         return 2
     return max(2, -(-_CACHES * torch.cuda.get_device_properties(device).L2_cache_size // size))

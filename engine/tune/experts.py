@@ -1,5 +1,5 @@
-"""`python -m engine.tune.experts`: find the fastest kernels for mixture-of-experts layers by measuring, and
-write the results to this GPU's table.
+"""`python -m engine.tune.experts`: measure which kernels are fastest for mixture-of-experts layers, and write
+the results to this GPU's table.
 
     python -m engine.tune.experts --config FOLDER --both
     python -m engine.tune.experts --config FOLDER --fp8 --tensor-parallel 4 --expert-parallel --tokens 1 8 64
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 Wanted = list[tuple[ReplicaModel, ExpertsShape, int]]
-"""What to tune: models, the shapes of their experts, and token counts."""
+"""What to tune: models, their experts' shapes, and token counts."""
 
 
 def shape_of(served: ReplicaModel) -> ExpertsShape:

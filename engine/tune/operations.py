@@ -36,7 +36,7 @@ class TunedOps(CudaOps):
         self._table = cast(Table, _NotingTable(table, self.asked))
 
     def forget_workspaces(self) -> None:
-        """Free the attention workspaces, whose sizes depend on the number of rows."""
+        """Free the attention workspaces, because their sizes depend on the number of rows."""
         self._decode_workspaces = {}
 
     def attend(
@@ -84,8 +84,8 @@ class WatchedOps:
         self._finding = False
 
     def find(self, run: Callable[[], object]) -> list[Product]:
-        """Return the linears that look up a plan during `run`, those whose results are added to the residual
-        first."""
+        """Return the linears that look up a plan during `run`. Those whose results are added to the residual
+        come first."""
         self.without, self._finding = None, True
         self._results.clear()
         self.backend.asked.clear()
@@ -134,7 +134,7 @@ class WatchedOps:
 
 def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
     """Return the reference implementation's result, computed in float32. With e4m3 weights, the input is not
-    converted to float32, because the kernels too quantise activations rounded to the model's dtype."""
+    converted to float32, because the kernels also quantise activations rounded to the model's dtype."""
     exact = not any(isinstance(one, Fp8Weight) for one in arguments)
     return getattr(reference, name)(*(_copied(one, exact) for one in arguments), **options)
 

@@ -38,7 +38,7 @@ from kernels.tune.shortlist import Tried, covering, shortlist, starts
 _CUDA = torch.device("cuda")
 _META = torch.device("meta")
 _COMPARED_LAYERS = 12
-"""Number of layers per CUDA graph in a descent. It is small because a descent captures hundreds of graphs."""
+"""Number of layers per CUDA graph in a descent; small, because a descent captures hundreds of graphs."""
 
 Options = dict[Product, list[GemmPlan | None]]
 
@@ -86,7 +86,7 @@ def _launch(chain: LayerChain | HeadChain, table: Table) -> None:
 
 
 def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterator[LayerChain | HeadChain]:
-    """Yield the chains one at a time, so that only one chain's weights are in memory."""
+    """Yield the chains one by one, so that only one chain's weights are in memory at a time."""
     layers = LayerChain(served, device, gpu)
     layers.set_rows(1)
     yield layers
@@ -95,12 +95,12 @@ def _chains(served: ReplicaModel, device: torch.device, gpu: GpuModel) -> Iterat
         yield HeadChain(served, device, gpu)
 
 
-# ── a descent over whole layers ──────────────────────────────────────────────────────────────────────
+# ── coordinate descent over whole layers ────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """Parameters of a whole-layer descent."""
+    """Parameters of a coordinate descent over whole layers."""
 
     context: int
     """Length of each sequence in tokens."""
@@ -113,8 +113,8 @@ class Descent:
 def descend(
     served: ReplicaModel, buckets: Sequence[int], table: Table, chosen: Descent, report: Report, gpu: GpuModel
 ) -> Iterator[tuple[Table, dict[str, Any]]]:
-    """Refine the table's plans by a descent over whole layers. For each row count, yield the updated table
-    and the measurements."""
+    """Refine the table's plans by coordinate descent over whole layers. For each row count, yield the updated
+    table and the measurements."""
     layers = LayerChain(served, _CUDA, gpu, chosen.context)
     linears = LayerChain(served, _CUDA, gpu)
     for rows in buckets:

@@ -1,5 +1,5 @@
-"""Compiles the kernels that a tuner launches, and writes the table of results. Shared by the tuners of
-linears and of experts."""
+"""Compiles the kernels that a tuner launches, and writes the table of results. Shared by the linear tuner and
+the expert tuner."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ def test_a_workload_that_does_not_fit_is_reported_with_its_length(
     said = refused(module, *workload, "--max-model-len", "100")
     assert said.startswith(f"--max-model-len is 100 tokens, but {its}raise it, leave it out,")
     assert refused(module, *workload) == (
-        f"{tmp_path} allows sequences of 512 tokens, but {its}choose other workloads or another model"
+        f"{tmp_path} allows sequences of up to 512 tokens, but {its}choose other workloads or another model"
     )
 
 

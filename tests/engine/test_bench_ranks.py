@@ -128,7 +128,7 @@ def test_the_profile_records_steps_of_rank_0(start: Start, tmp_path: Path) -> No
     code, printed, errors = finish(process)
     assert code == 0, errors
     assert "on 2 × cpu" in printed
-    assert "8 tokens per step, of which 8 decode" in printed
+    assert "8 tokens per step, 8 of them decodes" in printed
 
 
 def test_a_model_that_cannot_be_split_is_reported_before_ranks_start(start: Start, tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     done = profile("--steps", "3", "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     assert "decode steps; weights float32, KV float32 on cpu" in done.stdout
-    assert "8 tokens per step, of which 8 decode" in done.stdout
+    assert "8 tokens per step, 8 of them decodes" in done.stdout
     assert "recorded" not in done.stdout
     linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
     # Each step has five GEMMs: four in the only layer, and the GEMM with the output matrix.
