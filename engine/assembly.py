@@ -18,7 +18,7 @@ def build_core(
     peers: Sequence[socket.socket],
     on_exit: Callable[[str], None],
 ) -> EngineCore:
-    """Return the engine core of a loaded replica.
+    """Return the engine core for a loaded replica.
 
     `peers` are rank 0's sockets to the other ranks, in rank order. `on_exit` is called, with the reason, when
     another rank stops accepting plans (`Ranks.abandon`).

@@ -1,7 +1,7 @@
-"""Surveys the KV blocks: reports the state, owner and age of each block to operators.
+"""Surveys the KV blocks: reports each block's state, owner and age to operators.
 
 A survey reads the tables of all open submissions, which takes milliseconds for a large pool. It is therefore
-divided into short slices, which the step loop runs when it would otherwise wait for the device. A block may
+divided into short slices, which the step loop runs while it would otherwise wait for the device. A block may
 change owners between slices.
 """
 
@@ -19,7 +19,8 @@ from engine.scheduling.sequence import Sequence, Submission
 _SLICE = 2048
 """Maximum number of blocks read in one slice of a survey."""
 _TABLE_COST = 8
-"""Fixed cost of reading a block table, as the number of blocks that take equally long to read."""
+"""Fixed cost of reading a block table, expressed as the number of blocks that could be read in the same
+time."""
 
 
 class BlockSurvey:
@@ -40,8 +41,8 @@ class BlockSurvey:
             self._running = _survey(self._scheduler)
 
     def advance(self) -> BlockUse | None:
-        """Run the next slice of the survey in progress. The last slice returns the survey's result, earlier
-        ones None."""
+        """Run the next slice of the survey in progress. Returns the survey's result if this was the last
+        slice, otherwise None."""
         if self._running is None:
             return None
         try:

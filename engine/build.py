@@ -5,9 +5,9 @@ nothing.
     python -m engine.build --config FOLDER --fp8 --kv-fp8 --max-num-seqs 256
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
-docs/kernels.md). The compiled kernels are stored in Triton's cache (TRITON_CACHE_DIR, or --cache). They are
-compiled for this machine's GPU, or for the GPU given by --gpu and --capability. A replica that does not find
-its kernels in the cache compiles them in the same way while its weights load.
+docs/kernels.md). The compiled kernels are stored in Triton's cache (TRITON_CACHE_DIR, or --cache). By
+default, they are compiled for this machine's GPU; --gpu and --capability select a different one. A replica
+whose kernels are not in the cache compiles them in the same way while its weights load.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def read_served(
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
 ) -> ReplicaModel:
-    """Read the configuration of the model in `folder`, and return the model with its serving options, which
-    determine the kernels to compile.
+    """Read the configuration of the model in `folder`, and return the model with its serving options.
+    Together, they determine the kernels to compile.
 
-    `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices that the
-    checkpoint does not quantise are quantised. Raises CheckpointError if the files cannot be used, and
-    UnsupportedError if the GPU kernels do not support the model with these options.
+    `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices not quantised
+    in the checkpoint are quantised. Raises CheckpointError if the files cannot be used, and UnsupportedError
+    if the GPU kernels do not support the model with these options.
     """
     config = read_config(folder)
     if expert_parallel:

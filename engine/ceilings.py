@@ -48,8 +48,8 @@ def ceilings(device: str) -> Ceilings | None:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return how many of the layers' parameters one token uses. Embeddings, the output matrix and experts not
-    chosen by the token are excluded."""
+    """Return the number of layer parameters that one token uses. Embeddings, the output matrix and experts
+    not chosen by the token are excluded."""
     matrices = 1 if config.tie_word_embeddings else 2
     every = parameters(config) - matrices * config.vocab_size * config.hidden_size
     if config.experts is None:
@@ -58,8 +58,8 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def read_parameters(config: ModelConfig, tokens: int) -> float:
-    """Return how many of the layers' parameters a pass of `tokens` tokens reads. Of a mixture of experts, it
-    reads only those chosen by at least one token (`expected_experts`)."""
+    """Return the number of layer parameters that a pass of `tokens` tokens reads. Only experts chosen by at
+    least one token are read (`expected_experts`)."""
     if config.experts is None:
         return layer_parameters(config)
     others = expected_experts(config.experts, tokens) - config.experts.top_k
@@ -67,13 +67,13 @@ def read_parameters(config: ModelConfig, tokens: int) -> float:
 
 
 def expected_experts(experts: ExpertsConfig, tokens: int) -> float:
-    """Return the expected number of distinct experts per layer chosen by `tokens` tokens, if all experts are
+    """Return how many distinct experts per layer `tokens` tokens are expected to choose, if all experts are
     equally likely to be chosen."""
     return experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
 
 
 def _expert_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of one routed expert, summed over all layers with experts."""
+    """Return the number of parameters in one routed expert per layer, summed over all layers with experts."""
     assert config.experts is not None
     each = 3 * config.hidden_size * config.experts.intermediate_size
     return config.layer_kinds.count(EXPERTS) * each
@@ -81,7 +81,7 @@ def _expert_parameters(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MinTimes:
-    """Lower bounds on a replica's step times, which are 0 for an unknown device."""
+    """Lower bounds on a replica's step times, or 0 if the device is unknown."""
 
     step_s: float = 0.0
     """Lower bound on the duration of a decode step, in which each rank reads all of its matrices once."""

@@ -19,10 +19,10 @@ import msgspec
 from engine.logs import COPY_DESCRIPTOR, CopiedRecord
 
 READ_BYTES = 1 << 16
-"""Maximum number of bytes to read at once."""
+"""Maximum number of bytes per read."""
 _PAUSE_S = 0.1
-"""Pause after reading `READ_BYTES` bytes, so that a child that logs too much cannot monopolise the event
-loop."""
+"""Pause after reading `READ_BYTES` bytes, so that a child with excessive log output cannot monopolise the
+event loop."""
 
 child_records = logging.getLogger("engine.child_records")
 child_records.propagate = False  # the child has already written the records to standard error

@@ -36,7 +36,7 @@ class ReplicaClient:
     """A front process's asyncio client for one replica. It sends submissions and passes each output to its
     submission's sink. Sinks are called on the event loop, once per `Output` and in order, until every sample
     has sent its last output. When the channel closes, `on_closed` is called once with the handles of all
-    unfinished submissions, then each of their `on_disconnect` callbacks.
+    unfinished submissions. Then each of these submissions' `on_disconnect` callbacks is called.
     """
 
     def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:
@@ -68,7 +68,8 @@ class ReplicaClient:
     def submit(
         self, submit: Submit, sink: OutputSink, on_disconnect: Callable[[], None] | None = None
     ) -> None:
-        """Send `submit` and route its outputs to `sink`. Its handle must come from `next_handle`."""
+        """Send `submit` and route its outputs to `sink`. Its handle must have been returned by
+        `next_handle`."""
         self._sinks[submit.handle] = sink
         if on_disconnect is not None:
             self._on_disconnect[submit.handle] = on_disconnect
@@ -76,7 +77,7 @@ class ReplicaClient:
         self._channel.send(submit)
 
     def cancel(self, handle: int, sample: int | None = None) -> None:
-        """Cancel a submission, or only one of its samples. Each cancelled sample still sends its last
+        """Cancel a submission, or only one of its samples. Each cancelled sample still produces a last
         output."""
         if handle in self._sinks:
             self._channel.send(Cancel(handle, sample))

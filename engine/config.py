@@ -1,8 +1,8 @@
 """Defines a model's configuration, and how the model is divided among ranks. This module does not load torch,
 because `engine.sizing` imports it.
 
-All supported families use the same decoder: pre-norm, rotary embedding, grouped-query attention, and an MLP
-gated by SiLU or a mixture of such MLPs. `engine.families` reads a checkpoint's `config.json` into a
+All supported families use the same decoder: pre-norm, rotary embedding, grouped-query attention, and a
+SiLU-gated MLP or a mixture of such MLPs. `engine.families` reads a checkpoint's `config.json` into a
 `ModelConfig`.
 """
 
@@ -24,16 +24,16 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 FP8_BLOCK = 128
-"""Block size, in both rows and columns, of checkpoints whose FP8 matrices have one scale per block."""
+"""Number of rows and columns in a block, for checkpoints whose FP8 matrices have one scale per block."""
 
 DENSE, EXPERTS = "dense", "experts"
-"""The kinds of layers: with an MLP, or with a mixture of experts."""
+"""Layer kinds: with an MLP, or with a mixture of experts."""
 
 
 def fp8_block(part: int) -> int:
     """Return the block size, in rows or columns, of an FP8 matrix on a rank. The matrix is composed of
-    tensors or slices that begin at multiples of `part` rows or columns, or is one complete tensor if `part`
-    is 0."""
+    tensors or slices that begin at multiples of `part` rows or columns. If `part` is 0, it is one complete
+    tensor."""
     return gcd(FP8_BLOCK, part)
 
 
@@ -67,8 +67,8 @@ class UnsupportedError(ModelError):
 class RopeConfig:
     """Rotary position embedding, and its scaling beyond the trained length.
 
-    In transformers, the base of `dynamic` (NTK-aware) scaling grows with the longest sequence so far, so an
-    answer depends on earlier requests. This engine instead derives a single base from `max_model_len`. Up to
+    In transformers, the base of `dynamic` (NTK-aware) scaling grows with the longest sequence seen, so
+    answers depend on earlier requests. This engine instead derives a single base from `max_model_len`. Up to
     `max_position_embeddings`, the base is unscaled, as in transformers. Above that, all positions use the
     base that transformers uses for a sequence of exactly `max_model_len` tokens.
     """
@@ -106,9 +106,9 @@ class ExpertsConfig:
     """Width of the shared expert (Qwen2-MoE), or None if the model has none. Every token uses it, and its
     result is multiplied by the sigmoid of a separate gate."""
     count_field: str = "num_experts"
-    """The `config.json` name of `count`, for messages."""
+    """Name of `count` in `config.json`, for messages."""
     width_field: str = "moe_intermediate_size"
-    """The `config.json` name of `intermediate_size`, for messages."""
+    """Name of `intermediate_size` in `config.json`, for messages."""
     whole: bool = False
     """Whether each rank has a subset of whole routed experts (expert parallelism), instead of a slice of
     every expert. The shared expert is always split."""
@@ -158,8 +158,7 @@ class Shard:
     """Number of rows of the embedding and the output matrix on this rank, including padding. It is the same
     on all ranks."""
     vocab_real: int
-    """Number of rows that belong to vocabulary tokens. Less than `vocab` only on the last ranks, which have
-    padding."""
+    """Number of rows that are not padding. Less than `vocab` only on the last ranks."""
     first_vocab: int
 
     def part(self, width: int) -> int:
@@ -167,8 +166,8 @@ class Shard:
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return the width `part` of this rank's slice, or 0 for a single rank, where the tensor is not
-        sliced."""
+        """Return `part`, the width of this rank's slice, or 0 if there is only one rank, so that the tensor
+        is not sliced."""
         return part if self.size > 1 else 0
 
     def experts(self, config: ExpertsConfig) -> ExpertsShard:
@@ -209,8 +208,8 @@ class ModelConfig:
     experts: ExpertsConfig | None
     """The experts of layers of kind "experts", or None if there are none."""
     sliding_windows: tuple[int | None, ...]
-    """Each layer's attention window in tokens: a token attends to itself and the window - 1 tokens before it.
-    None means all earlier tokens."""
+    """Each layer's attention window in tokens: with a window of w, a token attends to itself and the w - 1
+    tokens before it. None means all earlier tokens."""
     dtype: ModelDType
     """Dtype of the checkpoint."""
     fp8: bool
@@ -249,11 +248,11 @@ class ModelConfig:
         return widths
 
     def representative_layers(self) -> list[int]:
-        """Return the indices of a few layers that, run in this order, launch every kernel of the model. Which
-        kernels a layer launches depends on its kind, its sliding window, and the previous layer, because
-        adjacent layers may share a norm. The last layer may launch different kernels, because it may compute
-        fewer rows. The result therefore contains every pair of adjacent kinds once, and the pair that ends
-        with the last layer.
+        """Return the indices of a few layers that launch every kernel of the model when run in this order.
+        Which kernels a layer launches depends on its kind, its sliding window, and the previous layer,
+        because adjacent layers may share a norm. The last layer may launch different kernels, because it may
+        compute fewer rows. The result therefore contains every pair of adjacent kinds once, as well as the
+        pair that ends with the last layer.
         """
         kinds = list(zip(self.layer_kinds, self.sliding_windows, strict=True))
         pairs = {pair: index for index, pair in enumerate(pairwise(kinds))}
@@ -263,7 +262,7 @@ class ModelConfig:
         return sorted(chosen)
 
     def with_layers(self, indices: list[int]) -> ModelConfig:
-        """Return the configuration of a model with only the given layers."""
+        """Return the configuration of this model with only the given layers."""
         return replace(
             self,
             layers=len(indices),
@@ -296,8 +295,8 @@ class ModelConfig:
 
     def check_parallel(self, size: int) -> None:
         """Raise UnsupportedError if the model cannot be split across `size` ranks. Attention heads, the MLP
-        and experts must divide evenly among the ranks. KV heads must either divide evenly or be replicated on
-        an equal number of ranks each. The vocabulary is padded if necessary."""
+        and experts must divide evenly among the ranks. KV heads must either divide evenly or each be
+        replicated on the same number of ranks. The vocabulary is padded if necessary."""
         problems = []
         if size < 1:
             raise UnsupportedError(f"tensor_parallel_size is {size}", "it must be at least 1")

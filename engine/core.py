@@ -25,8 +25,7 @@ class LaunchedStep(Protocol):
     """A launched step, which may still be running on the device."""
 
     host_gap_us: float
-    """Time, in microseconds, that the device was idle before this step, for whatever reason. Set by
-    `wait`."""
+    """Time, in microseconds, that the device was idle before this step for any reason. Set by `wait`."""
 
     def wait(self) -> StepTokens:
         """Block until the step has finished, and return its tokens. If the step failed, raises its
@@ -34,7 +33,7 @@ class LaunchedStep(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Return whether the step has finished, so that `wait` would not block."""
+        """True if the step has finished, so that `wait` would not block."""
         ...
 
 
@@ -82,7 +81,7 @@ class StepResult:
     step: int
     """Number of the last step whose tokens were read."""
     outputs: dict[Hashable, list[Output]]
-    """New outputs by the origin of their submissions. Each origin's outputs are sent in one frame."""
+    """New outputs, grouped by their submissions' origin. Each origin's outputs are sent in one frame."""
     finished: list[Finished]
     """Final token counts of the submissions that have ended."""
     credits_changed: bool
@@ -118,7 +117,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.plans = plans
         self.before_wait: Callable[[StepPlan], None] | None = None
-        """Called with a step's plan before the loop waits for that step to end."""
+        """Called with a step's plan before the loop waits for that step to finish."""
         self.paused = False
         """Whether planning is suspended because the model's memory has been released. Sequences cancelled in
         this state are still reported."""
@@ -133,7 +132,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Return whether `step` has work to do: unfinished sequences, steps in flight, or outputs not yet
+        """Whether `step` has work to do: unfinished sequences, steps in flight, or outputs not yet
         returned."""
         plannable = self.scheduler.has_work and not self.paused
         return bool(self._in_flight) or plannable or self.scheduler.accounting.has_news

@@ -78,7 +78,8 @@ class CudaDriver:
     """The virtual memory of one GPU. Its methods may be called from any thread.
 
     Implements `engine.device_arena.VirtualMemory`. Addresses and sizes must be multiples of `granularity`.
-    Raises DriverError if the driver library is missing, or if the GPU has no virtual memory management.
+    Raises DriverError if the driver library is missing, or if the GPU does not support virtual memory
+    management.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,11 +98,13 @@ class CudaDriver:
             torch.zeros(1, device=device)  # creates the context on first use of the GPU
             self._call("cuCtxGetCurrent", byref(self._context))
         number, supported = c_int(), c_int()
-        # Like torch's, the driver's device numbers refer to the GPUs in CUDA_VISIBLE_DEVICES.
+        # Like torch, the driver numbers only the GPUs in CUDA_VISIBLE_DEVICES.
         self._call("cuDeviceGet", byref(number), device.index)
         self._call("cuDeviceGetAttribute", byref(supported), _SUPPORTED, number)
         if not supported.value:
-            raise DriverError(f"{torch.cuda.get_device_name(device)} has no virtual memory management")
+            raise DriverError(
+                f"{torch.cuda.get_device_name(device)} does not support virtual memory management"
+            )
         self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, number.value))
         self._access = _Access(_Location(_ON_DEVICE, number.value), _READ_WRITE)
         granularity = c_size_t()
@@ -116,7 +119,7 @@ class CudaDriver:
         return address.value
 
     def free_addresses(self, address: int, nbytes: int) -> None:
-        """Return a range to the driver. Nothing may still be mapped in it."""
+        """Return a range to the driver. No memory may be mapped in it."""
         self._call("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int) -> int:

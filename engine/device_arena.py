@@ -18,8 +18,8 @@ ALIGNMENT = 512
 """Alignment of every tensor in bytes, the same as in torch's allocator. The kernels need at most 128
 bytes."""
 PIECE_BYTES = 1 << 30
-"""Maximum size, in bytes, of the pieces in which memory is copied and restored. Large pieces transfer fast;
-several pieces let the copying of one overlap with the mapping of the next."""
+"""Maximum size, in bytes, of the pieces in which memory is copied and restored. Large pieces transfer faster,
+but several pieces are needed so that one can be copied while the next is mapped."""
 
 
 class VirtualMemory(Protocol):
@@ -49,11 +49,11 @@ class DeviceArena:
         self._base = driver.reserve(self._limit)
         self._allocated = 0
         self._size = 0
-        """Size, in bytes, of the part at the start of the range that is backed by physical memory unless the
-        arena is released."""
+        """Number of bytes, from the start of the range, that are backed by physical memory unless the arena
+        is released."""
         self._mapped: list[tuple[int, int, int]] = []
         """Address, size and handle of each mapped piece."""
-        # The finaliser must not refer to the arena.
+        # The finaliser must not refer to the arena, or the arena would never be deleted.
         end = weakref.finalize(self, _free, driver, self._base, self._limit, self._mapped)
         end.atexit = False
 
@@ -84,9 +84,9 @@ class DeviceArena:
         return self._driver.tensor(self._base + start, nbytes, self).view(dtype).view(shape)
 
     def growing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor at the start of the range, which may contain no other tensor. Only the part that
-        `grow` has backed with physical memory may be accessed. Call `grow` first, because torch determines an
-        address's device from its memory."""
+        """Return a tensor at the start of the range. The range must contain no other tensor. Only the part
+        that `grow` has backed with physical memory may be accessed. Call `grow` first, because torch
+        determines an address's device from its memory."""
         return (
             self._driver.tensor(self._base, math.prod(shape) * dtype.itemsize, self).view(dtype).view(shape)
         )
@@ -104,7 +104,7 @@ class DeviceArena:
         return self._driver.tensor(address, missing, self)
 
     def missing_bytes(self, nbytes: int) -> int:
-        """Return the physical memory, in bytes, that `grow` would allocate."""
+        """Return how many bytes of physical memory `grow` would allocate."""
         granularity = self._driver.granularity
         return max(0, -(-nbytes // granularity) * granularity - self._size)
 

@@ -1,9 +1,9 @@
 """One rank's device tables, which turn a `StepPlan` into a step's device input (`StepBatch`).
 
-Each running sequence owns one slot of the tables. The tables hold what the device itself updates: lengths,
-last tokens and penalty counts. The host also derives the lengths from the plans, so it knows all tensor
-shapes without reading from the device. The tables depend only on the plans and their order, not on time or
-rank, so equal plans produce equal tables on all ranks.
+Each running sequence owns one slot of the tables. They hold the values that the device itself updates:
+lengths, last tokens and penalty counts. The host also derives the lengths from the plans, so it knows all
+tensor shapes without reading from the device. The tables depend only on the plans and their order, not on
+time or rank, so equal plans produce equal tables on all ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepBatch:
     forward: ForwardInput
     sampling: SamplingBatch
     logits_indices: torch.Tensor | None
-    """Rows of the forward pass's result that logits are computed for: [logit rows] int64. None selects the
+    """Rows of the forward pass's result for which logits are computed: [logit rows] int64. None selects the
     first rows."""
     sampled_logits: int
     """Number of logit rows used for sampling. The remaining rows belong to `prompts`."""
@@ -92,7 +92,7 @@ class SlotTables:
         self.device = device
         self._padding = padding
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
-        # `np.full` touches every page now, so that later steps cause no page faults.
+        # `np.full` touches every page now, which avoids page faults in later steps.
         self._blocks_host = np.full((max_num_seqs, max_blocks_per_slot), 0, dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"

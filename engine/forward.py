@@ -26,5 +26,5 @@ class ForwardInput:
     logits_attention: AttentionInput | None = None
     """Attention input for a last layer that computes only the tokens whose logits are needed: the decodes'
     tokens and the last token of each prefill chunk. `queries` contains their indices. For all other tokens,
-    the last layer computes only keys and values, and the result has no rows. None means that the result has a
-    row for every token."""
+    the last layer computes only keys and values, and the result has no row. If None, the result has a row for
+    every token."""

@@ -47,8 +47,8 @@ class LocalEngine:
 
     Other ranks, if any, run in separate processes, as in a served replica.
 
-    The constructor raises the exceptions of `engine.runner.ModelRunner` and, with several ranks, OSError if a
-    process cannot be started and RankLost if a rank exits.
+    The constructor raises the same exceptions as `engine.runner.ModelRunner`. With several ranks, it also
+    raises OSError if a process cannot be started, and RankLost if a rank exits.
     """
 
     def __init__(self, spec: ReplicaSpec, progress: ProgressCallback = no_progress) -> None:
@@ -75,7 +75,7 @@ class LocalEngine:
         self._sleeping = SleepControl(self.core, self.runner)
         self.scheduler = self.core.scheduler
         self.finished: list[Finished] = []
-        """Final token counts of all submissions, accumulated over all calls of `generate`."""
+        """Final token counts of all submissions, accumulated over all `generate` calls."""
         self.timings: list[StepTiming] = []
         """Timing of each step, accumulated over all `generate` calls."""
         self._handles = 0

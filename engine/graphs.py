@@ -50,9 +50,9 @@ class DecodeGraphs:
         self._samples: dict[tuple[int, Variant], _Sample] = {}
 
     def capture(self, progress: ProgressCallback) -> None:
-        """Capture the graphs for all batch sizes, largest first, so that smaller ones reuse its memory.
-        Before each capture, a pass of a few layers loads the kernels and allocates their workspaces. The
-        sampling kernels are the same for all sizes.
+        """Capture the graphs for all batch sizes, largest first, so that the smaller ones reuse the largest
+        one's memory. Before each capture, a pass of a few layers loads the kernels and allocates their
+        workspaces. The sampling kernels are the same for all sizes.
         """
         few = self._decoder.representative(self._kv)
         pool = torch.cuda.graph_pool_handle()
@@ -94,8 +94,8 @@ class DecodeGraphs:
         if slots == self._current:
             return
         padded = slots + [-1] * (self._size(len(slots)) - len(slots))
-        # The source tensor can be freed at once, because the driver copies pageable memory before the call
-        # returns.
+        # The source tensor can be freed immediately, because the driver copies pageable memory before the
+        # call returns.
         self._slots[: len(padded)].copy_(torch.tensor(padded), non_blocking=True)
         self._current = list(slots)
 

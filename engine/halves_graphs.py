@@ -1,8 +1,8 @@
-"""Replays long passes from CUDA graphs, in two halves. On several GPUs, launching the kernels of a pass of
-several thousand tokens one by one takes the host longer than the devices need to compute the pass. Everything
-except attention and the sums over the ranks is captured, separately for each layer and half, so a captured
-pass may contain any prompts and decodes. As in `engine.model.halves`, one half's sums overlap with the other
-half's computation. The graphs read and write buffers that are allocated once.
+"""Replays long passes from CUDA graphs, in two halves. On several GPUs, a pass of several thousand tokens
+takes the host longer to launch kernel by kernel than it takes the devices to compute. Everything except
+attention and the sums over the ranks is captured, separately for each layer and half, so a captured pass may
+contain any prompts and decodes. As in `engine.model.halves`, one half's sums overlap with the other half's
+computation. The graphs read and write buffers that are allocated once.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class HalvesGraphs:
         self._graphs[size] = made
 
     def _parts(self, layer: Layer, half: int, rows: int) -> tuple[Callable[[], object], ...]:
-        """Return a layer's captured parts, in the order of `_LayerGraphs`. The first and last read the sums
-        that `PeerOverlap` stores in alternating buffers."""
+        """Return a layer's captured parts, in the order of `_LayerGraphs`. The first and the last part read
+        the sums that `PeerOverlap` stores in alternating buffers."""
         overlap = self._overlap
         before, between = (Residual(overlap.result(half, turn, rows)) for turn in range(2))
         qkv, attended, out = self._qkv[half, :rows], self._attended[half, :rows], overlap.part(half, rows)

@@ -43,7 +43,7 @@ class KernelBuild:
 
     def wait(self) -> None:
         """Block until the compilation has ended. If a kernel failed to compile, its first launch compiles it
-        again and raises the error. The compiler's messages are in the log."""
+        again and raises the error. The compiler messages are in the log."""
         if self._process is not None and (code := self._process.wait()):
             log.warning(
                 "compiling the kernels in advance failed (exit code %d): see the messages above", code
@@ -103,7 +103,7 @@ def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> Buil
 
 
 def is_built(served: ReplicaModel, gpu: compiling.GpuModel) -> bool:
-    """Return whether `build` has already succeeded with this cache folder for the same model, GPU, kernel
+    """Return whether `build` has already succeeded in this cache folder for the same model, GPU, kernel
     plans, source code and library versions."""
     return _mark(served, gpu).exists()
 

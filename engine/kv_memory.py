@@ -15,11 +15,11 @@ from kernels import KvPool
 
 
 class RankKvCache:
-    """The KV cache of one rank. The ranks agree on the number of blocks, so they must all make the same calls
-    in the same order. Unless that number is configured, a GPU's KV cache gets the memory that nothing else
-    needs. Its size is known only after every kind of step has run, but CUDA graphs, which contain the cache's
-    addresses, are captured earlier. Therefore, `allocate` only reserves addresses, and `grow` provides the
-    memory later. If no maximum sequence length is configured and the checkpoint's does not fit,
+    """The KV cache of one rank. The ranks agree on the number of blocks, so all ranks must make the same
+    calls in the same order. Unless that number is configured, a GPU's KV cache gets the memory that nothing
+    else needs. This amount is known only after every kind of step has run, but CUDA graphs, which contain the
+    cache's addresses, are captured earlier. Therefore, `allocate` only reserves addresses, and `grow`
+    provides the memory later. If no maximum sequence length is configured and the checkpoint's does not fit,
     `max_model_len` is lowered to a length that does.
     """
 
@@ -118,8 +118,8 @@ class RankKvCache:
             ) from error
 
     def _spare_bytes(self) -> int:
-        """Return how many bytes can still be allocated on this rank's GPU without exceeding
-        `gpu_memory_utilization`. Negative if the GPU already exceeds it."""
+        """Return how many bytes can still be allocated on this rank's GPU within `gpu_memory_utilization`.
+        Negative if the limit is already exceeded."""
         free, total = torch.cuda.mem_get_info(self._decoder.device)
         return int(free - (1 - self._spec.gpu_memory_utilization) * total)
 

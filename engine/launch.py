@@ -1,4 +1,4 @@
-"""Starts and stops a replica's processes. The core imports this module, so it does not load torch.
+"""Starts and stops a replica's processes. The core imports this module, which therefore does not load torch.
 
 Every rank is a new Python interpreter (`python -m engine.replica`), not a fork. The launcher monitors each
 rank through a pidfd. If one exits, the others must not wait for it forever in a collective operation: they
@@ -26,8 +26,9 @@ from engine.rank_messages import AskBlocks, Attach, CancelSequences, RankOutboun
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
-"""Time limit, in seconds, for a rank to exit after closing its channel or after another rank has exited. It
-covers the time to abort GPU kernels that wait for the lost rank. A rank that exceeds it is killed."""
+"""Time limit, in seconds, for a rank to exit after closing its channel or after another rank has exited. This
+includes the time to abort GPU kernels that are waiting for the lost rank. A rank that exceeds it is
+killed."""
 _STOP_CHECK_S = 1.0
 """Interval, in seconds, between checks for stopped ranks (SIGSTOP). A rank that is stopped in two consecutive
 checks is killed, because the other ranks wait for it."""
@@ -53,7 +54,7 @@ def module_command(module: str) -> list[str]:
 
 
 def module_environment() -> dict[str, str]:
-    """Return this process's environment, with PYTHONPATH set such that a child process imports the same
+    """Return this process's environment, with PYTHONPATH set so that a child process imports the same
     modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
@@ -79,9 +80,9 @@ def spawn_rank(
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
     """Start `python -m module` as a rank's process, and return the process and the channel to it. `gpus`
     lists the UUIDs of all ranks' GPUs. The process sees exactly these, because each rank accesses the memory
-    of the others' GPUs. If the list is empty, all GPUs stay visible. `log` receives a copy of the rank's log.
-    The operating system kills the rank when the calling thread ends. Raises OSError if the process cannot be
-    started.
+    of the other ranks' GPUs. If the list is empty, all GPUs stay visible. `log` receives a copy of the rank's
+    log. The operating system kills the rank when the calling thread ends. Raises OSError if the process
+    cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
@@ -102,8 +103,8 @@ def spawn_rank(
 
 
 def new_rendezvous() -> str:
-    """Create a folder for a rendezvous file, and return the file's path. The ranks create the file and find
-    each other through it."""
+    """Create a folder for a rendezvous file, and return the file's path. The ranks create the file, through
+    which they find each other."""
     return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
 
 
@@ -171,7 +172,7 @@ class ReplicaGroup:
         return [rank.process.pid for rank in self._ranks]
 
     def attach_front(self, front: str) -> int:
-        """Create a data channel between a front and rank 0, and return the file descriptor of the front's
+        """Create a data channel between a front and rank 0, and return the file descriptor for the front's
         end. The caller sends it to the front, then closes it.
         """
         ours, theirs = socketpair()
@@ -252,8 +253,8 @@ class ReplicaGroup:
         return rank
 
     def _closed(self, rank: _Rank) -> None:
-        """Kill a rank that has closed its channel but does not exit within the grace period. It is worth
-        waiting, because the exit status explains the failure better than the closed channel."""
+        """Kill a rank that has closed its channel but does not exit within the grace period. Waiting is
+        worthwhile, because the exit status explains the failure better than the closed channel does."""
 
         def give_up() -> None:
             if rank.returncode is None:

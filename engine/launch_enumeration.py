@@ -1,7 +1,7 @@
 """Enumerates the kernels that a replica launches by running its warm-up on meta tensors, which hold no data
 and compute nothing. `kernels.compiling.record` records each launch. The decoder, tables, graph code and
-sampler are those used for serving. Warm-up launches every kernel that serving does, so no separate list of
-operations has to be maintained.
+sampler are those used for serving. Warm-up launches every kernel that serving launches, so no separate list
+of operations has to be maintained.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _MAX_MODEL_LEN = 4096
 _KV_BLOCKS = 64
 """Assumed number of KV blocks, which does not affect the compiled kernels."""
 _MULTIPROCESSORS = 132
-"""Number of multiprocessors of a Hopper GPU, which does not affect the compiled kernels."""
+"""A Hopper GPU's multiprocessor count, which does not affect the compiled kernels."""
 _DIFFERENT_ROWS = 256
-"""Largest number of rows with a plan in the tables in `kernels/tuned`. Above it, only powers of two and the
-largest size are enumerated."""
+"""Largest row count for which the tables in `kernels/tuned` contain a plan. Above it, only powers of two and
+the largest size are enumerated."""
 _ALIGNMENT = 16
 """Triton compiles a separate kernel variant for integer arguments that are multiples of this value."""
 
@@ -137,7 +137,7 @@ class _EveryRank(Collectives):
 
 
 def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...]:
-    """Return those properties of a collective's argument that determine which kernels it launches."""
+    """Return the properties of a collective's argument that determine which kernels are launched."""
     if isinstance(argument, NextNorm):
         return (argument.quantised, *_kind(argument.gain))
     tensor = argument.values if isinstance(argument, Residual) else argument
@@ -146,7 +146,8 @@ def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...
 
 class MetaReplica:
     """One simulated rank of a replica, made of meta tensors. `table` contains the linears' kernel plans.
-    `max_model_len` is the maximum sequence length; None selects a length that launches every kernel.
+    `max_model_len` is the maximum sequence length; if None, a length is chosen at which every kernel is
+    launched.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Defines launched steps and the tensors with their results, and the functions that wait for these results
-and read them."""
+"""Defines launched steps and their result tensors, and the functions that wait for and read these results."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ class StepResults:
 
     sampled: SampledStep
     logprob_rows: list[tuple[int, int]]
-    """The requested log probabilities: for each row of `sampled.logprobs`, the index of its sampling slot,
-    and the number k of alternatives."""
+    """For each row of `sampled.logprobs`: the index of its sampling slot, and the requested number of
+    alternatives, k."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
     """The `Sampler.token_logprobs` results for each slice of prompt tokens whose log probabilities were
     requested. A slice may have several."""
@@ -32,7 +31,7 @@ class StepResults:
     """For each chunk that does not sample: its slot, and whether its last token's hidden state is finite.
     Checking the last token suffices, because its hidden state depends on all earlier tokens."""
     experts: ExpertChoices | None = None
-    """The expert choices counted so far, or None if this step does not return them."""
+    """The expert choices counted up to this step, or None if the step does not return them."""
 
 
 LOSS_CHECK_S = 0.1
@@ -43,7 +42,7 @@ class ThreadStep:
     """A step running on the CPU, on a worker thread. Implements `engine.core.LaunchedStep`.
 
     `check` raises an exception if a peer was lost. The worker thread may then remain blocked in a collective,
-    because gloo notices a lost peer only if its connections are closed.
+    because gloo notices that a peer was lost only when its connections close.
     """
 
     def __init__(self, future: Future[tuple[StepTokens, float]], check: Callable[[], None]) -> None:
@@ -63,7 +62,7 @@ class ThreadStep:
 
 
 class StreamStep:
-    """A step running on a CUDA stream between the events `began` and `ended`. Implements
+    """A step running on a CUDA stream, between the events `began` and `ended`. Implements
     `engine.core.LaunchedStep`.
 
     `previous_ended` is the previous step's `ended` event, or None for the first step. The gap between the two

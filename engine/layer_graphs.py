@@ -101,7 +101,7 @@ class LayerGraphs:
 
 
 def first_of_each_kind(layers: Sequence[Layer]) -> list[int]:
-    """Return the index of the first layer of each class."""
+    """Return the index of each layer class's first layer."""
     kinds = [type(layer) for layer in layers]
     return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
 

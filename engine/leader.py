@@ -167,8 +167,8 @@ class LeaderLoop:
             self._report(result)
 
     def _before_wait(self, plan: StepPlan) -> None:
-        """Make use of time that the loop would otherwise spend waiting for the device: announce a long step,
-        and continue a block survey if the core has requested one."""
+        """Use time that the loop would otherwise spend waiting for the device: announce a long step, and
+        continue a block survey if the core has requested one."""
         self._announce(plan)
         self._survey_blocks()
 
@@ -206,7 +206,7 @@ class LeaderLoop:
 
 
 class StepMeans:
-    """Mean duration and mean idle time of decode-only or mixed steps since the last report."""
+    """Mean duration and idle time of decode-only or mixed steps since the last report."""
 
     def __init__(self) -> None:
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0
@@ -217,8 +217,8 @@ class StepMeans:
         self._idle_us += timing.idle_us
 
     def take(self) -> tuple[int, float, float]:
-        """Return the number of steps, their mean duration in ms, and the mean idle time before a step in µs,
-        then reset all three."""
+        """Return the step count, the mean duration in ms, and the mean idle time before a step in µs, then
+        reset all three."""
         count = max(1, self._count)
         means = self._count, self._ms / count, self._idle_us / count
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0

@@ -5,8 +5,8 @@ stalled, and an event loop or a step loop must not wait for that. Loggers theref
 bounded queue, and a daemon thread writes them. If the queue is full, new lines are dropped and counted, and
 their number is logged once standard error is writable again.
 
-A process that the core started also sends a copy of its records to the core over a pipe (`engine.child_log`).
-The copy has its own queue and thread, so that a core that stops reading delays nothing else.
+A process started by the core also sends a copy of its records to the core over a pipe (`engine.child_log`).
+The copy has its own queue and thread, so a core that stops reading causes no other delays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_MESSAGE_CHARS = 2_000
 """Maximum length, in characters, of a record's message and traceback in the copy sent to the core."""
 STDERR = 2
 COPY_DESCRIPTOR = "APPLIANCE_LOG_DESCRIPTOR"
-"""Environment variable with the file descriptor to which a process sends a copy of its log."""
+"""Name of the environment variable that contains the file descriptor for the copy of a process's log."""
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Measures the available memory in bytes, and defines the errors a replica raises when memory is
+"""Measures the available memory in bytes, and defines the errors raised when a replica's memory is
 insufficient."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.messages import BLOCK_TOKENS
 
 CPU_MAX_KV_BYTES = 2 << 30
-"""Maximum size of the KV cache on a CPU if `kv_blocks` is not set, which leaves memory for other
+"""Maximum size of the KV cache on a CPU if `kv_blocks` is not set. The limit leaves memory for other
 processes."""
 
 
@@ -32,7 +32,7 @@ class PoolTooLarge(MemoryError):
 
 
 def available_host_bytes() -> int:
-    """Return how many bytes of host memory new allocations can use, given the limits of the machine and of
+    """Return how many bytes of host memory can still be allocated within the limits of the machine and of
     this process's cgroups (v2)."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -77,7 +77,7 @@ def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: b
 
 
 def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: int) -> PoolTooLarge:
-    """Return the error to raise if the KV pools of `ranks` ranks do not fit into `available_bytes`."""
+    """Return the error for KV pools of `ranks` ranks that do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
     # Round the suggestion down to two significant digits, so that small fluctuations of the available memory
@@ -91,8 +91,7 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
 
 
 def _cached_bytes(group: Path) -> int:
-    """Return the size of a cgroup's cached files, which the kernel drops when a new allocation needs
-    memory."""
+    """Return the size of a cgroup's cached files, which the kernel drops when memory is needed."""
     lines = (group / "memory.stat").read_text().splitlines()
     counts = dict(line.split() for line in lines if line.startswith(("active_file ", "inactive_file ")))
     return sum(map(int, counts.values()))

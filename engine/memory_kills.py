@@ -39,9 +39,9 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
-    """Return a note, for the message about a process's exit, that the OOM killer may have killed it. The note
-    is empty if the process was not killed by SIGKILL, or if the counter has not increased from
-    `count_at_start`, its value when the process started."""
+    """Return a note for an exit message, saying that the OOM killer may have killed the process. The note is
+    empty if the process was not killed by SIGKILL, or if the counter has not increased since `count_at_start`
+    was read at the start of the process."""
     if returncode != -signal.SIGKILL:
         return ""
     killed = count_memory_kills() - count_at_start

@@ -70,8 +70,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     """Token budget: the maximum number of tokens computed in a step."""
     max_mixed_tokens: int | None = None
-    """Token budget of a step with both decodes and prompts, which limits how long prompts delay the next
-    tokens of decoding sequences. None selects half of `max_num_batched_tokens`, but at most 4096."""
+    """Token budget of a step with both decodes and prompts, which limits how long prompts delay decoding
+    sequences' next tokens. None selects half of `max_num_batched_tokens`, but at most 4096."""
     kv_blocks: int | None = None
     """Number of KV blocks. None selects as many as fit into the memory left after a profiling step."""
     gpu_memory_utilization: float = 0.95
@@ -91,7 +91,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the CPUs that the ranks may use. If empty, they use those of the process that starts them."""
     share_reads: bool = False
     """Whether other replicas may read the same weights at the same time. If so, the files are read through
-    the page cache, so that each is read from disk only once."""
+    the page cache, so that each file is read from disk only once."""
 
     def process_name(self, rank: int) -> str:
         """Return the name of a rank's process in the log: the replica's name, and the rank if there are
@@ -131,7 +131,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Memory use in bytes, measured after loading."""
     min_step_s: float = 0.0
     """Lower bound, in seconds, on the duration of a decode step, derived from the bytes it reads and the
-    device's peak rates. It is 0 if these are unknown."""
+    device's peak rates, or 0 if the rates are unknown."""
     min_prompt_token_s: float = 0.0
     """Lower bound, in seconds, on the time per prompt token, or 0 if the device's peak rates are unknown."""
 
@@ -187,8 +187,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _TOKEN_TYPE: Final = "i"
-"""Type code of a packed token id for the modules `array` and `struct`: a signed 32-bit integer in the
-machine's byte order, as all processes run on the same machine."""
+"""Type code of a packed token id for the modules `array` and `struct`: a signed 32-bit integer in native byte
+order, because all processes run on the same machine."""
 TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
@@ -232,8 +232,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Urgency within priority classes 0 and 1: 0 if the submission is not urgent, otherwise the result of
     `urgency_of`, which is higher for shorter prompts."""
     reserved_slots: int = 0
-    """Number of slots reserved for urgent submissions. It applies to all submissions, even earlier ones,
-    until a submission with a different number arrives."""
+    """Number of slots reserved for urgent submissions. The number applies to all submissions, including
+    earlier ones, until a submission with a different number arrives."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -248,7 +248,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
 
     @property
     def credit_tokens(self) -> int:
-        """Token credit used by the submission. It is returned as the tokens are computed or dropped."""
+        """Token credit used by the submission. The credit is returned as the tokens are computed or
+        dropped."""
         return self.prompt_tokens + len(self.output_token_ids)
 
 
@@ -263,8 +264,9 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
-    """Natural log probabilities of a sampled or prompt token and of the most likely alternatives, in
-    descending order, from the model's distribution before temperature, penalties and biases."""
+    """Natural log probabilities of a sampled or prompt token, and of the most likely alternatives in
+    descending order. They are computed from the model's distribution before temperature, penalties and
+    biases."""
 
     token_id: int
     logprob: float

@@ -1,4 +1,4 @@
-"""Runs ranks 1 to N-1 of a replica with N ranks when rank 0 runs in the calling process.
+"""Runs ranks 1 to N-1 of an N-rank replica whose rank 0 runs in the calling process.
 
 A benchmark has no core to supervise the ranks, so `OtherRanks` starts their processes as the core does, and
 detects when one exits.
@@ -41,7 +41,7 @@ class OtherRanks:
         """Start the processes. The calling thread must outlive them. Raises OSError if a process cannot be
         started."""
         self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
-        """Configuration of all ranks, including the path of their rendezvous file."""
+        """The configuration of all ranks, including their rendezvous file's path."""
         self.plans: list[socket.socket] = []
         """Rank 0's ends of the plan channels to the other ranks, in rank order."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

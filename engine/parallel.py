@@ -1,6 +1,6 @@
 """Defines a replica's ranks and their collective operations. A single rank needs no process group and does
-not load torch.distributed. Step plans are not sent by collectives but on channels (`engine.plan_channel`). If
-the ranks' GPUs can map each other's memory, the ranks exchange small messages through GPU memory
+not load torch.distributed. Step plans are sent through channels (`engine.plan_channel`), not by collectives.
+If the ranks' GPUs can map each other's memory, the ranks exchange small messages through GPU memory
 (`engine.peer_ranks`)."""
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ class Overlap(Protocol):
     """Number of tokens in the first half."""
 
     def part(self, half: int, rows: int) -> torch.Tensor | None:
-        """Return the buffer for the summand `part` of one half's next `start`: [rows, hidden]. If None, the
-        caller allocates it."""
+        """Return the buffer into which the caller can write the `part` for a half's next `start`: [rows,
+        hidden]. If None, the caller allocates its own."""
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
-        """Start computing one half's `residual` plus the sum of `part` over the ranks. May overwrite both
-        tensors. If the summand is not in the buffer returned by the method `part`, it is first copied
-        there."""
+        """Start computing a half's `residual` plus the sum of `part` over the ranks. May overwrite both
+        tensors. If `part` is not in the buffer returned by the method `part`, it is copied there first."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for one half's `start` to finish, and return its result, which is valid until the second
-        following `start` for this half."""
+        """Wait for the result of a half's latest `start`, and return it. It stays valid until `start` has
+        been called twice more for this half."""
 
 
 class Ranks(Protocol):
@@ -87,8 +86,8 @@ class Ranks(Protocol):
         that would not improve performance."""
 
     def abandon(self, reason: str) -> None:
-        """Abort all current and future waits for peers, after a peer was lost. May be called from any thread.
-        From then on, results of collectives are undefined, and `check` raises RankLost.
+        """Abort all current and future waits for peers, because a peer was lost. May be called from any
+        thread. From then on, results of collectives are undefined, and `check` raises RankLost.
         """
 
     def check(self) -> None:
@@ -328,8 +327,8 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
     if memory is None:
         reason = f" ({problem})" if problem else ""
         log.warning(
-            "rank %d: not all GPUs of the replica can access each other's memory%s: the ranks use NCCL for "
-            "every message, which makes each decode step slower",
+            "rank %d: not all of the replica's GPUs can access each other's memory%s; the ranks use NCCL for "
+            "every message, which slows down every decode step",
             group.rank,
             reason,
         )

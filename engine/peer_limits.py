@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 UNLIMITED = 1 << 62
-"""A size in bytes that is larger than every message."""
+"""A size, in bytes, that no message reaches."""
 
 
 @dataclass(frozen=True, slots=True)

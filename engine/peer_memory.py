@@ -59,6 +59,6 @@ class PeerMemory:
         return [handle.get_buffer(peer, shape, dtype) for peer in range(self.arena.world)]
 
     def stop(self) -> None:
-        """Abort all current and future waits for peers on this rank's GPU, after a peer was lost. The aborted
-        calls return undefined results. May be called from any thread."""
+        """Abort all current and future waits for peers on this rank's GPU, because a peer was lost. The
+        aborted calls return undefined results. May be called from any thread."""
         self._stop[0] = 1

@@ -24,11 +24,12 @@ HALVES = 2
 
 @dataclass(frozen=True, slots=True)
 class OverlapMemory:
-    """Buffers for the parts and the results of sums. All ranks' buffers are mapped on this rank's device."""
+    """Buffers for the ranks' parts and the resulting sums. All ranks' buffers are mapped on this rank's
+    device."""
 
     stages: Sequence[torch.Tensor]
-    """For each rank, the buffer that receives the parts that rank must sum: [HALVES, ranks, rows / ranks,
-    hidden]. The second index is the sending rank."""
+    """For each rank, the buffer that receives the parts it must sum: [HALVES, ranks, rows / ranks, hidden].
+    The second index is the sending rank."""
     gathered: Sequence[torch.Tensor]
     """For each rank, two result buffers per half, used alternately so that one can be read while the other is
     written: [HALVES, 2, rows, hidden]."""
@@ -46,7 +47,7 @@ class PeerOverlap:
 
     The copies and kernels of a sum form one CUDA graph, because launching them one by one would take the host
     longer than the device needs to compute a layer. The graphs' buffers are therefore allocated once. The
-    graphs for a number of tokens are captured when first needed, which is during warm-up.
+    graphs for each token count are captured when first needed, which is during warm-up.
 
     Between the first `start` of a pass and its last `finish`, the arena must not be used for anything else.
     """
@@ -81,7 +82,7 @@ class PeerOverlap:
         return self._parts[half, :rows]
 
     def result(self, half: int, turn: int, rows: int) -> torch.Tensor:
-        """Return one of a half's two result buffers, which hold the sums alternately: [rows, hidden]."""
+        """Return one of a half's two result buffers, which are used alternately: [rows, hidden]."""
         return self._results[half, turn, :rows]
 
     def begin(self, half: int, values: torch.Tensor) -> None:
@@ -101,8 +102,8 @@ class PeerOverlap:
         self.start_sum(half, rows)
 
     def start_sum(self, half: int, rows: int) -> None:
-        """Start adding every rank's part of one half to that half's latest sum. This rank's part must be in
-        the buffer returned by `part`."""
+        """Start a half's all-reduce, which adds every rank's part to that half's latest sum. This rank's part
+        must be in the buffer returned by `part`."""
         self._turns[half] ^= 1
         self._rows[half] = rows
         with self._on_stream(half):

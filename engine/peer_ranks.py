@@ -1,4 +1,4 @@
-"""Collective operations of ranks on GPUs that can map each other's memory. Small messages go through this
+"""Collective operations for ranks on GPUs that can map each other's memory. Small messages go through this
 memory (`kernels.triton.peer_arena`), and large ones through another group, which is NCCL on GPUs."""
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class PeerRanks(Collectives):
         )
 
     def _pieces(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split a tensor into pieces of about the same number of rows that fit into the arena."""
+        """Split a tensor into pieces that fit into the arena and have about the same number of rows."""
         count = -(-len(tensor) // all_reduce.max_rows(tensor.shape[1], self._arena))
         return tensor.split(-(-len(tensor) // count))
 

@@ -1,5 +1,6 @@
-"""Detects by its closed channel that another rank's process has exited. A separate thread watches the
-channels, because the main thread may be blocked in a collective that waits for the other rank."""
+"""Detects that another rank's process has exited by watching its channel, which then closes. A separate
+thread watches the channels, because the main thread may be blocked in a collective that waits for the other
+rank."""
 
 from __future__ import annotations
 

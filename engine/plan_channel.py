@@ -1,4 +1,4 @@
-"""The channel on which rank 0 sends each plan to the other ranks before launching the step."""
+"""The channels through which rank 0 sends each plan to the other ranks before launching the step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from engine.plan import RankPlan
 from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel, encode_frame
 
 PLAN_TIMEOUT_S = 30.0
-"""Maximum time, in seconds, that a peer may leave plans unread. A peer does not read while launching a step,
-which can take as long as computing a long prompt."""
+"""Maximum time, in seconds, that a peer may leave plans unread. A peer does not read plans while launching a
+step, which can take as long as computing a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
 """Maximum size of a plan's frame in bytes. It exceeds the limit for fronts, because both ends of a plan
@@ -44,11 +44,11 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound on the size of a plan's frame in bytes.
 
-    The lists of several setups in a step are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`;
-    those of a single setup, by the size of the front's frame that they arrived in, plus the sequence's
-    output. Apart from the setups, a plan contains at most every slot with its complete block table, the
-    tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is about
-    100 MB.
+    If a step has several setups, their lists are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`.
+    A single setup's lists are limited by the size of the front's frame in which they arrived, plus the
+    sequence's output. Apart from the setups, a plan contains at most every slot with its complete block
+    table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is
+    about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES

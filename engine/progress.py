@@ -15,14 +15,14 @@ def no_progress(progress: Progress) -> None:
 
 
 class StageTimes:
-    """A `ProgressCallback` that measures how long each stage of a start takes, and passes the reports on."""
+    """A `ProgressCallback` that measures how long each start-up stage takes, and passes the reports on."""
 
     def __init__(self, progress: ProgressCallback, now: Callable[[], float] = time.monotonic) -> None:
         self._progress = progress
         self._now = now
         self._label, self._since = "start", now()
         self._begun = True
-        """Whether the last report announced a new stage, rather than counted finished work."""
+        """Whether the last report announced a new stage instead of counting finished work."""
         self._seconds: dict[str, float] = {}
 
     def __call__(self, report: Progress) -> None:

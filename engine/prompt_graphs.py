@@ -1,13 +1,13 @@
 """Captures short forward passes of prompts as CUDA graphs, and replays them. For passes of up to a few
-hundred tokens, launching the kernels one by one takes the host longer than the device needs to run them.
+hundred tokens, launching the kernels one by one takes the host longer than running them takes the device.
 
-Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so they are not
-written to the cache, and are in no attention tile, so their attention is not computed.
+Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so nothing is
+written to the cache for them. They are in no attention tile, so their attention is not computed.
 
 Captured passes read an FP8 cache directly. They cannot expand the cache to the model's dtype first, because
 the number of blocks to expand depends on the plan. Direct reads are slow for long contexts, so passes with
-more than `MAX_FP8_KEYS` cached tokens do not use the graphs. They do not need them, because the host launches
-their kernels faster than the device runs them.
+more than `MAX_FP8_KEYS` cached tokens do not use the graphs. Such passes do not need graphs, because the host
+launches their kernels faster than the device runs them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PromptGraphs:
         self._windows = list(dict.fromkeys(decoder.config.sliding_windows))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._staged = (0, 0)
-        """The captured size of the staged pass in tokens, and its number of chunks."""
+        """The staged pass's captured size in tokens, and its number of chunks."""
         self._max_tokens = self.sizes[-1] if self.sizes else 0
         # Each chunk has its own slot, so there are at most as many logit rows as slots.
         self._max_chunks = min(MAX_CHUNKS, len(tables.lengths))

@@ -1,9 +1,9 @@
-"""Manages the memory of one rank that is released while the replica sleeps: the weights and the KV cache. On
-a GPU, the KV cache can also grow.
+"""Manages the part of a rank's memory that is released while the replica sleeps: the weights and the KV
+cache. On a GPU, the KV cache can also grow.
 
-On a GPU, the weights are copied to host memory, and the GPU memory of weights and KV cache is released and
-later remapped at the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released, because
-copying the weights would take as much memory as it frees.
+When a replica on a GPU goes to sleep, its weights are copied to host memory. The GPU memory of weights and KV
+cache is released, and later remapped at the same addresses (`engine.device_arena`). On a CPU, only the KV
+cache is released, because copying the weights would take as much memory as it frees.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RankMemory(Protocol):
         `grow_kv`, may be accessed. Raises torch.OutOfMemoryError."""
 
     def grow_kv(self, blocks: int) -> None:
-        """Provide the first `blocks` blocks, zero-filled, of every tensor from `growing_kv`. Raises
+        """Provide zero-filled memory for the first `blocks` blocks of every tensor from `growing_kv`. Raises
         torch.OutOfMemoryError."""
 
     def blocks_within(self, nbytes: int) -> int:
@@ -73,7 +73,7 @@ class RankMemory(Protocol):
         which needs host memory."""
 
     def save(self) -> None:
-        """Copy to host memory everything that `release` would destroy and `restore` needs."""
+        """Copy everything that `release` destroys and `restore` needs to host memory."""
 
     def forget(self) -> None:
         """Delete the copies made by `save`."""
@@ -102,7 +102,7 @@ class _FixedKv:
 
 
 class CpuMemory(_FixedKv):
-    """The memory of a rank on a CPU."""
+    """A rank's memory on a CPU."""
 
     held_bytes = 0
     host_bytes = 0
@@ -153,7 +153,8 @@ class CpuMemory(_FixedKv):
 
 
 class TorchMemory(_FixedKv):
-    """The memory of a rank on a GPU whose driver has no virtual memory management. The rank cannot sleep."""
+    """A rank's memory on a GPU whose driver does not support virtual memory management. The rank cannot
+    sleep."""
 
     held_bytes = 0
     host_bytes = 0
@@ -185,7 +186,7 @@ class TorchMemory(_FixedKv):
 
 
 class GpuMemory:
-    """The memory of a rank on a GPU."""
+    """A rank's memory on a GPU."""
 
     can_grow = True
 
@@ -196,7 +197,7 @@ class GpuMemory:
         self._kv: list[DeviceArena] = []
         """One arena per KV cache tensor, because only a tensor with its own arena can grow."""
         self._block_bytes: list[int] = []
-        """Size of a block in each of these tensors."""
+        """Size of a KV block in each of these tensors."""
         self._copies: list[torch.Tensor] = []
         """Page-locked copies of the weights, one per piece."""
         self._freeing: threading.Thread | None = None
@@ -311,7 +312,7 @@ class GpuMemory:
 
 
 def open_memory(device: torch.device, ranks: int) -> RankMemory:
-    """Return a rank's memory on this device. `ranks` is the replica's number of ranks."""
+    """Return a rank's memory on this device. `ranks` is the number of ranks in the replica."""
     if device.type == "cpu":
         return CpuMemory(device, ranks)
     _, total = torch.cuda.mem_get_info(device)

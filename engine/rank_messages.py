@@ -61,18 +61,18 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
     freed_bytes: int = 0
     """Number of bytes released."""
     host_bytes: int = 0
-    """Number of bytes of host memory that now hold copies of the weights."""
+    """Host memory, in bytes, that now holds copies of the weights."""
     seconds: float = 0.0
     """Duration of the operation."""
 
 
 class AskBlocks(msgspec.Struct, tag="ask_blocks", frozen=True):
     """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. All
-    `AskBlocks` messages that arrive before the answer share it."""
+    `AskBlocks` messages that arrive before the answer is sent share it."""
 
 
 class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
-    """An unfinished request and its KV blocks, in `BlockUse`."""
+    """An unfinished request and its KV blocks, as listed in `BlockUse`."""
 
     request_id: str
     blocks: int
@@ -212,9 +212,9 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     """Number of cached blocks overwritten because no block was free."""
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Number of prompt tokens of all started submissions. A prompt counts once per submission."""
+    """Number of prompt tokens in all started submissions. A prompt counts once per submission."""
     cached_tokens: int = 0
-    """Number of prompt tokens of all started submissions that were found in the prefix cache."""
+    """Number of those submissions' prompt tokens that were found in the prefix cache."""
     computed_tokens: int = 0
     """Number of tokens computed in prefills. Tokens recomputed after a preemption, including output tokens,
     are counted again."""

@@ -57,7 +57,9 @@ def main() -> None:
     channel."""
     log_to_stderr(UtcFormatter("replica"))
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
-    parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
+    parser.add_argument(
+        "--channel", type=int, required=True, help="file descriptor of the channel to the core"
+    )
     arguments = parser.parse_args()
     bound_kernel_caches()
     _die_with_parent()
@@ -80,8 +82,8 @@ def main() -> None:
         peers = [socket.socket(fileno=control.take_fd()) for _ in range(count)]
         _watch_peers(start.rank, peers, runner.ranks)
         if runner.device.type == "cpu":
-            # A rank on a GPU does not return freed memory to the operating system, because the thread that
-            # launches its kernels must not be made to wait.
+            # A rank on a GPU does not return freed memory to the operating system, because this could delay
+            # the thread that launches its kernels.
             return_memory_periodically()
         code = _serve(start, control, peers, runner)
     except Exception as error:
@@ -120,8 +122,8 @@ def _serve(
 
 
 def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
-    """Exit this process when a peer's process exits. Rank 0 watches all other ranks, which all watch rank
-    0."""
+    """Exit this process when a peer's process exits. Rank 0 watches all other ranks, and each of them watches
+    rank 0."""
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
@@ -162,8 +164,8 @@ class FollowingRunner(StepRunner, MemoryRunner, Protocol):
 
 
 def follow(control: Channel[RankInbound], plans: Channel[Any], runner: FollowingRunner) -> None:
-    """Execute rank 0's plans until rank 0 or the core closes its channel. Raises the exception of a failed
-    step or operation."""
+    """Execute rank 0's plans until rank 0 or the core closes its channel. If a step or an operation fails,
+    raises its exception."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(plans, selectors.EVENT_READ)

@@ -196,7 +196,7 @@ class ModelRunner:
         return self._memory_thread.submit(self._change_memory, asleep)
 
     def close(self) -> None:
-        """Wait for the launched steps, and leave the group of ranks."""
+        """Wait for the launched steps to finish, and leave the group of ranks."""
         if self._stream is not None:
             self._stream.shutdown()
         else:
@@ -325,7 +325,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
     def _capture_graphs(self, progress: ProgressCallback) -> None:
-        """Capture CUDA graphs for decode steps and short prompt passes."""
+        """Capture decode steps and short prompt passes as CUDA graphs."""
         # Imported here because these modules load Triton, which a CPU does not need.
         from engine.graphs import DecodeGraphs
         from engine.prompt_graphs import PromptGraphs
@@ -339,8 +339,7 @@ class ModelRunner:
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _capture_layers(self, progress: ProgressCallback) -> LayerGraphs | None:
-        """Capture the layers of passes whose kernels take the host longer to launch than the GPUs need to run
-        them."""
+        """Capture the layers of passes that take the host longer to launch than they take the GPUs to run."""
         if not self._captured_sizes or self.decoder.ops.name != "cuda":
             return None
         # Imported here because this module loads Triton, which a CPU does not need.
@@ -437,7 +436,7 @@ def _enter_thread(threads: int, device: torch.device) -> None:
 
 
 def _totals(ranks: Ranks, device: torch.device, numbers: Sequence[int]) -> list[int]:
-    """Return the sum of each number over all ranks. All ranks must call this function at the same time."""
+    """Return each number's sum over all ranks. All ranks must call this function at the same time."""
     totals: list[int] = ranks.all_gather_stack(torch.tensor(numbers, device=device)).sum(0).tolist()
     return totals
 

@@ -37,7 +37,7 @@ class BadWords:
 
 @dataclass(slots=True)
 class LogitsProcessors:
-    """The changes to the logits before sampling: penalties, biases, allowed tokens, bad words, and
+    """The changes made to the logits before sampling: penalties, biases, allowed tokens, bad words, and
     suppression of stop tokens before `min_tokens`.
 
     "Processed" slots are those whose logits are changed.
@@ -138,7 +138,7 @@ class SamplingTables:
     # ── setups ───────────────────────────────────────────────────────────────────────────────────
 
     def set_up(self, setups: list[SlotSetup]) -> None:
-        """Store the sampling parameters of slots that are assigned to new sequences."""
+        """Store the sampling parameters for slots assigned to new sequences."""
         self._epoch += 1
         floats: list[tuple[float, ...]] = []
         integers: list[tuple[int, int, int]] = []
@@ -360,7 +360,7 @@ class SamplingTables:
             logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
 
     def note(self, metadata: SamplingMetadata, token_ids: torch.Tensor) -> None:
-        """Store the tokens sampled ([sampling slots] int64) for slots with penalties or bad words, because
+        """Store the sampled tokens ([sampling slots] int64) of slots with penalties or bad words, because
         they affect those slots' next tokens."""
         processors = metadata.processors
         if processors is None:

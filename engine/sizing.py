@@ -1,8 +1,8 @@
 """Predicts a model's memory use per rank before the model is loaded. This module does not load torch.
 
-The sizes of the weights and the KV cache are exact. The size of the activations is an estimate, based on the
-largest set of tensors alive at the same time in the largest step. A replica reports both the predicted and
-the measured memory use.
+The sizes of the weights and the KV cache are exact. The activation size is an estimate, based on the largest
+set of tensors alive at the same time in the largest step. A replica reports both the predicted and the
+measured memory use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EXPANSION_BLOCKS = 1024
 """Maximum number of FP8 cache blocks that a pass with prompts expands to the model's dtype on a GPU."""
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum number of bytes of keys that the CPU backend (`kernels.reference`) copies at a time. A single
+"""Maximum size, in bytes, of the keys that the CPU backend (`kernels.reference`) copies at a time. A single
 sequence's keys are copied at once even if they are larger."""
 
 _SAMPLED_COPIES = 4
@@ -59,8 +59,8 @@ PEER_ARENA_BYTES = 34_603_008
 """Size, in bytes, of the memory through which a GPU exchanges messages with one other rank
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""Minimum number of tokens for a pass on several GPUs to overlap its sums over the ranks with computation
-(docs/parallel.md)."""
+"""Passes on several GPUs overlap their sums over the ranks with computation if they have at least this many
+tokens (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
 """The number of tokens in an overlapped pass's first half is a multiple of this value, so that GEMM tiles are
 filled."""
@@ -78,7 +78,7 @@ class Sizing:
     """Memory for hidden states, projections, logits and the attention workspace in a step that uses the full
     token budget."""
     table_bytes: int
-    """Memory for all slots' device tables, and for the rotary table."""
+    """Memory for all slots' device tables and the rotary table."""
 
     @property
     def kv_bytes(self) -> int:
@@ -100,9 +100,9 @@ def parameters(config: ModelConfig) -> int:
 
 
 def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: KvDType, tensor_parallel_size: int) -> int:
-    """Return the size, in bytes, of a KV block on one rank. A block contains the keys and values of
-    BLOCK_TOKENS tokens in all layers: `2 × layers × KV heads per rank × 64 × head_dim` elements and, with
-    "fp8", a float32 scale for each key and value.
+    """Return a KV block's size in bytes on one rank. A block contains the keys and values of BLOCK_TOKENS
+    tokens in all layers: `2 × layers × KV heads per rank × 64 × head_dim` elements and, with "fp8", a float32
+    scale for each key and value.
     """
     shard = config.shard(tensor_parallel_size, 0)
     head = config.head_dim + 4 if kv_cache_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_cache_dtype]
@@ -150,9 +150,8 @@ def predict(
 
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype: ModelDType, weights: WeightsDType) -> int:
-    """Return the size, in bytes, of all of a rank's weights. `dtype` is the dtype of the embeddings, the
-    norms and the output matrix. `weights` is the dtype of the layers' matrices: the same, "fp8" or
-    "fp8-block".
+    """Return the total size of a rank's weights in bytes. `dtype` is the dtype of the embeddings, the norms
+    and the output matrix. `weights` is the dtype of the layers' matrices: the same, "fp8" or "fp8-block".
     """
     width = DTYPE_BYTES[dtype]
     if weights not in (FP8, FP8_BLOCKS):
@@ -164,7 +163,7 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: ModelDType, weights: 
 
 
 def element_bytes(weights: WeightsDType) -> int:
-    """Return the size, in bytes, of an element of the layers' matrices, without its scale."""
+    """Return the element size of the layers' matrices in bytes, excluding scales."""
     if weights == FP8:
         return 1
     return 1 if weights == FP8_BLOCKS else DTYPE_BYTES[weights]
@@ -256,11 +255,11 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
 
 
 def _activations(config: ModelConfig, shard: Shard, dtype: ModelDType, tokens: int) -> int:
-    """Return the size, in bytes, of the largest set of tensors alive at the same time in a layer, which
-    occurs either during attention or during the MLP. Both need the residual and the normalised input (2 ×
-    hidden per token). Attention also needs qkv, the rotated q and k in float32, q and the result. The MLP
-    also needs gate_up, its activation and the result. Experts also need, per token and chosen expert, a copy
-    of the input, gate_up, its activation and its result.
+    """Return a layer's peak activation memory in bytes, which is reached either during attention or during
+    the MLP. Both need the residual and the normalised input (2 × hidden per token). Attention also needs qkv,
+    the rotated q and k in float32, q and the result. The MLP also needs gate_up, its activation and the
+    result. Experts also need, per token and chosen expert, a copy of the input, gate_up, its activation and
+    its result.
     """
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
@@ -270,8 +269,8 @@ def _activations(config: ModelConfig, shard: Shard, dtype: ModelDType, tokens: i
 
 
 def _feed_forward_activations(config: ModelConfig, shard: Shard, width: int) -> int:
-    """Return the size, in bytes per token, of the MLP's or experts' tensors (see `_activations`) in a dtype
-    of `width` bytes."""
+    """Return how many bytes per token the MLP's or experts' tensors take (see `_activations`), in a dtype of
+    `width` bytes."""
     mlp = (3 * shard.intermediate + config.hidden_size) * width
     if config.experts is None:
         return mlp
@@ -289,9 +288,9 @@ def _workspace_on_cpu(
     max_num_seqs: int,
     max_model_len: int,
 ) -> int:
-    """Return the size, in bytes, of the CPU backend's buffers: float32 logits with their copies for sampling,
-    and one layer's blocks copied by attention. Float32 models with tied embeddings also need a packed copy of
-    the output matrix, and FP8 weights a float32 copy of a matrix.
+    """Return the total size of the CPU backend's buffers in bytes: float32 logits with their copies for
+    sampling, and one layer's blocks copied by attention. Float32 models with tied embeddings also need a
+    packed copy of the output matrix, and FP8 weights need a float32 copy of one matrix.
     """
     kv = shard.kv_heads * config.head_dim
     outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)
@@ -310,11 +309,11 @@ def _workspace_on_gpu(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Return the size, in bytes, of a GPU's buffers: two sets of logits (one for the CUDA graphs), processed
-    logits in float32, penalty counts for every slot, and exclusion masks for every slot and for every
-    processed slot of a step. With several ranks, logits processors need the whole vocabulary, so both sets of
-    logits are also stored for all ranks. The result includes the buffer for expanding an FP8 cache, the CUDA
-    graphs, and CUDA's own memory.
+    """Return the total size of a GPU's buffers in bytes: two sets of logits (one for the CUDA graphs),
+    processed logits in float32, penalty counts for every slot, and exclusion masks for every slot and for
+    every processed slot of a step. With several ranks, logits processors need the whole vocabulary, so both
+    sets of logits are also stored for all ranks. The result includes the buffer for expanding an FP8 cache,
+    the CUDA graphs, and CUDA's own memory.
     """
     width = DTYPE_BYTES[dtype]
     gathered = 2 * width if shard.vocab < config.vocab_size else 0
@@ -328,8 +327,8 @@ def _workspace_on_gpu(
 def graph_bytes(
     config: ModelConfig, shard: Shard, dtype: ModelDType, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the memory, in bytes, that the driver and the memory pools retain for CUDA graphs, excluding the
-    logits of decode steps.
+    """Return how many bytes the driver and the memory pools retain for CUDA graphs, excluding decode steps'
+    logits.
 
     With 32 layers, one batch size's four graphs take 8 to 9 MiB (measured). A prompt pass has one graph, with
     the same number of kernels. The largest prompt pass's activations are added.
@@ -400,7 +399,7 @@ def decode_capture_sizes(largest: int) -> list[int]:
 
 
 def peer_bytes(tensor_parallel_size: int) -> int:
-    """Return the size, in bytes, of the memory through which a GPU exchanges messages with the other GPUs of
+    """Return the size in bytes of the memory through which a GPU exchanges messages with the other GPUs in
     its group."""
     return PEER_ARENA_BYTES * tensor_parallel_size if tensor_parallel_size > 1 else 0
 
@@ -413,9 +412,8 @@ def overlap_split(tokens: int) -> int:
 def overlap_bytes(
     config: ModelConfig, dtype: ModelDType, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the size, in bytes per GPU, of the buffers for sums that overlap with a pass. Each half has this
-    rank's part, all ranks' parts of the rows that this rank sums, and two results
-    (`engine.peer_overlap.PeerOverlap`)."""
+    """Return the size, in bytes per GPU, of the buffers for overlapped sums. Each half has this rank's part,
+    all ranks' parts of the rows that this rank sums, and two results (`engine.peer_overlap.PeerOverlap`)."""
     if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
         return 0
     return 2 * 4 * overlap_split(max_num_batched_tokens) * config.hidden_size * DTYPE_BYTES[dtype]
@@ -424,11 +422,10 @@ def overlap_bytes(
 def captured_bytes(
     config: ModelConfig, dtype: ModelDType, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the memory, in bytes per GPU, of the captured layers and halves of passes with prompts
-    (`engine.layer_graphs`, `engine.halves_graphs`).
-
-    It consists of the buffers between the graphs, the graphs' memory for computing an MLP or experts, and the
-    graphs themselves (as in `graph_bytes`). Passes in halves are captured for two token counts.
+    """Return how many bytes per GPU the captured layers and halves of passes with prompts take
+    (`engine.layer_graphs`, `engine.halves_graphs`). This includes the buffers between the graphs, the graphs'
+    memory for computing an MLP or experts, and the graphs themselves (as in `graph_bytes`). Passes in halves
+    are captured for two token counts.
     """
     sizes = layer_capture_sizes(config, tensor_parallel_size, max_num_batched_tokens)
     if not sizes:

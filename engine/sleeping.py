@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Totals = Callable[[Sequence[int]], list[int]]
-"""Returns the sum of each number over all ranks, which must all call it at the same time."""
+"""Returns each number's sum over all ranks. All ranks must call it at the same time."""
 
 
 class MemoryRunner(Protocol):
@@ -34,8 +34,8 @@ class MemoryRunner(Protocol):
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
         """Start releasing the memory if `asleep` is true, otherwise start restoring it. The operation begins
-        after all steps launched so far. Every rank must call this method. The future raises an exception if
-        the rank cannot continue."""
+        once all launched steps have finished. Every rank must call this method. The future raises an
+        exception if the rank cannot continue."""
 
 
 class RankSleep:
@@ -124,9 +124,9 @@ class SleepControl:
         self._requests.append(asleep)
 
     def poll(self) -> MemoryChanged | None:
-        """Start the next operation if possible, and return the result of one that has ended. A replica with
-        unfinished sequences cannot sleep; the result then contains the reason. If an operation fails such
-        that the replica cannot continue, its exception is raised.
+        """Start the next operation if possible, and return the result of an operation that has ended. A
+        replica with unfinished sequences cannot sleep; the result then contains the reason. If an operation
+        fails and the replica cannot continue, the exception is raised.
         """
         if self._running is None and self._requests and (refused := self._start()):
             return refused

@@ -1,4 +1,4 @@
-"""Checks those parts of a replica's configuration that need neither a checkpoint nor a device."""
+"""Checks the parts of a replica's configuration that can be checked without a checkpoint or a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.sizing import FP8
 
 
 def check_spec(spec: ReplicaSpec) -> None:
-    """Raise UnsupportedError if the configuration is invalid whatever the device."""
+    """Raise UnsupportedError if the configuration is invalid on every device."""
     if spec.load_format not in ("safetensors", "dummy"):
         raise UnsupportedError(f"load_format is {spec.load_format!r}", 'use "safetensors" or "dummy"')
     if spec.dtype != "auto" and spec.dtype not in DTYPE_BYTES:

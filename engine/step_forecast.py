@@ -1,4 +1,4 @@
-"""Predicts a step's duration from its size and the measured speed of earlier steps. Rank 0 announces long
+"""Predicts a step's duration from its size and the speed measured in earlier steps. Rank 0 announces long
 steps to the core, which would otherwise assume that the replica hangs. The prediction need not be exact,
 because the core multiplies it by a safety factor before killing a replica.
 """
@@ -11,8 +11,8 @@ MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
 """Conservative rates for a CPU and a GPU, in operations per second, which every device can reach. Used until
 a step of the same kind has been measured."""
 _KEEP = 0.8
-"""Factor by which the totals of all earlier steps are multiplied at each new step. At this value, the average
-depends mainly on the last five steps."""
+"""Factor by which each new step scales down the totals of earlier steps. With this value, the average depends
+mainly on the last five steps."""
 
 
 class _Speed:

@@ -44,7 +44,7 @@ class StepExecutor:
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
     choices_due: float = 0.0
-    """Earliest time at which a step may return expert choices again."""
+    """Earliest time at which a step may next return expert choices."""
 
     def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
         """Launch a step on the current stream, after all earlier steps. On a CPU, the step has finished when

@@ -26,8 +26,8 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Row counts below the smallest of `gemm_sizes`. They are warmed up too, because other kernels are selected
-for small row counts."""
+"""Row counts below the smallest of `gemm_sizes`. They are warmed up too, because different kernels are
+selected for small row counts."""
 
 
 def warm_up(
@@ -49,15 +49,15 @@ def warm_up(
 
 
 def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCallback = no_progress) -> None:
-    """Run passes of nothing but padding: passes with prompts, decode-only passes, and passes that compute
+    """Run passes that contain only padding: passes with prompts, decode-only passes, and passes that compute
     logits for every row count. They use a few layers that together launch every kernel
     (`ModelConfig.representative_layers`). Does not wait for the device.
     """
     passes = _PaddedPasses(steps)
     largest = sizes.results[-1]
     rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
-    # Run the largest pass first: torch's allocator then retains enough memory for all others. In increasing
-    # order, each would allocate more memory, several gigabytes in total.
+    # Run the largest pass first: torch's allocator then retains enough memory for all others. In ascending
+    # order, each pass would allocate more memory, several gigabytes in total.
     tokens = sizes.tokens[::-1]
     count = max(len(tokens), len(rows))
     for index in range(count):
@@ -73,7 +73,7 @@ def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCal
 
 
 class _PaddedPasses:
-    """Runs passes of nothing but padding, so that nothing is written to the KV cache."""
+    """Runs passes that contain only padding, so that nothing is written to the KV cache."""
 
     def __init__(self, steps: StepExecutor) -> None:
         self._decoder, self._kv = steps.decoder.representative(steps.kv)

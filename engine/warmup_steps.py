@@ -55,7 +55,7 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
     longest = max(1, max_model_len - 1)
     deep = _prompts(max_num_seqs, max_num_batched_tokens, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
-    # All decodes share the KV pool. Limit their total length to about that of the longest sequence or a
+    # All decodes share the KV pool. Limit their total length to about that of the longest sequence or of a
     # step's token budget.
     together = max(max_model_len, max_num_batched_tokens)
     length = max(1, min(max_model_len - 2, together // max_num_seqs))
@@ -111,7 +111,7 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
 
 def _prompts(max_num_seqs: int, max_num_batched_tokens: int, longest: int) -> list[Chunk]:
     """Return the first chunks of several prompts, with at most `longest` tokens each. They fill the token
-    budget, unless every sequence gets a chunk before it is used up. All prompts continue after these
+    budget, unless every sequence gets a chunk before the budget is used up. All prompts continue after these
     chunks."""
     left, chunks = max_num_batched_tokens, list[Chunk]()
     while left and len(chunks) < max_num_seqs:

@@ -2,7 +2,7 @@
 Unix stream socketpair. A step loop polls a `Channel` with `read`; on an event loop, `listen` registers
 callbacks. Only `drain` blocks. End of file means that the peer has exited or closed its end. A frame consists
 of its length (4 bytes, little-endian) and one struct in msgpack. File descriptors are sent with the first
-byte of their frame (`SCM_RIGHTS`), so they arrive in the order of the frames.
+byte of their frame (`SCM_RIGHTS`), so they arrive in frame order.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Channel(Generic[Inbound]):
         return not self._out
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until all queued bytes are written or the channel is closed. Returns False if this takes
-        longer than `timeout_s` seconds."""
+        """Wait until all queued bytes are written or the channel closes. Returns False if this takes longer
+        than `timeout_s` seconds."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.flush():
             left_s = None if deadline is None else deadline - time.monotonic()
