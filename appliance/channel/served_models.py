@@ -35,7 +35,8 @@ class Arm(msgspec.Struct, frozen=True, array_like=True):
 
     unit: str
     weight: float
-    """The arm's weight. Its share of the requests is its weight divided by the sum of all arms' weights."""
+    """The arm's weight. The arm's share of the requests is this weight divided by the sum of all arms'
+    weights."""
     target: str
     """The target, as written by the operator. Callers are assigned to arms by this text, so callers keep
     their arm even if the target's default version changes."""

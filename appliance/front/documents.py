@@ -66,8 +66,8 @@ class PromptTokenDocument(_Document):
     rank: Annotated[
         int | None,
         Meta(
-            description="The token's rank by probability, starting at 1. Null if it is not among the "
-            "returned alternatives."
+            description="The token's rank by probability, starting at 1. Null if the token is not among "
+            "the returned alternatives."
         ),
     ]
     decoded_token: str

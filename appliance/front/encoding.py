@@ -60,6 +60,6 @@ async def do_work(
 
 
 def too_much_work(state: AppState, error: TooMuchWorkError) -> ApiError:
-    """Return the 503 error for a tenant that has too much text in progress, and count the refusal."""
+    """Count a refusal, and return the 503 error for a tenant with too much text being processed."""
     state.refused_prompts += 1
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

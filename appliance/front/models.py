@@ -182,8 +182,8 @@ class Catalog:
     # ── use by requests ──
 
     def prepare(self, model: LoadedModel) -> Callable[[], None]:
-        """Count a request that is being prepared for the model. The core keeps the model loaded until the
-        returned function is called, which may happen more than once."""
+        """Count a request that is being prepared for the model, until the returned function is called. Until
+        then, the core keeps the model loaded. Further calls have no effect."""
         unit, counts = model.unit, self._preparing
         counts[unit] += 1
         left = [unit]

@@ -20,8 +20,8 @@ MAX_PROMPT_LOGPROBS = 131_072
 """Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many blocks
 the event loop for 40 ms."""
 MAX_ANSWER_LOGPROBS = 262_144
-"""Maximum number of generated tokens' log probabilities in a non-streamed answer, which is held in memory
-until it is complete. Each log probability takes about 200 bytes."""
+"""Maximum number of generated tokens' log probabilities in a non-streamed answer. They are held in memory
+until the answer is complete, and take about 200 bytes each."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
 """Maximum number of prompt token ids in an answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144

@@ -43,12 +43,12 @@ class RequestContext:
     """The requested model, if the request has been moved to its fallback."""
     stream: bool = False
     user: str = ""
-    """The body's `user` field, which is written to the request log."""
+    """The body's `user` field. Written to the request log."""
     prompt_tokens: int = 0
     encoded_tokens: int = 0
     """Number of prompt tokens before truncation (`truncate_prompt_tokens`)."""
     work_tokens: int = 0
-    """Parsing and encoding work done by this front so far, in tokens. If the front refuses the request, the
+    """Parsing and encoding work that this front has done, in tokens. If the front refuses the request, the
     tenant is charged for this work."""
     admitted: bool = False
     """Whether `Admit` has been sent. If so, the request must be closed with `Settle` or `Refused` instead of

@@ -57,8 +57,8 @@ def submit_messages(
     admitted: Admitted,
 ) -> Iterator[tuple[Submit, list[Sample]]]:
     """Yield each submission to the replica, together with the samples it generates. The first attempt has one
-    submission per prompt. Later attempts have one per unfinished sample, which includes the sample's existing
-    tokens."""
+    submission per prompt. Later attempts have one per unfinished sample, whose prompt includes the sample's
+    existing tokens."""
     n = task.samples
     if admitted.attempt:
         groups = [(sample.prompt, [sample]) for sample in samples if not sample.finish_reason]

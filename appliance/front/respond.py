@@ -52,9 +52,9 @@ class GenerationResponse(Response):
             if not generation.ended.is_set():
                 generation.abort(error)
             generation.settle(self.status, error)
-            # The callbacks refer to the stream, which refers to the generation. Break this reference cycle so
-            # that both are freed immediately; the garbage collector would free them only after about a
-            # thousand streams.
+            # The generation's callbacks refer to the stream, which refers back to the generation. Break this
+            # reference cycle so that both are freed immediately; the garbage collector would free them only
+            # after about a thousand streams.
             generation.on_progress = generation.on_end = generation.on_fallback = None
             self._state.active.pop(self._context.request_id, None)
             if generation.is_kept and generation.ran:

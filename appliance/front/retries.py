@@ -36,7 +36,7 @@ _RUN_BYTES = 1024
 
 
 class KeyedRun:
-    """One run of a request with an `Idempotency-Key`, storing the response for retries. A finished run must
+    """One run of a request with an `Idempotency-Key`. It stores the response for retries. A finished run must
     not refer to connections or prompts, because `held_bytes` does not count their memory."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
@@ -166,7 +166,7 @@ class Retries:
         return run
 
     def take(self, message: Claimed) -> None:
-        """Handle the core's answer as to whether this front may run a request."""
+        """Handle the core's reply to a claim: whether this front may run the request."""
         run = self.runs[message.scope]
         if message.is_elsewhere:
             self._forget(run)

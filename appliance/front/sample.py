@@ -68,7 +68,7 @@ class Sample:
         self.cumulative_logprob = 0.0
         """Sum of the delivered tokens' reported log probabilities."""
         self.counted = 0
-        """Number of delivered tokens written to a stream."""
+        """Number of answer tokens that have been written to a stream."""
         self.finish_reason: FinishReason = ""
         self.begun = False
         """Whether this sample's first chunk in the stream has been built."""

@@ -17,8 +17,8 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""Maximum number of ids in a bit map built on the event loop, which takes 2 ms. Longer lists are converted in
-a thread."""
+"""Maximum number of ids in a bit map that is built on the event loop. Building it takes 2 ms. Longer lists
+are converted in a thread."""
 
 
 async def sampling_params(

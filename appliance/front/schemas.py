@@ -162,7 +162,7 @@ class GenerationRequest(RequestStruct, kw_only=True):
         _about("Seed for sampling. Requests with the same seed get the same answers. Default: random."),
     ] = None
     user: Annotated[
-        User | None, _about("Identifier of the client's end user, which is written to the request log.")
+        User | None, _about("Identifier of the client's end user. Written to the request log.")
     ] = None
     ignore_eos: Annotated[
         bool | None, _about("Continue generating after the model's end tokens. Default false.")

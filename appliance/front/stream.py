@@ -24,7 +24,7 @@ MAX_HELD_OUTPUTS = 65_536
 """Maximum number of outputs held for a client that is not reading. Each output has one or a few tokens. If
 the limit is exceeded, the request is ended."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
-"""Maximum number of held outputs with log probabilities, which may take a kilobyte each."""
+"""Maximum number of held outputs that have log probabilities. Such an output may take a kilobyte."""
 
 _MAX_COST = 2048
 """Maximum cost of one flush. A flush of this cost takes about 10 ms. Each event, each log probability, and
@@ -134,7 +134,7 @@ class EventStream:
                 spent += self._build(sample, events)
         last = False
         if spent >= _MAX_COST and self._waiting:
-            # The remaining events of this stream are written after other streams have been flushed.
+            # This stream's remaining events are written after other streams have been flushed.
             self._schedule()
         elif generation.failure is not None:
             events.append(b"data: " + generation.failure.document() + b"\n\n")

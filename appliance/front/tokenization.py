@@ -30,7 +30,7 @@ _MESSAGE_CHARACTERS = 16
 names for control tokens takes as long as searching this many characters."""
 _MARK_DIGITS = 20
 """Number of digits in the marker appended to a message to be continued. It consists of digits because no chat
-template filter changes them."""
+template filter changes digits."""
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 

@@ -1,4 +1,4 @@
-"""Derives the identity table, which fronts use to authenticate callers, from tenants, keys and settings. The
+"""Derives the identity table from tenants, keys and settings. Fronts use it to authenticate callers. The
 table is rebuilt only when policies or settings change. Fronts then receive only the differences. The core
 always reads a caller's rights from its own table (`IdentityRegistry.of`), never from a front's message.
 """
@@ -36,8 +36,8 @@ class IdentityRegistry:
         return self._table
 
     def of(self, identity: Identity) -> Identity:
-        """Return the current rights of a caller identified by a front. If its tenant or key has since been
-        deleted, return the rights of a tenant without a policy."""
+        """Return the current rights of a caller identified by a front. If the caller's tenant or key has
+        since been deleted, return the rights of a tenant without a policy."""
         policies = self._policies()
         if (tenant := policies.tenants.get(identity.tenant)) is not None:
             if not identity.key_id:

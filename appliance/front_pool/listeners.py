@@ -1,8 +1,8 @@
 """The API's listening sockets. The core accepts connections on them and gives each connection to a front.
 
-The core accepts connections on a listener only while a front takes them. Otherwise, new connections wait in
-the listener's backlog instead of being refused. Sockets opened by the service manager outlive the service: a
-client that connects while the service is down is served after the next startup.
+The core accepts connections on a listener only while a front can take them. Otherwise, new connections wait
+in the listener's backlog instead of being refused. Sockets opened by the service manager outlive the service:
+a client that connects while the service is down is served after the next startup.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class Listeners:
             listener.close()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """If the TCP address in `settings` is new, open a socket for it, which a later call to `change` will
-        use. If ListenError is raised, nothing has changed."""
+        """If the TCP address in `settings` is new, open a socket there for a later call to `change`. If
+        ListenError is raised, nothing has changed."""
         return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:

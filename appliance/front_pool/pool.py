@@ -277,9 +277,9 @@ class FrontPool:
     # ── channels to replicas ──
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Open a channel between every front, including fronts that start later, and a replica that has
-        become ready. `open_channel` returns the descriptor of a new channel for the named front. Raises
-        OSError if too many files are open."""
+        """Connect every front, including fronts that start later, to a replica that has become ready.
+        `open_channel` returns the descriptor of a new channel for the named front. Raises OSError if too many
+        files are open."""
         for front in self._by_name.values():
             front.attach(name, model, open_channel(front.name))
         self._replicas[name] = _Endpoint(model, open_channel)

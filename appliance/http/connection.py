@@ -55,7 +55,7 @@ class Connection(asyncio.BufferedProtocol):
         self.on_writable: Callable[[], None] | None = None
         """Called when the transport can accept bytes again."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called once, after the connection has closed. `on_writable` and `on_disconnect` belong to the
+        """Called once, after the connection has closed. `on_writable` and `on_disconnect` are set for the
         response in progress."""
         self.on_chunk: Callable[[bytes], None] | None = None
         """Called with each argument of `write_chunk`, even after the connection has closed."""
@@ -333,7 +333,7 @@ class Connection(asyncio.BufferedProtocol):
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
-        """If the whole body has arrived, drop its unread part. Return whether it has arrived."""
+        """Return whether the whole body has arrived. If so, drop its unread part."""
         parser = self._parser
         if parser.body is None or self._exchange is None:
             return True

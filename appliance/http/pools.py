@@ -26,7 +26,7 @@ class Pool:
     def __init__(self) -> None:
         self.limit = 0
         self.evicted = 0
-        """Number of connections closed to make room for others."""
+        """Connections closed to make room for others."""
         self._members: dict[Occupant, str] = {}
         """Each connection's tenant, or "" while it has none."""
         self._by_tenant: Counter[str] = Counter()

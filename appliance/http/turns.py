@@ -50,8 +50,8 @@ def source_of_request(tenant: str, peer: Peer) -> Source:
 class Turns:
     """Queues the connections' next operations: beginning a request, or reading more of a large body. Usually
     only one operation gets its turn per event loop iteration, so other clients' events are handled in
-    between. Sources take turns. Among the operations of a source, the one with the lowest rank comes first;
-    among equal ranks, the one that has waited longest.
+    between. Sources take turns. Among a source's operations, the lowest rank goes first; among equal ranks,
+    the longest-waiting operation.
 
     Once a budget has used its share of the event loop's time, its sources must pause, even if nothing else is
     waiting. This keeps the event loop idle for other clients' requests, and the CPU free for the service's
@@ -60,7 +60,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._waiting: dict[Source, list[tuple[int, int, Callable[[], None]]]] = {}
-        """A heap of waiting operations for each source. The dict's first source has the next turn."""
+        """A heap of waiting operations for each source. The dict's first source gets the next turn."""
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._used: list[str] = []
         """The budget of each turn in this event loop iteration."""

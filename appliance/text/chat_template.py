@@ -142,8 +142,8 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """A sandbox that limits operators that produce large results from small operands. `render` limits the
-    output size."""
+    """A sandbox that also limits operators whose results can be much larger than their operands. `render`
+    limits the output size."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_characters = MAX_RENDERED_CHARACTERS

@@ -14,7 +14,7 @@ run its next step."""
 
 
 class LoneSurrogateError(ValueError):
-    """Raised for a text with a lone surrogate, which UTF-8 cannot encode, at index `position`."""
+    """Raised for a text with a lone surrogate at index `position`. UTF-8 cannot encode lone surrogates."""
 
     def __init__(self, text: str, position: int) -> None:
         super().__init__(
@@ -44,8 +44,8 @@ of 131,072 tokens has this size at 4 bytes per token."""
 MAX_CACHED_WORDS = 500
 """Number of words whose tokens the tokenizers library caches per encoding thread. The longest cached words
 have 256 characters and take 9 KB each. The library's default, 10,000 words, can take up to 89 MB per thread,
-which is not freed when the tokenizer is deleted. With this lower limit, encoding ordinary text takes about
-10% longer (tokenizers 0.23, demo model).
+and this memory is not freed when the tokenizer is deleted. With this lower limit, encoding ordinary text
+takes about 10% longer (tokenizers 0.23, demo model).
 """
 _SHOWN_CHARACTERS = 20
 _MAX_CHARACTER_BYTES = 4

@@ -113,7 +113,7 @@ def _lower_priority() -> None:
 
 class _Lane:
     """A thread that runs one step of each tenant's work in turn. A tenant that has used up its share of the
-    thread's time must pause, which leaves the CPU to other tenants' requests."""
+    thread's time must pause, leaving the CPU to other tenants' requests."""
 
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)

@@ -37,9 +37,9 @@ class StopSet:
         self.strings = tuple(strings)
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
-        """Length of the text represented by each state."""
+        """For each state, the length of the text that it represents."""
         self.match = [-1]
-        """Index of the longest stop string that ends in each state, or -1."""
+        """For each state, the index of the longest stop string that ends there, or -1."""
         self.fallback = [0]
         """For each state, the state for the next shorter suffix of the text."""
         for index, string in enumerate(self.strings):

@@ -47,7 +47,7 @@ def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -> TokenTable | None:
-    """Return the table for `backend`, or None if its decoder is of neither common kind.
+    """Return the table for `backend`, or None if its decoder is not one of the two common kinds.
 
     In byte-level decoders (GPT-2, Llama 3, Qwen), each character represents a byte. In ByteFallback decoders
     (Llama 2, Mistral, Gemma), "▁" represents a space, <0xNN> represents a byte, and everything else is text.
@@ -105,7 +105,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(token: str, byte_of: dict[str, int]) -> bytes:
     try:
         return bytes([byte_of[character] for character in token])
-    except KeyError:  # An added token with characters outside the alphabet represents itself.
+    except KeyError:  # An added token that contains characters outside the alphabet stands for its own text.
         return token.encode()
 
 
