@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the tables of docs/alerts.md from the built-in rules and the fields of a rule.
+"""Writes the tables in docs/alerts.md from the built-in rules and the rule fields.
 
 Usage: scripts/alerts_page.py [--check]
 
@@ -35,7 +35,7 @@ FIRST = "## The built-in rules"
 
 
 def page(former: str) -> str:
-    """Return the whole page with new tables. The text above the first generated heading stays unchanged."""
+    """Return the page with regenerated tables. The text above the first generated heading stays unchanged."""
     parts = [former.partition(FIRST)[0].rstrip(), "", FIRST, ""]
     parts += ["| rule | raised when | why | next step |", "| --- | --- | --- | --- |"]
     for rule in BUILT_IN:
@@ -74,7 +74,7 @@ def _condition(rule: AlertRule) -> str:
 
 
 def _fields(kind: type[msgspec.Struct]) -> Iterator[str]:
-    yield "| field | value | without it | |"
+    yield "| field | value | if omitted | |"
     yield "| --- | --- | --- | --- |"
     texts = field_docstrings(kind)
     for field, shape in zip(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the tables of request fields in docs/api.md: scripts/api_page.py [--check]
+"""Writes the request field tables in docs/api.md: scripts/api_page.py [--check]
 
 A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`. The tables show
 each field's type, bounds and description. With --check, nothing is written, and the exit code is 1 if the
@@ -38,7 +38,7 @@ BEGIN, END = "<!-- fields: made by scripts/api_page.py -->", "<!-- end of fields
 
 
 def page(former: str) -> str:
-    """Return the whole page, with new tables between the markers."""
+    """Return the page with regenerated tables between the markers."""
     before, _, rest = former.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n\n" + "\n".join(_tables()) + "\n" + END + after

@@ -39,7 +39,7 @@ FIRST = "Outside of any table"
 
 
 def page(former: str) -> str:
-    """Return the whole page with new tables. The text above the first generated heading stays unchanged."""
+    """Return the page with regenerated tables. The text above the first generated heading stays unchanged."""
     head = former.partition(f"## {FIRST}")[0].rstrip() + "\n"
     parts = [head, *_section(FIRST, Settings, ()), *_section("[models.NAME]", ModelSettings, ("models",))]
     parts += _section("[models.NAME.sampling]", SamplingDefaults, ("models",))
@@ -55,7 +55,7 @@ def _section(title: str, table: type[msgspec.Struct], path: tuple[str, ...]) -> 
     words = [one_line(inspect.cleandoc(table.__doc__ or "")), _when(path)]
     yield f"## {f'`{title}`' if title.startswith('[') else title}\n"
     yield "\n".join(textwrap.wrap(" ".join(filter(None, words)), 119)) + "\n"
-    yield "| setting | value | without it | |"
+    yield "| setting | value | if omitted | |"
     yield "| --- | --- | --- | --- |"
     said = field_docstrings(table)
     for field, shape in zip(msgspec.structs.fields(table), shapes.type_info(table).fields, strict=True):

@@ -31,9 +31,9 @@ QUESTIONS = (
 )
 START_TIMEOUT_S = 180
 CLIENTS = 2
-"""Number of questions asked at once while the console is open."""
+"""Number of questions asked concurrently while the console is open."""
 PAUSE_S = 0.5
-"""Time, in seconds, that each client waits after an answer before asking its next question."""
+"""Seconds that each client waits between an answer and its next question."""
 
 
 def main() -> int:
@@ -180,8 +180,8 @@ def show_row(appliance: str, run_dir: Path) -> None:
 
 def run_in_foreground(command: list[str]) -> None:
     """Run an interactive command until the user exits it."""
-    # Only the command should react to Ctrl-C. Ignoring the signal here would make the command inherit that
-    # and ignore it too, so this process installs a handler that does nothing.
+    # Only the command should react to Ctrl-C. A child process inherits ignored signals, so install a handler
+    # that does nothing instead of ignoring the signal.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     process = subprocess.Popen(command)
     try:

@@ -17,7 +17,7 @@ from msgspec import inspect as shapes
 
 
 def field_docstrings(table: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the docstring of each field of a class and its bases, by field name."""
+    """Return the field docstrings of a class and its bases, keyed by field name."""
     texts: dict[str, str] = {}
     for kind in reversed(table.__mro__):
         if kind in (object, msgspec.Struct) or kind.__module__.startswith("msgspec"):

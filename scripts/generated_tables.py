@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/ that are derived from the code: scripts/generated_tables.py [--check]
+"""Writes the tables in docs/ that are derived from the code: scripts/generated_tables.py [--check]
 
 Comments mark each table's beginning (`generated: NAME`) and end (`end`). With --check, nothing is written,
 and the exit code is 1 if a table is out of date.
@@ -68,7 +68,7 @@ def columns(fields: Iterable[Declared]) -> str:
 
 
 def values(field: Declared) -> str:
-    """Return a description of a field's possible values."""
+    """Describe a field's possible values."""
     return {"span": "a duration such as 90s", "time": "a duration such as 90d, or a date"}.get(
         field.kind, field.expected
     ) + (", or none" if field.optional else "")

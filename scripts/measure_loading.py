@@ -116,8 +116,8 @@ def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
 def run_rank(
     rank: int, arguments: argparse.Namespace, files: list[Path], rendezvous: str, results: Any
 ) -> None:
-    """Run one rank's measurements. Rank 0 reports the total number of bytes of all ranks, and the slowest
-    rank's time."""
+    """Run one rank's measurements. Rank 0 reports the total bytes over all ranks, and the slowest rank's
+    time."""
     device = f"cuda:{rank}" if arguments.device == "cuda" else "cpu"
     if arguments.device == "cuda":
         torch.cuda.set_device(rank)

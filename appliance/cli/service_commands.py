@@ -86,7 +86,7 @@ def serve(
         int | None,
         typer.Option(
             metavar="N",
-            help="Maximum number of tokens that a step computes.",
+            help="Maximum number of tokens computed per step.",
             parser=whole_number(1, 1_048_576),
         ),
     ] = None,

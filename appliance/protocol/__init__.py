@@ -58,7 +58,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Degradation(msgspec.Struct, frozen=True, kw_only=True):
-    """A feature requested in a replica's settings that the replica runs without, such as a GPU or resource
+    """A feature that a replica runs without although its settings request it, such as a GPU or resource
     limits."""
 
     description: str
@@ -77,9 +77,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     load: LoadStatus | None = None
     """Progress of loading the model, or None if the replica is not loading."""
     pids: list[int] = msgspec.field(default_factory=list)
-    """One entry for each rank."""
+    """One entry per rank."""
     devices: list[str] = msgspec.field(default_factory=list)
-    """One entry for each rank."""
+    """One entry per rank."""
     backend: str = ""
     dtype: ModelDType | Literal[""] = ""
     """Data type used for computation."""
@@ -93,11 +93,11 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     host_bytes: int = 0
     """Host memory that holds the weights of a sleeping replica that runs on GPUs."""
     sleeps: int = 0
-    """Number of times the replica went to sleep."""
+    """How often the replica went to sleep."""
     wakes: int = 0
-    """Number of times the replica woke."""
+    """How often the replica woke."""
     wake_s: float = 0.0
-    """Total time the engine took to wake, in seconds."""
+    """Total time spent waking, in seconds."""
     links: str = ""
     """Links between the ranks' GPUs, such as "NVLink (18 links)". Empty if there is only one GPU or the links
     are not known."""
@@ -147,10 +147,10 @@ Requests for a "failed", "draining" or "drained" model are refused immediately."
 
 
 class ScalingChange(msgspec.Struct, kw_only=True):
-    """A load-driven change in a model's number of replicas."""
+    """A load-driven change in a model's replica count."""
 
     at: float
-    """Time of the change, in unix seconds."""
+    """When the change was made, in unix seconds."""
     former: int
     replicas: int
     reason: str
@@ -166,11 +166,11 @@ class ScalingStatus(msgspec.Struct, kw_only=True):
     demand: float
     """The load, measured in replicas: a load of 1.5 would fully use one and a half replicas."""
     expected: float
-    """Expected load at the time when a replica started now would be ready."""
+    """Expected load by the time that a replica started now would be ready."""
     reason: str = ""
     """Explanation of the expected load."""
     refusal: str = ""
-    """Reason why no replica can be added now."""
+    """Why no replica can be added now."""
     changes: list[ScalingChange] = []
     """The latest changes, newest first."""
 
@@ -183,7 +183,7 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     version: str
     """Fingerprint of the folder's files."""
     created: int
-    """Time at which the model's files were created, in unix seconds."""
+    """When the model's files were created, in unix seconds."""
     state: ModelState
     detail: str = ""
     """Explanation of the state. For a failed model, the reason for the failure."""
@@ -236,14 +236,14 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """The drained model, or null for the whole service."""
     state: DrainState
     grace_s: float
-    """Grace period in seconds, from when the drain starts to refuse requests. Requests still running when it
-    ends are stopped."""
+    """Grace period in seconds, starting when the drain begins to refuse requests. Requests still running at
+    its end are stopped."""
     grace_left_s: float
     """Seconds until the remaining requests are stopped."""
     queue: bool
     """Whether new requests wait until service resumes instead of being refused."""
     started_at: float
-    """Time at which the drain began, in unix seconds."""
+    """When the drain began, in unix seconds."""
     elapsed_s: float
     """Seconds since the drain began or, if it is complete, its duration."""
     running: int
@@ -289,16 +289,16 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """A tenant's or key's usage of one limit."""
 
     limit: str
-    """Name of the limit, a field of `store.policies.Quota`. For "kv_share", amounts are tokens in the KV
-    cache of the model for which the share of the tenant or key is largest."""
+    """Name of the limit, a field of `store.policies.Quota`. For "kv_share", amounts are KV cache tokens of
+    the model in which the tenant's or key's share is largest."""
     capacity: int
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
     used: int
     """Capacity used and not yet refilled, including the maximum that running requests may use."""
     held: int
-    """Amount held by unfinished requests. When a request finishes, the unused part of its amount is returned,
-    except for what has been refilled since the amount was reserved. `held` can therefore exceed `used`."""
+    """Amount reserved by unfinished requests. When a request finishes, the amount it did not use is returned,
+    less what has been refilled since the reservation. `held` can therefore exceed `used`."""
     resets_in_s: float | None
     """Time in seconds until the full limit is available again if nothing more is used. None means once
     requests finish."""
@@ -342,8 +342,8 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]
-    """The kind of entry. "any" stands for all users that the file mode of the socket admits and that have no
-    separate entry."""
+    """The kind of entry. "any" stands for all users without a separate entry whom the socket's file mode
+    admits."""
     number: int
     """The uid or gid, or -1 for "any"."""
     tenant: str
@@ -351,7 +351,7 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """Source of the entry: "mapped" (by an operator), or "settings" (the service's own user, root and the
     users in `unix.uids`)."""
     created_at: float | None = None
-    """Time at which the entry was mapped, in unix seconds."""
+    """When the entry was mapped, in unix seconds."""
 
 
 class Contents(msgspec.Struct, kw_only=True):
@@ -360,10 +360,9 @@ class Contents(msgspec.Struct, kw_only=True):
     request_id: str
     tenant: str
     created_at: float
-    """Time at which the request arrived, in unix seconds."""
+    """When the request arrived, in unix seconds."""
     goes_at: float | None
-    """Time at which the texts will be removed according to the current policy, in unix seconds, or None for
-    never."""
+    """When the texts will be removed under the current policy, in unix seconds. None means never."""
     texts: list[KeptText]
 
 

@@ -61,7 +61,7 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     detail: str = ""
     """Explanation of the version's state, such as "loading weights 43%", or the reason for a failure."""
     added_at: float | None = None
-    """Time at which the version was added to the registry, in unix seconds."""
+    """When the version was added to the registry, in unix seconds."""
     settings: dict[str, Any] = {}
     """The version's settings, by their names in settings files."""
     files: list[RegisteredFile] = []
@@ -71,16 +71,14 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     memory_bytes: int = 0
     """Memory used by the weights and KV caches of the version's replicas."""
     expires_at: float | None = None
-    """Time at which the version will be unloaded if no more requests arrive, in unix seconds; null for
-    never."""
+    """When the version will be unloaded if no more requests arrive, in unix seconds. Null means never."""
     shares: dict[str, float] = {}
-    """The fraction of requests that this version gets, for each name whose requests are split and can go to
-    it."""
+    """For each split name with this version as a target, the fraction of requests that this version gets."""
 
 
 class ShadowTimes(msgspec.Struct, kw_only=True):
-    """Mean timings of the original answers or of the answers to the copies, measured from the time at which a
-    request is sent to the replica."""
+    """Mean timings of the original requests or of their copies, measured from when a request is sent to the
+    replica."""
 
     ttft_ms: float
     e2e_ms: float
@@ -88,26 +86,26 @@ class ShadowTimes(msgspec.Struct, kw_only=True):
 
 
 class ShadowStatus(msgspec.Struct, kw_only=True):
-    """The copying of a share of a name's requests to another model or version. Results are counted since the
-    copying began or the service started."""
+    """A shadow, which copies a share of a name's requests to another model or version. Results are counted
+    from when the shadow was set or the service started."""
 
     name: str
     target: str
     share: float
-    """Fraction of the requests that are copied."""
+    """Fraction of requests that are copied."""
     compared: int = 0
     dropped: int = 0
-    """Number of copies not made because the target could not start them at once."""
+    """Number of copies not made because the target could not start them immediately."""
     failed: int = 0
     original: ShadowTimes | None = None
     """Timings of the original answers; null if there are no results yet."""
     copy: ShadowTimes | None = None
     greedy: int = 0
-    """Number of compared requests that use greedy sampling and whose prompt has the same tokens on the
-    original model and on the model to which they are copied."""
+    """Number of compared requests with greedy sampling whose prompt has the same tokens on the original and
+    the target model."""
     agreement: float | None = None
-    """Fraction of answer tokens before the first difference between the original's and the copy's answers,
-    over the requests counted in `greedy`."""
+    """Fraction of answer tokens that precede the first difference between original and copy, over the
+    requests counted in `greedy`."""
 
 
 class RegisteredModel(msgspec.Struct, kw_only=True):
@@ -128,5 +126,5 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     """Weights of the models and versions that share the name's requests. Empty if the default version gets
     all of them."""
     shadows: list[ShadowStatus] = []
-    """Shadow traffic of the model's name and its aliases."""
+    """Shadows of the model's name and its aliases."""
     versions: list[RegisteredVersion]

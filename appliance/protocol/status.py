@@ -35,14 +35,14 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float | None
-    """Predicted waiting time in seconds of a request that arrives now, based on measured rates. Null if there
-    are no measurements for any model."""
+    """Predicted wait in seconds for a request that arrives now, based on measured rates. Null if there are no
+    measurements for any model."""
     target_s: float | None
-    """Target for the waiting time in seconds, or None for P3."""
+    """Target waiting time in seconds, or None for P3."""
 
 
 class QueueStats(msgspec.Struct, kw_only=True):
-    """Counters and measurements of the request queue. Totals count from the start of the service."""
+    """Counters and measurements of the request queue. Totals are counted from the service's start."""
 
     waiting: int
     """Number of requests waiting for dispatch."""
@@ -53,16 +53,16 @@ class QueueStats(msgspec.Struct, kw_only=True):
     refused: int
     """Number of requests refused by the core."""
     ended: int
-    """Number of requests that have ended and have a closed row in the request log."""
+    """Number of ended requests whose row in the request log is closed."""
     waiting_tokens: int = 0
     """Number of prompt tokens of the waiting requests."""
     preemptions: int = 0
-    """Total number of preemptions of all finished requests."""
+    """Total number of preemptions over all finished requests."""
     overload: str = ""
     """Description of the overloaded models and the requests refused as a result. Empty if no model is
     overloaded."""
     overload_step: int = 0
-    """The step that load shedding has reached; 0 if there is no overload."""
+    """Current step of load shedding; 0 if there is no overload."""
     classes: list[ClassStatus] = []
     """One entry per service class, beginning with P0."""
 
@@ -93,17 +93,17 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     recorded_rows: int = 0
     """Number of rows that are proven unchanged by chain heads recorded outside the database."""
     spooled: int = 0
-    """Number of rows that the database has not accepted yet. They are added to the chain when the database
-    accepts them."""
+    """Number of rows not yet accepted by the database. They are added to the chain once the database accepts
+    them."""
     spooled_since: float | None = None
-    """Time at which the oldest row that the database has not accepted yet was spooled, in unix seconds."""
+    """When the oldest row not yet accepted by the database was spooled, in unix seconds."""
     places: list[str] = []
-    """Files that contain the rows that the database has not accepted yet."""
+    """Files that contain rows not yet accepted by the database."""
     in_memory: int = 0
     """Number of waiting rows that could not be written to any file. If the service exits, these rows exist
     only in its log."""
     dropped: int = 0
-    """Number of rows that could not be stored in the chain. They exist only in the service's log."""
+    """Number of rows that could not be added to the chain. They exist only in the service's log."""
     last_error: str | None = None
     """The current error, or None if there is none."""
 
@@ -128,7 +128,7 @@ class Problem(msgspec.Struct, kw_only=True):
     """A past problem."""
 
     at: float
-    """Time at which the problem last occurred, in unix seconds."""
+    """When the problem last occurred, in unix seconds."""
     where: str
     """Where the problem occurred: a front process, replica, database or socket."""
     description: str
@@ -157,11 +157,11 @@ class Status(msgspec.Struct, kw_only=True):
     python: str
     sqlite: str
     started_at: float
-    """Time at which the service started, in unix seconds."""
+    """When the service started, in unix seconds."""
     uptime_s: float
     state: ServiceState
     reason: str = ""
-    """Reason why the service is not ready."""
+    """Why the service is not ready."""
     config_file: str
     run_dir: str
     state_dir: str
@@ -176,5 +176,5 @@ class Status(msgspec.Struct, kw_only=True):
     current_problems: list[CurrentProblem] = []
     """The current problems. `appliance doctor` also reports them."""
     problems: list[Problem]
-    """Recent problems, the most recent first."""
+    """Recent problems, newest first."""
     drains: list[DrainStatus] = []

@@ -28,7 +28,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     place: Place
     field: str = ""
-    """Name of the setting, such as "models.chat.max_num_seqs"; empty if the fault concerns the whole file."""
+    """Name of the setting, such as "models.chat.max_num_seqs"; empty if the whole file is at fault."""
     description: str
     """Description of the fault, including the value."""
     remedy: str

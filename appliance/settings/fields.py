@@ -54,8 +54,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_replicas: Processes | None = None
     """Minimum number of replicas if `max_replicas` is set. Default: `replicas`."""
     ttft_target_s: PositiveSeconds = 2.0
-    """Target for the time to first token, in seconds. If `max_replicas` is set, a replica is added when
-    requests come close to this target."""
+    """Target time to first token, in seconds. If `max_replicas` is set, a replica is added when requests come
+    close to this target."""
     required: bool = True
     """Whether the service reports ready only while this model is ready. Startup, including `systemctl start`,
     waits for required models, which then stay loaded. A model that is not required is loaded at startup if it
@@ -84,9 +84,9 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_model_len: Positive | None = None
     """Maximum sequence length in tokens, including prompt and output. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64
-    """Maximum number of sequences that a replica runs at the same time."""
+    """Maximum number of sequences that a replica runs concurrently."""
     max_num_batched_tokens: Positive = 2048
-    """Maximum number of tokens that a step computes."""
+    """Maximum number of tokens computed per step."""
     max_mixed_tokens: Positive | None = None
     """Maximum number of tokens in a step that computes prompts while other sequences decode. A lower value
     shortens the time between tokens but slows down prompt processing. Default: half of
@@ -135,7 +135,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return self.folder, self.chat_template, self.sampling
 
     def spec(self, replica: str) -> ReplicaSpec:
-        """Return the specification of a replica of this model."""
+        """Return the specification of this model's replicas."""
         shared = set(ReplicaSpec.__struct_fields__) & set(self.__struct_fields__)
         fields = {name: getattr(self, name) for name in shared}
         if self.threads is None and self.cpu_limit is not None:
@@ -277,10 +277,10 @@ class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=Tru
     """Changes the number of replicas of models with `max_replicas`."""
 
     cooldown_s: Seconds = 30.0
-    """Time in seconds after a change during which no replica is removed, and none is added because of late
+    """For this many seconds after a change, no replica is removed, and none is added because of late
     requests."""
     idle_s: Seconds = 300.0
-    """Time in seconds for which the load must stay low before a replica is removed."""
+    """How long the load must stay low before a replica is removed, in seconds."""
 
 
 class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -318,7 +318,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Directory for the databases. Default: `$STATE_DIRECTORY` or `$XDG_STATE_HOME/appliance`
     (`~/.local/state`)."""
     drain_grace_s: Seconds = 10.0
-    """Time in seconds that running requests may continue after SIGTERM."""
+    """How long running requests may continue after SIGTERM, in seconds."""
     drain_notice_s: Seconds = 0.2
     """Delay in seconds between the start of a drain and the first refused request. During the delay,
     `/health/ready` already reports "not ready". Set it higher than your load balancer's health check

@@ -14,7 +14,7 @@ from appliance.settings.load import Loaded
 
 
 class SettingChange(NamedTuple):
-    """A setting whose value differs before and after a change."""
+    """A changed setting, with its values before and after the change."""
 
     path: Path
     before: Any

@@ -1,7 +1,7 @@
 """Generates training conversations. Most questions ask, in varying words, for the documented purpose of a
 name in Python's standard library.
 
-Questions about unknown names and other subjects are answered with an admission that the model does not know.
+For unknown names and other subjects, the answer admits that the model does not know.
 """
 
 import random
@@ -158,7 +158,7 @@ class ChatRows:
 
 
 class ConversationMaker:
-    """Creates random conversations as token ids. Every wording is tokenized once, in advance."""
+    """Creates random conversations as token ids. All wordings are tokenized once, in advance."""
 
     def __init__(
         self, tokenizer: Tokenizer, purposes: list[Purpose], frozen: Iterable[dict[str, str]], seed: int

@@ -59,8 +59,7 @@ TESTS_WEIGHT = 1
 
 @dataclass(frozen=True)
 class Document:
-    """One file of training text. Of two files of equal length, one with twice the `weight` is drawn twice as
-    often."""
+    """A file of training text. Doubling its `weight` doubles how often its text is drawn."""
 
     title: str
     text: str

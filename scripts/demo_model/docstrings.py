@@ -1,7 +1,6 @@
-"""Collects the names in Python's standard library, and each name's documented purpose from its docstring.
-
-The purpose of a name is the first sentence of its own docstring, never of an inherited one. C functions'
-docstrings begin with the signature, which is skipped.
+"""Collects the names in Python's standard library with their documented purposes. A name's purpose is the
+first sentence of its own docstring, never of an inherited one. C functions' docstrings begin with the
+signature, which is skipped.
 """
 
 import importlib

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of the model. They keep the dimensions of every rank's shards a multiple of 64 when the matrices
-    are split across four ranks."""
+    """The model's dimensions. Even if matrices are split across four ranks, every shard dimension is a
+    multiple of 64."""
 
     vocabulary: int = 5120
     hidden: int = 384

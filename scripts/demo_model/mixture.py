@@ -23,7 +23,7 @@ from demo_model.tokenizer import ASSISTANT, BEGIN, END_OF_TURN, PAD, USER, speci
 
 EXPERTS, CHOSEN = 4, 2
 NOISE = 0.6
-"""Standard deviation of the noise, as a fraction of each matrix's own."""
+"""Standard deviation of the noise, relative to that of each matrix."""
 CHAT_ROWS, TEXT_ROWS, TEXT_LENGTH = 16, 2, 256
 PEAK_RATE = 5e-4
 BALANCE = 0.01
