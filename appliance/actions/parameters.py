@@ -154,7 +154,7 @@ class RotateKey(_Parameters):
     seconds."""
 
     id: KeyId
-    overlap_s: Annotated[float, Meta(description="Time for which the old key stays valid.")] = 86400.0
+    overlap_s: Annotated[float, Meta(description="How long the old key stays valid.")] = 86400.0
     expires_at: Annotated[
         float | None,
         Meta(

@@ -1,5 +1,5 @@
 """Defines the requests that client processes send and the records that they report. All times are in seconds
-of `time.monotonic`, whose clock is the same in all processes on a machine."""
+of `time.monotonic`, which is the same in all processes on a machine."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Record(msgspec.Struct):
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
-    """Number of output tokens according to the server's `usage`, or None if it reported none."""
+    """Output tokens according to the server's `usage`, or None if it reported none."""
     prompt_tokens: int | None = None
     failure: str = ""
     """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty if the
@@ -124,12 +124,12 @@ class Record(msgspec.Struct):
 
     @property
     def chunks(self) -> int:
-        """Number of chunks that contained tokens."""
+        """Chunks that contained tokens."""
         return 0 if self.first_at is None else 1 + len(self.gaps_s)
 
     @property
     def output_tokens(self) -> int:
-        """Number of output tokens reported by the server or, if it reported none, the number of chunks."""
+        """Output tokens reported by the server or, failing that, the number of chunks."""
         return self.chunks if self.tokens is None else self.tokens
 
 

@@ -14,8 +14,7 @@ from appliance.bench.load import BenchProgress, Load, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
-"""Time in seconds between announcing the start time and the start, so that all client processes can start
-together."""
+"""How far ahead the start time is announced, in seconds, so that all client processes can start together."""
 
 
 class BenchError(Exception):

@@ -22,9 +22,9 @@ from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 SATURATED = 0.8
 """If the busiest client process uses more than this share of a CPU, the client may be the bottleneck."""
 LATE_MS = 20.0
-"""If requests are sent later than planned by more than this, the client may be the bottleneck."""
+"""If requests are sent this much later than planned, the client may be the bottleneck."""
 MAX_REQUESTS = 2_000_000
-"""Maximum number of requests per run. There is a limit because all of a run's records are kept in memory."""
+"""Maximum number of requests per run, because all of their records are kept in memory."""
 RESPONSE_SHARE = 0.5
 """Maximum response time, as a fraction of a trial's duration. If responses take longer, a trial ends before
 it reaches a steady state."""
@@ -60,11 +60,9 @@ def requests_at(rate: float, duration_s: float) -> int:
 
 
 def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float, ...]:
-    """Return the times of `requests` Poisson arrivals within `duration_s` seconds, sorted.
-
-    For a given number of requests, the times of Poisson arrivals are independent and uniformly distributed.
-    The number is fixed, because the rate would otherwise vary: with 100 requests, its standard deviation
-    would be 10 %.
+    """Return the sorted times of `requests` Poisson arrivals within `duration_s` seconds. Given their number,
+    Poisson arrivals are independent and uniformly distributed. The number is fixed: if it were random, the
+    rate would vary by 10 % (one standard deviation) with 100 requests.
     """
     draw = random.Random(f"{seed}/arrivals")
     return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))

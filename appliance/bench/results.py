@@ -70,9 +70,9 @@ class Backlog(msgspec.Struct):
     """Duration of a typical response; infinite if responses take so long that the run cannot show a
     backlog."""
     before: int
-    """Number of requests in the backlog halfway through the arrivals."""
+    """Requests in the backlog halfway through the arrivals."""
     after: int
-    """Number of requests in the backlog at the end of the arrivals."""
+    """Requests in the backlog at the end of the arrivals."""
     seconds: float
     """Time between the two counts, in seconds."""
     allowed: float

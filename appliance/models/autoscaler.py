@@ -24,7 +24,7 @@ _LATE_USE = 0.3
 """Late first tokens count only if the demand uses at least this share of each replica. At lower demand, they
 are caused by long prompts, and another replica would not help."""
 _AHEAD_S = 30.0
-"""The load is predicted for this many seconds after a replica started now would become ready."""
+"""How far beyond a new replica's startup time the load is predicted, in seconds."""
 REFUSED_S = 60.0
 """How long to wait before trying again to add a replica that did not fit into memory."""
 

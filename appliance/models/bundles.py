@@ -141,8 +141,7 @@ class Bundles:
         return traffic.uses.leaves_at(idle_s, times.load_began_at, not_before)
 
     def _waiting_since(self, unit: str) -> float | None:
-        """Return since when requests have been waiting for the model to be loaded, or None if none are
-        waiting."""
+        """Return when requests started waiting for the model to load, or None if none are waiting."""
         now, traffic = self._clock(), self._requests.state.models.get(unit)
         if traffic is None or not traffic.queued:
             return None
@@ -246,8 +245,8 @@ class Bundles:
         """Return the memory, in bytes, that unloading `unit` would make available to `wanted`.
 
         If `wanted` is asleep, only memory on its own GPUs counts, because it wakes on these GPUs. If `unit`
-        is asleep, a model on the CPU gains its host memory, and a model on GPUs gains the GPU memory that its
-        processes still hold.
+        is asleep, unloading it frees its host memory (if `wanted` runs on the CPU) or the GPU memory that its
+        processes still hold (if `wanted` runs on GPUs).
         """
         asleep = self._manager.is_parked_asleep(wanted)
         gpus = {gpu for one in self._manager.of(wanted) for gpu in one.resources.gpus} if asleep else set()

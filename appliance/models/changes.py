@@ -15,7 +15,7 @@ def describe_change(
     if former is None:
         return f"is being added with {wanted.replicas} replica{'s' if wanted.replicas > 1 else ''}"
     if former == wanted:
-        return "retrying the settings that could not be loaded before"
+        return "retrying the settings that previously failed to load"
     if former.spec("") != wanted.spec(""):
         return "its replicas are being replaced one by one"
     if former.replica_range() == wanted.replica_range():

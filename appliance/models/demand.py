@@ -14,8 +14,8 @@ _MAX_GROWTH = 2.0
 """The trend's prediction is capped at this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
-"""The prediction also considers yesterday's demand: the highest from the current time of day until this long
-after the predicted one."""
+"""The prediction also considers yesterday's demand, from the current time of day until this long after the
+predicted time of day."""
 
 
 class Demand(NamedTuple):

@@ -1,6 +1,6 @@
-"""Finds NVIDIA GPUs through NVML, which creates no CUDA context and therefore uses no GPU memory. Instead of
-a GPU that is split into MIG instances, its instances are listed: each can run a rank like a separate GPU.
-GPUs and instances share one numbering, in the order of the machine's GPUs."""
+"""Finds NVIDIA GPUs through NVML, which creates no CUDA context and therefore uses no GPU memory. A GPU that
+is split into MIG instances is listed as its instances, each of which can run a rank like a separate GPU. GPUs
+and instances share one numbering, in the order of the machine's GPUs."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def find_gpus() -> GpuReport:
 
 
 def gpu_processes() -> dict[int, set[int]]:
-    """Return the ids of the processes using the memory of each GPU or MIG instance, by its number. The result
-    is empty if NVML lists no processes."""
+    """Return the ids of the processes using each GPU's or MIG instance's memory, by its number. The result is
+    empty if NVML lists no processes."""
     import pynvml
 
     try:

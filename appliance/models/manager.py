@@ -49,8 +49,8 @@ from appliance.traffic.request_manager import RequestManager
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_LOADS = 2
-"""Number of failed starts after which a registered version is considered unloadable. A second start is
-worthwhile because the first one also fails if another process has not freed its memory yet."""
+"""Failed starts after which a registered version counts as unloadable. A second attempt is worthwhile,
+because the first also fails if another process has not freed its memory yet."""
 
 
 class ModelManager:
@@ -279,7 +279,7 @@ class ModelManager:
 
     def unpark(self, unit: str) -> None:
         """Load or wake a model that accepts requests without being loaded. `loaded` and `load_failure` report
-        the result, after which the caller must call `returned`."""
+        the result. The caller must then call `returned`."""
         self._parked.pop(unit, None)
         self._returning.add(unit)
         self._changes.begin(unit)
@@ -313,8 +313,8 @@ class ModelManager:
         return bool(replicas) and all(replica.sleeping.asleep for replica in replicas)
 
     def parked_host_bytes(self) -> dict[str, int]:
-        """Return how much host memory the weights of each parked model occupy, for models that are asleep or
-        going to sleep."""
+        """Return the host memory occupied by each parked model's weights. Includes only models that are
+        asleep or going to sleep."""
         return {
             unit: sum(replica.weight_bytes for replica in self.of(unit))
             for unit, parked in self._parked.items()

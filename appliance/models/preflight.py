@@ -1,7 +1,7 @@
 """Checks whether a model can be served, before anything is loaded or changed.
 
 `appliance config check`, `config reload`, `serve`, `doctor` and the commands that add models all run these
-checks, which read files but no weights.
+checks. The checks read files, but no weights.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the models' problems as faults in the settings that contain the models' folders."""
+    """Return the models' problems as settings faults, each located at the model's folder setting."""
     return [
         _fault(loaded, name, finding)
         for name, found in findings.items()

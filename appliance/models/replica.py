@@ -40,7 +40,7 @@ may take longer."""
 _SLEEP_WITHIN_S = 120.0
 """Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, a replica with 15
 GiB of weights took 3.43 s to go to sleep for the first time (docs/performance.md), so the limit is enough for
-several hundred GiB. No other model can be loaded in the meantime."""
+several hundred GiB. While a replica goes to sleep, no other model can be loaded."""
 _CHECK_AGAIN_S = 10.0
 """Interval at which the files of a model with a known problem are rechecked."""
 
@@ -155,8 +155,7 @@ class Replica:
 
     @property
     def ready_after_s(self) -> float | None:
-        """Time in seconds from the latest start until the replica was ready, or None if it is not ready
-        yet."""
+        """How long the latest start took, in seconds, or None if the replica is not ready yet."""
         return None if self._ready_at is None else self._ready_at - self._started_at
 
     @property

@@ -1,4 +1,4 @@
-"""Handles all replicas' events, and thereby connects the replicas with the request manager and the fronts."""
+"""Handles all replicas' events, connecting the replicas with the request manager and the fronts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from appliance.settings import ModelSettings, Settings
 
 
 class ReplicaFactory:
-    """Creates replicas, numbering those of each model."""
+    """Creates replicas, and numbers them per model."""
 
     def __init__(
         self,

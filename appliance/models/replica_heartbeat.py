@@ -8,7 +8,7 @@ from engine.rank_messages import LongStep, RankOutbound
 
 SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
-second. If it has announced a long step, the step's predicted time is added to this limit."""
+second. If a replica has announced a long step, the step's predicted time is added to this limit."""
 _MAX_STEP_FACTOR = 10.0
 """A replica counts as hung if an announced step takes longer than this multiple of its predicted time."""
 

@@ -48,7 +48,7 @@ class ReplicaSleep:
         return f"asleep for {minutes:.0f} min, {of_bytes(self.freed_bytes)} released{held}"
 
     async def change(self, group: ReplicaGroup, asleep: bool, timeout_s: float) -> str:
-        """Put the replica to sleep if `asleep` is true; otherwise, wake it. If this fails, return the reason,
+        """Put the replica to sleep if `asleep` is true; otherwise, wake it. Return the reason if this fails,
         otherwise an empty string. A replica that does not answer within `timeout_s` is killed."""
         self._pending = asyncio.get_running_loop().create_future()
         try:
@@ -84,8 +84,9 @@ class ReplicaSleep:
         self._answer(message)
 
     def ended(self, reason: str) -> bool:
-        """Handle the exit of the replica's processes. Return whether the replica stays asleep. If so, they
-        are restarted only when it is woken, because a different model may be using the memory by then."""
+        """Handle the exit of the replica's processes. Return whether the replica stays asleep. If so, the
+        processes are restarted only when the replica is woken, because a different model may now be using the
+        memory."""
         waking = self._pending is not None
         self._latest = MemoryChanged(False)
         self.asleep = self.asleep and not waking

@@ -47,8 +47,8 @@ class Bundle(NamedTuple):
     """Whether requests for the bundle's models are running or waiting."""
     waiting_since: float | None = None
     """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later.
-    None if no request is waiting. Without regard to the unloading, a model with a long queue would be
-    reloaded immediately after its eviction."""
+    None if no request is waiting. If the unloading did not count, a model with a long queue would be reloaded
+    immediately after its eviction."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
@@ -89,7 +89,7 @@ class Refuse(NamedTuple):
     units: tuple[str, ...]
     reason: str
     excluded: bool = False
-    """Whether the reason is a group with a model that stays loaded."""
+    """Whether the reason is that a group forbids loading them alongside a model that stays loaded."""
 
 
 class Wait(NamedTuple):

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 STOP_S = 2.0
 """How long a replica may take to stop before it is killed."""
 _RETURNED_AGAIN_S = 30.0
-"""How often to check whether a stopped replica has freed memory that it still held."""
+"""How often to recheck whether a stopped replica has freed its memory."""
 
 
 class ReplicaRetirements:
@@ -35,9 +35,9 @@ class ReplicaRetirements:
         publish: Callable[[], None],
         note: Callable[[str, str], None],
     ) -> None:
-        """`replicas` holds all replicas, from which this class removes stopped ones. `parked` holds the
-        parked models. `drain_grace_s` returns the setting of that name. `update` is called when
-        `Replica.answers` has changed. `publish` and `note` are the model manager's callbacks."""
+        """`replicas` holds all replicas; this class removes stopped ones. `parked` holds the parked models.
+        `drain_grace_s` returns the setting of that name. `update` is called when `Replica.answers` has
+        changed. `publish` and `note` are the model manager's callbacks."""
         self.unreturned: dict[str, str] = {}
         """Descriptions of memory still held by stopped replicas, by model."""
         self._replicas = replicas

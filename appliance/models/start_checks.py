@@ -11,8 +11,8 @@ Preflight = Callable[[str, ModelSettings], str]
 """Checks a model's files, given its name and settings. Returns the problem, or an empty string. Called in a
 thread."""
 FilesCheck = Callable[[str], str]
-"""Compares a version's files with its manifest. Returns the difference, or an empty string if there is none,
-or if the model is in the settings and has no manifest. Called in a thread."""
+"""Returns how a version's files differ from its manifest, or an empty string if they match. Models in the
+settings have no manifest, so the result is empty for them. Called in a thread."""
 
 
 class StartChecks:

@@ -24,7 +24,7 @@ _MAX_RETRY_S = 120.0
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
-"""A refused client is told to retry once this fraction of the queue is expected to have been served."""
+"""A refused client is told to retry when this fraction of the queue is expected to have been served."""
 _RUN_MARGIN = 1.2
 """Safety factor for predicted run times, because the replica may slow down while it generates the answer."""
 _PREDICTION_MARGIN = 1.5

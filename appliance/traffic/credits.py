@@ -69,7 +69,7 @@ class CreditAccount:
 
     @property
     def available_slots(self) -> int:
-        """Number of slots not occupied by dispatched, unfinished sequences."""
+        """Slots not occupied by dispatched, unfinished sequences."""
         return self.slots - sum(self._spent_seqs) + sum(self._returned_seqs)
 
     @property

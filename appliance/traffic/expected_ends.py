@@ -25,7 +25,7 @@ class ExpectedEnds:
         heapq.heappush(self._heap, (end, self._pushed, request))
 
     def postpone(self, now: float) -> None:
-        """Postpone each expected end time that is in the past: double the request's expected run time."""
+        """Double the expected run time of each request whose expected end time has passed."""
         while (end := self.first()) is not None and end <= now:
             request = heapq.heappop(self._heap)[2]
             self.expect(request, now + max(MIN_RUN_S, now - (request.began_at or now)))

@@ -41,7 +41,7 @@ class Ticket(Generic[Item]):
     """Sort key among the tenant's requests: the request's deadline or, if it has none, the time at which it
     becomes late for its class."""
     service: float
-    """Expected service in weighted tokens."""
+    """Expected service, in tokens weighted by cost."""
     prompt_tokens: int
     output_tokens: float
     """Expected output tokens, summed over all samples."""
@@ -147,7 +147,7 @@ class FairQueue(Generic[Item]):
         self.tenants = 0
         """Number of tenants in the order."""
         self.floor = 0.0
-        """Lowest virtual token counter of the waiting tenants when a request was last served."""
+        """The waiting tenants' lowest virtual token counter when a request was last served."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by the
@@ -207,7 +207,7 @@ class FairQueue(Generic[Item]):
         return found
 
     def urgency(self, ticket: Ticket[Item]) -> int:
-        """Return the urgency of a waiting request, which becomes `Submit.urgency`."""
+        """Return a waiting request's urgency, for `Submit.urgency`."""
         return self._urgency_if_light(ticket) if self._lines[ticket.tenant].light else 0
 
     def _urgency_if_light(self, ticket: Ticket[Item]) -> int:

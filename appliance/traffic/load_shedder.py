@@ -26,8 +26,8 @@ _RELIEVED = 0.5
 
 
 class LoadShedder:
-    """Decides which requests to refuse. Load shedding advances one step each time an overload has lasted
-    `overload_s` seconds, and goes back one step after as many seconds without overload."""
+    """Decides which requests to refuse. Every `overload_s` seconds, load shedding advances one step if there
+    is an overload, and goes back one step otherwise."""
 
     def __init__(self) -> None:
         self.step = CALM
@@ -42,8 +42,8 @@ class LoadShedder:
         return f"{self._reason}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
-        """Update the load-shedding step. `waits_s` contains, for each class, the predicted waiting time of a
-        request arriving now, or None if unknown."""
+        """Update the load-shedding step. `waits_s` holds each class's predicted waiting time for a request
+        arriving now, or None if unknown."""
         goal, relieved = CALM, True
         for number, given_up in enumerate(_MAX_STEP):
             wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)

@@ -77,7 +77,7 @@ class ModelTraffic:
         self.asked_at: float | None = None
         """When the latest request was accepted; None before the first."""
         self.uses = ModelUses()
-        """Each tenant's use of the model, which determines how long the model stays loaded."""
+        """Each tenant's use of the model. It determines how long the model stays loaded."""
         self.accounts: list[CreditAccount] = []
         self.outstanding = Outstanding()
         self.forecast = Forecast()
@@ -165,7 +165,7 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def open_levels(self) -> int:
-        """Return a bit mask of the levels that at least one replica currently accepts. Bit `l` stands for
+        """Return the levels that at least one replica currently accepts, as a bit mask: bit `l` stands for
         level `l`."""
         return self._levels(CreditAccount.open_levels)
 
@@ -184,10 +184,9 @@ class ModelTraffic:
         return levels
 
     def next_turn(self, now: float) -> Turn | None:
-        """Return the next request to dispatch, or None if there is none.
-
-        A request is chosen only if a replica has credit for its level. During the search, tenants that have
-        reached their limits are held, and requests whose keys have reached their limits are parked.
+        """Return the next request to dispatch, or None. A request is chosen only if a replica has credit for
+        its level. During the search, tenants that have reached their limits are held, and requests whose keys
+        have reached their limits are parked.
         """
         levels = self.open_levels()
         if not levels:
@@ -219,7 +218,7 @@ class ModelTraffic:
         return None
 
     def _level_of(self, request: Request, tenant: TenantTraffic) -> int:
-        """Return the service level of a request, which depends on the request's class and urgency.
+        """Return a request's service level, which depends on its class and urgency.
 
         P0 requests and the P1 requests of light tenants are urgent unless they have many samples. Shorter
         prompts have higher urgency.
@@ -360,7 +359,7 @@ class ModelTraffic:
             fair.set_urgent(self._max_samples, self._max_step_prompt_tokens)
 
     def tick(self, now: float) -> None:
-        """Update the load and all values derived from the load. Call this a few times per second."""
+        """Update the load and everything derived from it. Call this a few times per second."""
         self._load.tick(now)
         self._charge_output()
         self._expected_ends.postpone(now)
@@ -415,8 +414,8 @@ class ModelTraffic:
             self._load.offer(self._serving_s(request))
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
-        """Return the predicted waiting time of a new request in seconds. Like all predictions, it is valid
-        only while `predictable` is true."""
+        """Return a new request's predicted waiting time in seconds. Like all predictions, it is valid only
+        while `predictable` is true."""
         number, level = request.request_class, self._level_of(request, tenant)
         urgency = split_level(level)[1]
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due, urgency=urgency)

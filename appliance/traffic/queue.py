@@ -158,18 +158,17 @@ class RequestQueue(Generic[Item]):
     # ── dispatch order ──
 
     def _best_level(self) -> int:
-        """Return the highest-priority level at which any waiting request could run, or LEVELS if there are
-        none."""
+        """Return the highest-priority level at which a request may be waiting, or LEVELS if none is
+        waiting."""
         for number, fair in enumerate(self.classes):
             if fair.tenants:
                 return level_of(number, URGENCIES - 1)
         return LEVELS
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
-        """Return the level of a request that is dispatched before requests of higher-priority classes.
-
-        The request runs at the level of the highest-priority class with waiting requests, but never as P0. At
-        a lower-priority level, the engine would serve that class first.
+        """Return the level at which to run a request that is dispatched before higher-priority classes: the
+        level of the highest-priority class with waiting requests, but never P0. At a lower-priority level,
+        the engine would serve that class first.
         """
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))

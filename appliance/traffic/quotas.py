@@ -5,7 +5,7 @@
 
 Each request reserves one request and its maximum number of tokens (prompt and answer) in every bucket of its
 tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests therefore never
-exceed a limit together. The unused amount is returned when the request is settled. A request that is retried
+jointly exceed a limit. The unused amount is returned when the request is settled. A request that is retried
 on another replica keeps its reservation.
 
 This module does no I/O. It is not thread-safe: all calls are made on the core's event loop.

@@ -16,8 +16,8 @@ _HALF_LIFE_S = 2.0
 _ENOUGH_S = 0.1
 """Total measured step time, in seconds, after which measurements replace the prediction."""
 FIRST_STEPS = 16
-"""Number of warm-up steps of each kind that are ignored after a replica has started. They are slow because
-kernels are being loaded, memory is being allocated, and caches are empty."""
+"""Warm-up steps of each kind to ignore after a replica has started. They are slow because kernels are being
+loaded, memory is being allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
 """Minimum variance of the batch size. Below this, the time that each additional sequence adds to a step
 cannot be measured."""

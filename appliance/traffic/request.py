@@ -146,9 +146,9 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """Number of tokens charged to the quotas when the request ends: the prompt and the delivered tokens,
-        or 0 if the request never ran. If the front died, the generated tokens are charged instead of the
-        delivered ones. If their number is unknown too, the whole reservation is charged.
+        """Tokens charged to the quotas when the request ends: the prompt and the delivered tokens, or 0 if
+        the request never ran. If the front died, the generated tokens are charged instead of the delivered
+        ones. If their number is unknown too, the whole reservation is charged.
         """
         if self.reservation is None or self.settled is None:
             return 0
@@ -178,17 +178,17 @@ class Request:
 
     @property
     def tokens_to_prefill(self) -> int:
-        """Number of tokens that a replica must compute before it can generate the request's next output
-        tokens: the prompts and, if the request was resumed, the earlier output of its unfinished samples. A
-        resumed request has a separate submission for each sample, but its samples share their prompt in the
-        prefix cache."""
+        """Tokens that a replica must compute before it can generate the request's next output tokens: the
+        prompts and, if the request was resumed, the earlier output of its unfinished samples. A resumed
+        request has a separate submission for each sample, but its samples share their prompt in the prefix
+        cache."""
         if not self.admit.attempt:
             return self.admit.prompt_tokens
         emitted = max(0.0, self.most_each * self.admit.num_seqs - self.admit.max_tokens)
         return min(self.admit.prompt_tokens, self.first.prompt_tokens + round(emitted))
 
     def service(self, output_weight: float) -> float:
-        """Return the service, in weighted tokens, that this request is known to have received."""
+        """Return the service that this request is known to have received, in tokens weighted by cost."""
         if not (self.counted or self.counts_unknown):
             return 0.0
         prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)
@@ -196,8 +196,8 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Number of output tokens known to have been generated. If a replica was lost, this is at least the
-        number of delivered tokens."""
+        """Output tokens known to have been generated. If a replica was lost, at least as many as were
+        delivered."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.counts_unknown else self.generated_tokens
 

@@ -5,7 +5,7 @@ contains the request manager's data, and `RequestLifecycle` implements the state
 predicts how long requests will wait.
 
 When a request is accepted, its maximum use is reserved in its quotas before it waits. A waiting request is
-therefore never refused because of a quota, and concurrent requests never exceed one. The unused part is
+therefore never refused because of a quota, and concurrent requests never exceed a quota. The unused part is
 returned once, when the request is closed.
 
 The request manager does no I/O and needs no event loop; clocks are passed to it. Its methods may be called in
@@ -144,8 +144,8 @@ class RequestManager:
         return True
 
     def abort_all(self, message: str, model: str | None = None) -> int:
-        """Abort every in-flight request that is not held or, if `model` is given, every such request for this
-        model. Return the number of aborted requests."""
+        """Abort all in-flight requests that are not held, optionally only those for `model`. Return their
+        number."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )

@@ -42,8 +42,8 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     overload: _Factor = 10.0
     """Overload begins when a class's expected waiting time exceeds this multiple of its target."""
     overload_s: _Seconds = 5.0
-    """Load shedding advances one step each time an overload has lasted this many seconds, and goes back one
-    step after as many seconds without overload."""
+    """Interval, in seconds, at which load shedding advances one step during an overload and goes back one
+    step afterwards."""
 
     def target_s(self, request_class: int) -> float:
         """Return a class's target waiting time in seconds; infinite for P3."""

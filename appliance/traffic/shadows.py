@@ -10,7 +10,7 @@ from appliance.channel.front_messages import ShadowDone, ShadowMeasure
 
 @dataclass
 class MeasureSum:
-    """Sums over the original answers, or over the answers to the copies."""
+    """Sums over either the original answers or the copies' answers."""
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0
@@ -36,12 +36,11 @@ class ShadowSums:
     originals: MeasureSum = field(default_factory=MeasureSum)
     copies: MeasureSum = field(default_factory=MeasureSum)
     greedy: int = 0
-    """Number of compared requests with greedy sampling and identical prompt tokens for both models."""
+    """Compared requests with greedy sampling and identical prompt tokens for both models."""
     greedy_tokens: int = 0
-    """Number of answer tokens over the requests counted in `greedy`, using the longer of each pair of
-    answers."""
+    """Answer tokens of the requests counted in `greedy`, using the longer of the two answers."""
     equal_tokens: int = 0
-    """Number of tokens before the two answers first differ, summed over the requests counted in `greedy`."""
+    """Tokens before the two answers first differ, summed over the requests counted in `greedy`."""
 
 
 class ShadowResults:

@@ -18,10 +18,10 @@ class ModelStats(NamedTuple):
 
     name: str
     waiting: list[int]
-    """Number of requests waiting for their first dispatch, by class."""
+    """Requests waiting for their first dispatch, by class."""
     oldest_wait_s: list[float]
     resuming: int
-    """Number of requests that have lost their replica and are waiting to continue."""
+    """Requests that have lost their replica and are waiting to continue."""
     running: int
     overload_step: int
     """The current load-shedding step; 0 without overload."""
@@ -36,7 +36,7 @@ class TenantStats(NamedTuple):
     waiting_tokens: int
     running: int
     service: float
-    """Number of weighted tokens served in requests that have finished since startup."""
+    """Tokens served in requests that have finished since startup, weighted by cost."""
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:

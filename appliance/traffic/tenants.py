@@ -26,7 +26,7 @@ class Use:
         self.queued_tokens = 0
         self.running = 0
         self.seqs: dict[str, int] = {}
-        """Number of sequences running on replicas, by model."""
+        """Sequences running on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
         """Maximum number of cache tokens that the running sequences may occupy, by model."""
 
@@ -87,11 +87,11 @@ class TenantTraffic:
         """Usage of keys with waiting or running requests."""
         self.outputs = OutputLengths()
         self.service = 0.0
-        """Number of weighted tokens served since startup. Corrected when each request ends, because exact
+        """Tokens served since startup, weighted by cost. Corrected when each request ends, because exact
         token counts are known only then."""
         self.held_at: set[tuple[str, str]] = set()
-        """Pairs of a model and a key id that have reached their running-request limit. An empty key id stands
-        for the tenant's own limit."""
+        """(model, key id) pairs that have reached their running-request limit. An empty key id stands for the
+        tenant's own limit."""
 
     def key(self, key_id: str) -> Use:
         """Return the usage of one of the tenant's keys."""
@@ -106,7 +106,7 @@ class TenantTraffic:
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, seqs: int, kv_tokens: int) -> set[str]:
-        """Stop counting a request as running. Return the models for which waiting requests may now be able to
+        """Stop counting a request as running. Return the models whose waiting requests may now be able to
         start."""
         for use in self.uses(key_id):
             use.leave(model, seqs, kv_tokens)

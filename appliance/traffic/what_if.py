@@ -96,7 +96,7 @@ class _NoLog:
 
 
 class _Replay:
-    """One run of the request manager in simulated time. The simulated time is given as unix time."""
+    """One run of the request manager in simulated time. All times are in unix time."""
 
     def __init__(self, given: ReplayInput) -> None:
         self.now = given.since
@@ -107,7 +107,7 @@ class _Replay:
         self._replicas = {speed.replica: SimulatedReplica(speed) for speed in given.replicas}
         self._reported = dict.fromkeys(self._replicas, given.since)
         self._changes = dict.fromkeys(self._replicas, 0)
-        """Sequence number of each replica's most recently scheduled change. Earlier ones are ignored."""
+        """Sequence number of each replica's most recently scheduled change. Earlier changes are ignored."""
         self._manager = RequestManager(
             send=self._hear,
             rows=_NoLog(),
@@ -262,7 +262,7 @@ def replay(given: ReplayInput) -> QuotaForecast:
     tenants = {**{one.name: one for one in given.tenants}, **{one.name: one for one in given.changed_tenants}}
     keys = {**{one.id: one for one in given.keys}, **{one.id: one for one in given.changed_keys}}
     _Replay(given).run(Policies(tenants.values(), keys.values()), changed)
-    # Requests that were already running when the replay starts only contribute load; they are not counted.
+    # Requests already running when the replay starts contribute load, but are not counted.
     counted = [one for one in chosen if one.arrived_at >= given.since]
     forecasts = []
     for name in sorted({one.tenant for one in counted}):

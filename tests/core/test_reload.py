@@ -209,7 +209,7 @@ def test_a_model_with_settings_that_cannot_be_loaded_keeps_the_former_ones(
     assert replicas(service)[0].pids == kept
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
     (bad / "fake.json").unlink()
-    assert reload(service).models == ["model m: retrying the settings that could not be loaded before"]
+    assert reload(service).models == ["model m: retrying the settings that previously failed to load"]
     wait_until(lambda: names(service) == [("m-2", "ready")])
     assert service.admin.status().models[0].folder == str(bad)
 
