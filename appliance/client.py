@@ -46,7 +46,8 @@ class ServiceNotRunningError(Exception):
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """Raised if this user may not open the socket, so it is unknown whether a service is listening on it."""
+    """Raised if this user is not allowed to open the socket, so it is unknown whether a service is listening
+    on it."""
 
 
 class AdminClient:

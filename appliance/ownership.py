@@ -76,7 +76,7 @@ def trusted_state(state_dir: Path, run_dir: Path | None) -> frozenset[int]:
 
 def check_file(path: Path, uids: frozenset[int]) -> None:
     """Raise UntrustedError if `path` exists, unless it is a regular file that belongs to one of these users
-    and that only its owner can write to."""
+    and is writable only by its owner."""
     try:
         found = path.lstat()
     except OSError:

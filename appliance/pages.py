@@ -81,7 +81,7 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 
     @property
     def filter(self) -> RequestFilter:
-        """The conditions for the rows."""
+        """The query's conditions, as a filter for the store."""
         return RequestFilter(**{name: getattr(self, name) for name in RequestFilter.__struct_fields__})
 
 
@@ -147,7 +147,7 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
 
     @property
     def filter(self) -> ActionFilter:
-        """The conditions for the actions."""
+        """The query's conditions, as a filter for the store."""
         since, until = (None if at is None else iso_utc(at) for at in (self.since, self.until))
         return ActionFilter(self.actor, self.action, since, until)
 
@@ -180,7 +180,7 @@ class ChainReport(msgspec.Struct, kw_only=True):
     problems: list[str]
     """Descriptions of the faults. A fault in the chain comes first."""
     notes: list[str]
-    """Remarks, such as checks that could not be made."""
+    """Remarks, for example about checks that could not be made."""
     heads: int
     """Number of recorded heads that the chain was compared with, including those from the journal."""
     journal_heads: int
@@ -189,7 +189,7 @@ class ChainReport(msgspec.Struct, kw_only=True):
     confirmed_seq: int
     """Sequence number of the newest row confirmed by a recorded head."""
     spooled: int
-    """Number of entries still in the spool, and so not yet in the chain."""
+    """Number of entries still in the spool rather than the chain."""
 
 
 def chain_report(path: Path, findings: Findings, journal_heads: int, missing: str | None) -> ChainReport:

@@ -28,7 +28,7 @@ class InsufficientScopeError(Exception):
     def __init__(self, wanted: str, scopes: Iterable[str]) -> None:
         self.wanted = wanted
         has = ", ".join(sorted(scopes)) or "none"
-        super().__init__(f"this request needs a key with scope '{wanted}'; scopes of your key: {has}")
+        super().__init__(f"this request needs a key with scope '{wanted}'; your key's scopes: {has}")
 
 
 class ScopedRoute(Route):

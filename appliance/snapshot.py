@@ -2,7 +2,7 @@
 
 A `Snapshot` is a plain struct. Its values have the same names as in the admin API (`appliance.protocol`), so
 that a value on the screen can also be found in the JSON and in the metrics. A value that the service does not
-measure is None and not 0.
+measure is None, not 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ step."""
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of a duration over the requests that ended within a window."""
+    """Percentiles of a latency over the requests that ended within a window."""
 
     window_s: float
     count: int
@@ -144,9 +144,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     longest_ms: float | None = None
     """Duration of the longest decoding step in the slice."""
     longest_decodes: int | None = None
-    """Number of sequences that this longest step decoded."""
+    """Number of sequences in the longest decoding step."""
     longest_prompt_tokens: int | None = None
-    """Number of prompt tokens that this longest step computed."""
+    """Number of prompt tokens in the longest decoding step."""
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,8 +237,7 @@ class UnfinishedRequest(InFlight, kw_only=True):
     key_name: str = ""
     stream: bool | None = None
     queue_s: float | None = None
-    """Time in the queue before the first dispatch. If the request is still waiting, its time in the queue so
-    far."""
+    """Time in the queue before the first dispatch, or so far if the request is still waiting."""
     ttft_s: float | None = None
     """Time from the request's arrival to its first token."""
     cached_tokens: int | None = None

@@ -12,7 +12,7 @@ from engine.rank_messages import LongestStep, Report
 MAX_STALLS = 32
 """Maximum number of stalls in a snapshot. The newest stalls are kept."""
 _WINDOW_S = 10.0
-"""Time in seconds for which a replica's longest steps are remembered."""
+"""How long a replica's longest steps are remembered, in seconds."""
 _MAX_STEPS = 64
 _MEAN_STEPS = 32
 """A step is compared with the mean duration of this many recent decode-only steps. A report can contain just
@@ -56,7 +56,7 @@ class StallLog:
     def add(self, replica: str, at: float, report: Report, tenant: str) -> None:
         """Record a report's longest step if it is a stall. `tenant` is the tenant of the request named in the
         report. The step is compared with the mean of earlier reports, if any, because it may be the only step
-        in its own.
+        in its report.
         """
         mean_ms = self._means.get(replica) or report.step_ms
         if report.step_ms:

@@ -67,7 +67,7 @@ class Authenticator:
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:
-        """Replace the list of operators with the one in these settings."""
+        """Apply the list of operators in these settings."""
         gids = operator_gids(settings)
         self.gid = gids[0] if gids else None
         self._uids = frozenset({os.geteuid(), 0, *settings.uids})
@@ -78,7 +78,7 @@ class Authenticator:
         return peer.kind == "unix" and (peer.uid in self._uids or not self._gids.isdisjoint(peer.gids))
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer | None) -> Caller:
-        """Return the caller of a request. Raises DeniedError unless the caller has at least read access."""
+        """Identify a request's caller. Raises DeniedError unless the caller has at least read access."""
         fields = list(headers)
         caller = self._caller(fields, peer)
         return caller._replace(scopes=_READ, read_only=True) if _is_read_only(fields) else caller

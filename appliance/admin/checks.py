@@ -30,7 +30,7 @@ FINDINGS_KEPT_S = 30.0
 """Time in seconds for which the findings of a finished check are reused."""
 _ERRORS = dict.fromkeys((401, 403, 503), ErrorBody)
 _COMMANDS: dict[Check, str] = {"audit": "appliance audit verify", "findings": "appliance doctor"}
-"""The commands that run the checks without the service."""
+"""The commands that run the same checks without the service."""
 
 
 class CheckError(Exception):

@@ -11,8 +11,7 @@ from appliance.protocol.status import AuditStatus, CurrentProblem, DatabaseStatu
 from engine.logs import LogState
 
 _STALLED_S = 3.0
-"""A write to standard error, or a database operation, that takes longer than this is reported as a
-problem."""
+"""Database operations and writes to standard error that take longer than this are reported as problems."""
 
 _RETRIED = "fix the cause given in the message; the service retries automatically"
 
@@ -51,7 +50,7 @@ def _model(model: ModelStatus) -> Iterator[CurrentProblem]:
 def _fallback(model: ModelStatus) -> str:
     if not model.fallback:
         return ""
-    return f"; model {model.fallback!r} answers the requests of keys that allow a fallback"
+    return f"; model {model.fallback!r} answers requests whose keys allow a fallback"
 
 
 def _replica(replica: ReplicaStatus) -> Iterator[CurrentProblem]:

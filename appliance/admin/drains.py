@@ -20,7 +20,7 @@ class DrainAdmin:
     drains: Drains
     status: Callable[[Drain], DrainStatus]
     unit_of: Callable[[str], str]
-    """Returns the model or version that answers requests for a name, or an empty string if there is none."""
+    """Returns the model or version that answers requests for a name, or an empty string."""
 
     async def drain(self, actor: Actor, asked: DrainService) -> Effect:
         """Begin a drain. Raises DrainError."""

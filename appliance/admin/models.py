@@ -85,7 +85,7 @@ class ModelAdmin:
         if asked.name in self.operations.registry.current.aliases:
             raise ConflictError(f"{asked.name!r} is an alias: choose another name, or delete the alias first")
         if not os.path.isabs(asked.folder):
-            raise ValueError(f"folder = {asked.folder!r} is not an absolute path: write the whole path")
+            raise ValueError(f"folder = {asked.folder!r} is not an absolute path: use the full path")
         _check_settings(asked.name, asked.folder, asked.settings)
         self._check_fallback(asked)
         warnings = await self._check(asked)
@@ -378,7 +378,7 @@ def _check_settings(name: str, folder: str, settings: Mapping[str, Any]) -> None
     template = settings.get("chat_template")
     if isinstance(template, str) and not os.path.isabs(template):
         description = f"chat_template = {template!r} is not an absolute path"
-        converter.add((*path, "chat_template"), description, "write the whole path")
+        converter.add((*path, "chat_template"), description, "use the full path")
     converter.settings({"models": {name: {**settings, "folder": folder}}})
     if converter.faults:
         raise SettingsError(*converter.faults)

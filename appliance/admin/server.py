@@ -20,8 +20,8 @@ class AdminServer:
     """Serves the admin API on its socket between `start` and `stop`."""
 
     def __init__(self, path: Path, mode: str, given: socket.socket | None = None) -> None:
-        """`given` is the admin socket if the service manager created it, otherwise None. Such a socket
-        outlives the service."""
+        """`given` is the admin socket if the service manager created it, otherwise None. A socket created by
+        the service manager outlives the service."""
         self._path = path
         self._mode = mode
         self._given = given
@@ -35,7 +35,7 @@ class AdminServer:
         await self._server.listen(sock)
 
     def change(self, mode: str, gid: int | None) -> None:
-        """Change the file mode and the group of the socket."""
+        """Change the socket's file mode and group."""
         self._mode = mode
         if self._given is None and self._server is not None:
             change_access(self._path, mode, gid)

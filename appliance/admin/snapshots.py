@@ -271,7 +271,7 @@ class _Counters:
         self.preemptions = report.preemptions
 
     def since(self, before: _Counters) -> dict[str, Any]:
-        """Return the fields of a `Batch` for the time since the earlier counters `before`."""
+        """Return the `Batch` fields for the time since the earlier counters `before`."""
         decode, mixed = self.decode.since(before.decode), self.mixed.since(before.mixed)
         return {
             "steps": decode.steps + mixed.steps,
@@ -289,8 +289,7 @@ class _Counters:
 
 
 def _longest(replica: Replica, since: float) -> dict[str, Any]:
-    """Return the fields of a `Batch` that describe the longest step since `since`, a time on the monotonic
-    clock."""
+    """Return the `Batch` fields that describe the longest step since the monotonic time `since`."""
     step = replica.steps.longest.since(since)
     if step is None:
         return {}

@@ -20,7 +20,7 @@ from store.policies import Quota, QuotaScope, TenantRecord
 from store.tenants import BUILT_IN
 
 CancelRequests = Callable[[Callable[[Identity], bool], str], int]
-"""Cancels the running and queued requests of all matching callers, sends the message to their clients, and
+"""Cancels the running and queued requests of all matching callers, sends their clients the given message, and
 returns the number of cancelled requests."""
 Usage = Callable[[QuotaScope, str], list[LimitUsage]]
 """Returns how much of each limit a tenant or key has used. The arguments are ("tenant", name) or ("key",

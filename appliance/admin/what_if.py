@@ -1,4 +1,5 @@
-"""Predicts the effect of new limits by replaying the last few minutes' requests. Nothing is changed."""
+"""Predicts the effect of new limits by replaying the last few minutes' requests, without changing
+anything."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class WhatIf:
         except LookupError as error:
             raise WhatIfError(404, str(error.args[0])) from error
         if self._running:
-            raise WhatIfError(409, "another replay is running: try again when it has ended")
+            raise WhatIfError(409, "another replay is running: try again when it has finished")
         self._running = True
         try:
             return await asyncio.to_thread(replay_apart, given)

@@ -9,7 +9,7 @@ class BuiltInRule(AlertRule, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     """A rule that ships with the product."""
 
     reason: str
-    """The reason for the rule and for its threshold."""
+    """The reason for the rule and its threshold."""
 
 
 _DEAD = ["replica-crash-loop", "replica-failed", "replica-down"]
@@ -20,8 +20,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── processes ──
     BuiltInRule(
         name="replica-down",
-        reason="A replica that answered requests no longer does. Its requests continue on another "
-        "replica or after the restart, so clients notice a pause.",
+        reason="A replica that was serving requests has stopped. Its requests continue on another replica "
+        "or after a restart, so clients notice a pause.",
         metric="models[*].replicas[*].state",
         severity="critical",
         texts=["restarting", "silent", "starting", "loading"],
@@ -73,7 +73,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         metric="fronts[*].state",
         severity="warning",
         texts=["restarting"],
-        description="{where} ended; its connections were closed",
+        description="{where} exited; its connections were closed",
         remedy="see the front's last lines in the log; the service restarts the front",
     ),
     BuiltInRule(
@@ -261,7 +261,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=0.01,
         for_s=15.0,
         downstream_of=_BUSY,
-        description="{value} of the requests fail",
+        description="{value} of requests fail",
         remedy="see the errors: appliance requests --failed",
         unit="%",
     ),
@@ -285,7 +285,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
             "kv-cache-full",
             "gpu-slowed-down",
         ],
-        description="the median time to the first token is {value} standard deviations above its usual value",
+        description="the median time to first token is {value} standard deviations above its usual value",
         remedy="compare the current load with earlier load (appliance requests --since 1h), or add a replica",
     ),
     BuiltInRule(
@@ -345,7 +345,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear_for_s=600.0,
         downstream_of=["disk-full"],
         description="the state directory's disk will be full in {value}",
-        remedy="find the files that grow, or lower log.days and log.contents_days",
+        remedy="find the files that are growing, or lower log.days and log.contents_days",
         unit="s",
     ),
     BuiltInRule(

@@ -22,8 +22,8 @@ RuleName = Annotated[
 
 
 class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A condition on a metric, which is a value in the service's snapshot. A rule with the name of a built-in
-    rule replaces that rule."""
+    """A condition on a metric, that is, on a value in the service's snapshot. A rule with the name of a
+    built-in rule replaces that rule."""
 
     name: RuleName
     """Name of the rule."""
@@ -54,8 +54,8 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """The alert ends when the measure has passed this value. Default: 10% away from the threshold. The gap
     prevents the alert from starting and ending repeatedly."""
     texts: list[str] = []
-    """For a metric that is text: the texts that raise the alert. `*` stands for any characters. Such a rule
-    has no threshold."""
+    """For text metrics: the texts that raise the alert. `*` matches any characters. Such a rule has no
+    threshold."""
     clear_texts: list[str] = []
     """The texts that end the alert. Default: all texts that do not raise it. With this setting, the alert is
     raised only after one of these texts has been seen."""
@@ -97,7 +97,7 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
 class RuleFault(NamedTuple):
-    """A fault in a rule or receiver that the type checks of its fields do not detect."""
+    """A fault in a rule or receiver that its fields' type checks do not detect."""
 
     field: str
     description: str

@@ -23,8 +23,7 @@ class RequestCanceller:
     models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
-        """End a request, sending its client this message. Return False if there is no request with this
-        id."""
+        """End a request, sending its client this message. Return False if no request has this id."""
         if not self.requests.abort(request_id, message):
             return False
         asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self.models.cancel, request_id)

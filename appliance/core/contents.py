@@ -96,8 +96,8 @@ class ContentKeeper:
         found = await asyncio.to_thread(read_contents, self.writer.path, request_id)
         if not found:
             raise LookupError(
-                f"no prompts or answers are stored for request {request_id!r}: the log policy of its "
-                "tenant is 'metadata', or the retention period is over"
+                f"no prompts or answers are stored for request {request_id!r}: its tenant's log policy is "
+                "'metadata', or the retention period is over"
             )
         first = found[0]
         days = self._days(first.tenant)

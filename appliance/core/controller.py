@@ -56,9 +56,9 @@ class Controller:
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service, then stop all processes. When `hurry` is set, the drain stops waiting for
-        requests. New requests are refused until the drain is complete. On sockets that outlive the service,
-        new connections wait for the next startup.
+        """Drain the service, then stop all processes. Once the event `hurry` is set, the drain no longer
+        waits for requests. New requests are refused until the drain is complete. On sockets that outlive the
+        service, new connections wait for the next startup.
         """
         self.listeners.begin_stop()
         await self.drains.stop(hurry)

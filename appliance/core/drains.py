@@ -47,7 +47,7 @@ class DrainTools(NamedTuple):
     requests: RequestManager
     fronts: FrontConfiguration
     cancel: Callable[[str, str], bool]
-    """Ends a request, sending its client this message. Returns False if there is no request with this id."""
+    """Ends a request, sending its client this message. Returns False if no request has this id."""
 
 
 class Drain:
@@ -103,7 +103,7 @@ class Drain:
 
     @property
     def elapsed_s(self) -> float:
-        """Time in seconds that the drain has taken so far, or took in total."""
+        """How long the drain has taken so far, or took in total, in seconds."""
         return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property
@@ -225,7 +225,8 @@ class Drains:
         return drain
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service for shutdown. When `hurry` is set, the drain stops waiting for requests."""
+        """Drain the service for shutdown. Once the event `hurry` is set, the drain no longer waits for
+        requests."""
         settings = self._settings()
         for task in self._tasks.values():
             task.cancel()
@@ -241,7 +242,7 @@ class Drains:
         await self.stopping.run()
 
     def keep_only(self, models: Collection[str]) -> None:
-        """Cancel drains of models that are no longer served. Their admission stays paused."""
+        """Cancel drains of models that are no longer served. Admission to these models stays paused."""
         for drain in list(self._active.values()):
             if drain.model is not None and drain.model not in models:
                 self._forget(drain.model)

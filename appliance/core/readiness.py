@@ -65,7 +65,7 @@ class Readiness:
         return "; ".join(problems) if all(problems) else ""
 
     def headline(self) -> str:
-        """Return a one-line description of the service's state, which `systemctl status` shows."""
+        """Return the one-line description of the service's state that `systemctl status` shows."""
         stats = self.traffic.queue_stats()
         work = f"{stats.running} running, {stats.waiting} waiting"
         if (drain := self.drains.of_service) is not None:

@@ -99,7 +99,7 @@ class Recorder:
                 await self.sample()
                 failed = False
             except Exception:
-                # A bug in this code must neither stop the service nor write an error to the log every second.
+                # A bug in this code must neither stop the service nor log an error every second.
                 if not failed:
                     log.exception("the service could not be sampled; sampling will be retried every second")
                 failed = True

@@ -97,7 +97,7 @@ class Reloader:
         return as_table(self.loaded)
 
     async def reload(self) -> Reloaded:
-        """Reload the settings. Raises SettingsError, ListenError or ReloadError; in each case, no setting has
+        """Reload the settings. If this raises SettingsError, ListenError or ReloadError, no setting has
         changed."""
         async with self._one_at_a_time:
             former = self.loaded

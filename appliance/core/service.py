@@ -252,8 +252,8 @@ class Service:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service and shut it down. When `hurry` is set, the drain stops waiting for requests. The
-        admin API responds until all requests have finished."""
+        """Drain the service and shut it down. Once the event `hurry` is set, the drain no longer waits for
+        requests. The admin API responds until all requests have finished."""
         log.info("stopping: running requests have %g s to finish", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
         self._serving.on_demand.stop()

@@ -1,7 +1,7 @@
-"""The frames of the event stream, and their conversion to snapshots by readers. The first frame contains a
-full snapshot; each later frame contains the fields that have changed since the preceding one. Because there
-may be thousands of requests, only changed requests are sent: in full when they arrive or change phase,
-otherwise just their token counts. Readers compute request ages themselves.
+"""The event stream's frames, and how readers turn them into snapshots. The first frame contains a full
+snapshot; each later frame contains the fields that have changed since the preceding one. Because there may be
+thousands of requests, only changed requests are sent: in full when they arrive or change phase, otherwise
+just their token counts. Readers compute request ages themselves.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
     whole: bool
     stride: int
     states: bytes
-    """The block states. In a partial frame, they are XORed with those in the preceding map, like `ages` and
+    """The block states. In a partial frame, they are XORed with those in the preceding map, as are `ages` and
     `owners`."""
     ages: bytes | None
     owners: bytes
@@ -95,8 +95,7 @@ def decode_blocks(frame: RecordedBlocks, before: BlockMap | None) -> BlockMap:
 
 
 def _changes(blocks: BlockMap, before: BlockMap) -> RecordedBlocks | None:
-    """Return the partial frame that turns the map `before` into `blocks`, or None if there is no such
-    frame."""
+    """Return the partial frame that turns the map `before` into `blocks`, or None if no partial frame can."""
     if _shape(blocks) != _shape(before):
         return None
     unfinished = set(blocks.requests)
@@ -124,7 +123,7 @@ def _shape(blocks: BlockMap) -> tuple[int, int, bool]:
 
 
 def _without(blocks: BlockMap, ended: Sequence[int]) -> BlockMap:
-    """Return the map without the requests at the indices in `ended`. Their blocks have no owner."""
+    """Return the map without the requests at the indices in `ended`. Their blocks then have no owner."""
     if not ended:
         return blocks
     removed = set(ended)

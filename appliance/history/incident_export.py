@@ -19,7 +19,7 @@ from store.incidents import IncidentWriter
 MAX_INCIDENT_BYTES = 256 << 20
 MAX_INCIDENT_S = 86_400.0
 _EARLIER_S = 30.0
-"""Recorded details refer to a full frame up to this many seconds older."""
+"""Recorded details refer to a full frame that is at most this many seconds older."""
 _RUNNING_S = 3600.0
 """Requests that arrived up to this many seconds before the exported period are also exported, because they
 may have been unfinished when the period began."""

@@ -55,7 +55,7 @@ class PastSource(Protocol):
     """A source of the recorded history. All methods raise PastError."""
 
     label: str
-    """Description of the source for the console's header, such as the run directory or the file name."""
+    """What the console's header calls this source, such as the run directory or the file name."""
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
         """Return the service state at a given time."""
@@ -206,7 +206,7 @@ class FilePast:
         return LogPage(lines=lines, first=0, number=lines[-1].number if lines else 0)
 
     def close(self) -> None:
-        """Remove the temporary copy of the file, if there is one."""
+        """Remove the temporary copy of the file, if any."""
         self._folder.cleanup()
 
     def _actions(self, query: AuditQuery) -> list[AuditAction]:

@@ -33,8 +33,8 @@ def pull_model(
     which must exist. Raises HubError.
 
     The small files are downloaded first, because they include the index of weight files, whose total size
-    must be known before the free disk space can be checked. `check` is called with the folder of the small
-    files, and raises HubError if the weights should not be downloaded.
+    must be known before the free disk space can be checked. `check` is called with the folder that contains
+    the small files, and raises HubError if the weights should not be downloaded.
     """
     cache = RepositoryCache(root, reference.repository)
     with as_owner(root), cache.lock():

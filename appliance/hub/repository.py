@@ -20,7 +20,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-# File names come from the server. Accept only names that stay inside the folder of the snapshot.
+# File names come from the server. Accept only names that stay inside the snapshot folder.
 _CONFIGURATION = re.compile(
     r"[\w+-][\w.+-]*\.(json|jinja)|additional_chat_templates/[\w+-][\w.+-]*\.jinja|tokenizer\.model|merges\.txt",
     re.ASCII,

@@ -23,7 +23,7 @@ Check = Literal["audit", "findings"]
 MAX_PROBLEMS = 100
 """Maximum number of audit chain faults reported individually. Further faults are only counted."""
 _NICENESS = 10
-"""This process's nice value, so that the service takes priority for CPU time."""
+"""This process's nice value, which gives the service priority for CPU time."""
 _NO_JOURNAL = (
     "the service cannot read the journal: to verify the chain against it, run appliance audit verify on the "
     "service's machine"
@@ -37,7 +37,7 @@ class CheckInput(msgspec.Struct, kw_only=True):
     run_dir: str
     state_dir: str
     config: str | None = None
-    """The settings file with which the service was started, or None."""
+    """The settings file that the service was started with, or None."""
 
 
 def verify_chain(state_dir: Path) -> ChainReport:

@@ -1,5 +1,5 @@
-"""Checks the databases. Each is opened read-only and only briefly: while another process has a database open,
-a stopping service cannot leave SQLite's WAL mode."""
+"""Checks the databases. Each is opened read-only and only briefly, because a stopping service cannot leave
+SQLite's WAL mode while another process has the database open."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks everything that can prevent the service from working. Nothing is changed. A check that fails to run
-is reported as a finding, and the remaining checks still run."""
+"""Checks everything that can prevent the service from working, without changing anything. A check that fails
+to run is reported as a finding, and the remaining checks still run."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class CounterSampler:
         self._ended = ended
         self._counted = dict.fromkeys(_ENGINE_COUNTERS, 0)
         self._last: dict[str, tuple[int, ReplicaStats]] = {}
-        """Each replica's latest start number and statistics."""
+        """Each replica's latest incarnation number and statistics."""
         self._samples: deque[CounterSample] = deque(maxlen=int(HIT_WINDOW_S / _EVERY_S) + 2)
         self._timer: asyncio.TimerHandle | None = None
 

@@ -247,7 +247,7 @@ def test_the_read_scope_allows_reading_and_the_admin_scope_allows_actions(servic
         assert looking.status().state == "ready"
         assert len(looking.keys()) == 3 and looking.tenants() and looking.peers() and not looking.in_flight()
         with pytest.raises(
-            AdminError, match="needs a key with scope 'admin'; scopes of your key: read"
+            AdminError, match="needs a key with scope 'admin'; your key's scopes: read"
         ) as caught:
             looking.act(RevokeKey(id=app.id))
         assert caught.value.status == 403

@@ -69,7 +69,7 @@ def test_a_failing_receiver_is_tried_a_bounded_number_of_times(
     receiver(started, sink).send("raised", ALERT)
     wait_until(lambda: "attempt 3 of 3" in caplog.text)
     assert len(path.read_text().splitlines()) == 3
-    assert "ended with exit code 1: no" in caplog.text
+    assert "exited with code 1: no" in caplog.text
 
 
 def test_a_receiver_that_does_not_answer_ends_after_its_time_limit() -> None:
@@ -77,7 +77,7 @@ def test_a_receiver_that_does_not_answer_ends_after_its_time_limit() -> None:
         sink = AlertSink(webhook=f"http://127.0.0.1:{server.getsockname()[1]}/x", timeout_s=0.2)
         with pytest.raises(DeliveryError, match="timed out"):
             deliver(sink, b"{}")
-    with pytest.raises(DeliveryError, match=r"did not end within 0\.2 s"):
+    with pytest.raises(DeliveryError, match=r"did not exit within 0\.2 s"):
         deliver(AlertSink(command=["sleep", "60"], timeout_s=0.2), b"{}")
     with pytest.raises(DeliveryError, match="could not be started"):
         deliver(AlertSink(command=["/nonexistent/program"]), b"{}")

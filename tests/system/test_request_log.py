@@ -56,7 +56,7 @@ def shown(running: Service, request_id: str) -> Any:
         try:
             return msgspec.to_builtins(client.act(ShowContents(request_id=request_id)))
         except AdminError as error:
-            assert error.status == 404 and "the log policy of its tenant is 'metadata'" in str(error)
+            assert error.status == 404 and "its tenant's log policy is 'metadata'" in str(error)
             return None
 
 

@@ -40,8 +40,8 @@ class _Change(NamedTuple):
     text: str
     scope: Scope
     is_clock_reduction: bool = False
-    """Whether the change is a reduction of a GPU's clocks. It is never reported as the cause of a GPU alert,
-    because the reduction is itself caused by the alert's condition, such as a high temperature."""
+    """Whether the change is a GPU clock reduction. It is never reported as the cause of a GPU alert, because
+    the alert's condition, such as a high temperature, is what causes the reduction."""
 
 
 class CauseFinder:
@@ -137,8 +137,8 @@ def _text_changes(at: float, before: TelemetryLayout, after: TelemetryLayout) ->
 
 
 def _largest_tenant(sample: TelemetrySample) -> str:
-    """Return the tenant with more than `_TENANT_SHARE` of the requests, or an empty string if there is none
-    or only one tenant has requests."""
+    """Return the tenant with more than `_TENANT_SHARE` of the requests. Return an empty string if there is no
+    such tenant, or if only one tenant has requests."""
     requests: dict[str, float] = {}
     for name in sample.layout.metrics:
         if name.startswith("tenants[") and name.endswith(("].running", "].waiting")):

@@ -220,7 +220,8 @@ class Evaluator:
 
 
 def _is_head(other: Raised, alert: Raised) -> bool:
-    """Return whether `alert` is grouped under `other`, which must be active and have been raised first."""
+    """Return whether `alert` is grouped under `other`. For this, `other` must be active and have been raised
+    first."""
     if other.rule != alert.rule or other.ended_at is not None or other.suppressed_by:
         return False
     first = (other.raised_at, other.id) < (alert.raised_at, alert.id)

@@ -143,12 +143,12 @@ def _run_command(sink: AlertSink, body: bytes) -> None:
             timeout=sink.timeout_s,
         )
     except subprocess.TimeoutExpired:
-        raise DeliveryError(f"the command did not end within {sink.timeout_s:g} s") from None
+        raise DeliveryError(f"the command did not exit within {sink.timeout_s:g} s") from None
     except OSError as error:
         raise DeliveryError(f"the command could not be started: {error}") from error
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()[-200:]
-        raise DeliveryError(f"the command ended with exit code {done.returncode}: {said}")
+        raise DeliveryError(f"the command exited with code {done.returncode}: {said}")
 
 
 def _post(sink: AlertSink, body: bytes) -> None:

@@ -25,7 +25,7 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""The lists in a sample whose entries can be subjects of alerts, and the kind of their entries."""
+"""The lists in a sample whose entries can be alert subjects, and the kind of their entries."""
 _PLAIN = ("replica", "front", "process", "problem")
 """Kinds omitted from subject descriptions, because the subject's name implies them."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
@@ -41,7 +41,7 @@ class Selected(NamedTuple):
     position: int
     """Index of the metric among a sample's numbers; -1 if the metric is a text."""
     per: int
-    """Index of the number by which the metric is divided; -1 if it is not divided."""
+    """Index of the number to divide the metric by; -1 if it is not divided."""
     text: str
     """The text, if the metric is a text."""
     remedy: str
@@ -49,7 +49,7 @@ class Selected(NamedTuple):
 
 
 def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:
-    """Yield the metrics of a layout that match the pattern. Metrics without the divisor `per` are skipped."""
+    """Yield a layout's metrics that match the pattern. Metrics without the divisor `per` are skipped."""
     matching = _pattern(pattern)
     values = layout.texts if is_text else layout.metrics
     for name, value in values.items():
@@ -70,7 +70,7 @@ def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> It
 
 
 def subject(layout: TelemetryLayout, name: str) -> tuple[str, Scope]:
-    """Return the object that a metric belongs to, as a description and as a scope."""
+    """Return the description and the scope of the object that a metric belongs to."""
     scope: set[tuple[str, str]] = set()
     where = name.partition(".")[0]
     for match in _ENTRY.finditer(name):

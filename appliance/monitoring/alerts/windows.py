@@ -70,8 +70,8 @@ class Window:
         return (last.last - first.low) / span_s
 
     def deviation(self, value: float) -> float | None:
-        """Return the distance of `value` from the mean of the earlier values, in standard deviations, or None
-        if there are not enough earlier values."""
+        """Return how many standard deviations `value` is above the mean of the earlier values (negative if
+        below), or None if there are too few earlier values."""
         earlier = [one.mean for one in self._buckets][: -max(1, _BUCKETS // 10)]
         if len(earlier) < _MIN_BUCKETS:
             return None

@@ -39,7 +39,7 @@ class Group(Generic[Source]):
         self._plain = [(metric.read, family) for metric, family in both if _is_plain(metric)]
         self._plain_series: dict[tuple[str, ...], list[tuple[Callable[[Any], float], Value]]] = {}
         """The plain metrics' readers and series, by the group's label values. A scrape sets thousands of
-        series; this saves looking up each one."""
+        series, so looking up each one would be slow."""
         self._others = [
             (metric.read, bool(metric.labels), _setter(family))
             for metric, family in both
@@ -87,7 +87,7 @@ class Group(Generic[Source]):
             family.clear()
 
     def keep(self, label: str, values: Collection[str]) -> None:
-        """If the group has this label, remove the series whose value of it is not in `values`."""
+        """If the group has this label, remove the series whose label value is not in `values`."""
         if label in self.labels:
             self._plain_series.clear()
             for family in self.families:

@@ -33,7 +33,7 @@ FRONTS = (
            lambda f: f.cut_off_connections),
     Metric("counter", "appliance_front_unreceived_connections_total", "",
            "Connections that a front could not receive because it had too many open files. They wait or are "
-           "given to another front.",
+           "passed to another front.",
            lambda f: f.unreceived_connections),
     Metric("counter", "appliance_front_refused_bodies_total", "requests",
            "Requests refused because the bodies of unfinished requests use too much memory.",

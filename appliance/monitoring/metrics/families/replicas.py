@@ -96,7 +96,7 @@ REPLICAS = (
            "compute prompts.",
            _steps(lambda total: total.seconds), ("kind",)),
     Metric("summary", "appliance_device_idle_seconds", "seconds",
-           "Time that the device waited for the host before a step, by kind of step as in "
+           "Time the device waited for the host before a step. The kinds of steps are those of "
            "appliance_step_seconds.",
            _steps(lambda total: total.idle_s), ("kind",)),
     Metric("counter", "appliance_expert_choices_total", "",

@@ -56,7 +56,7 @@ SERVICE = (
            "Accepted connections, by listening socket.",
            lambda s: s.connections, ("listener",)),
     Metric("gauge", "appliance_held_requests", "requests",
-           "Requests that a drain holds until service resumes.",
+           "Requests held by a drain until service resumes.",
            lambda s: s.held),
 )
 PROCESS = (
