@@ -196,7 +196,7 @@ class ShadowDone(msgspec.Struct, tag="shadow_done", frozen=True, kw_only=True):
 
 
 class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
-    """Request log data for a retry that got the answer of an earlier request."""
+    """Request log data for a retry that got an earlier request's answer."""
 
     retry: Literal["joined", "repeated"]
     """"joined" if the earlier request was still running when the retry arrived."""

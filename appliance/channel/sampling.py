@@ -39,7 +39,7 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     """Subtracted from a token's logit once per occurrence in the answer. Default: 0."""
     repetition_penalty: RepetitionPenalty | None = None
     """Penalty for tokens that already occur in the prompt or the answer. Default: the checkpoint's value,
-    otherwise 1, which is no penalty."""
+    otherwise 1 (no penalty)."""
 
     def over(self, generation_config: Mapping[str, Any]) -> SamplingDefaults:
         """Return these defaults, filling in unset values from the checkpoint's `generation_config.json` where

@@ -1,5 +1,5 @@
-"""Builds the ASGI application of the API: routes, error responses, the OpenAPI document, and the middleware
-that authenticates callers."""
+"""Builds the API's ASGI application: routes, error responses, the OpenAPI document, and the middleware that
+authenticates callers."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return how many file descriptors this process can use for connections. Those of its `connections` open
-    connections are included."""
+    """Return how many file descriptors this process can use for connections, counting its `connections` open
+    connections."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):
@@ -41,6 +41,6 @@ def descriptors_for_connections(limits: Limits, connections: int) -> int:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        # Listing the folder requires a descriptor, but none is free.
+        # Listing /proc/self/fd requires a descriptor, but none is free.
         used = allowed
     return allowed - (used - connections) - RESERVED_DESCRIPTORS

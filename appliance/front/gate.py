@@ -98,8 +98,8 @@ class Gate:
 def _no_place() -> ApiError:
     return ApiError(
         503,
-        "the connection limit of this server or of your tenant is reached: retry later, or ask the "
-        "operator to raise limits.max_connections",
+        "this server or your tenant has reached its connection limit: retry later, or ask the operator to "
+        "raise limits.max_connections",
         code="too_many_connections",
         retry_after_s=1.0,
         headers={"connection": "close"},

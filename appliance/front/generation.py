@@ -156,8 +156,8 @@ class Generation:
 
     def refused(self, message: Refused) -> None:
         """End the request after the core has refused it. If this was the first attempt, the core has already
-        closed its log row. On a later attempt, the client may have received part of the answer, so the core
-        waits for `settle`.
+        closed the request's log row. On a later attempt, the client may have received part of the answer, so
+        the core waits for `settle`.
         """
         if message.attempt != self._attempt or self._settled:
             return
@@ -366,8 +366,8 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # The samples run in parallel. Each waits for every engine step, so a step's duration counts once
-            # per sample as a gap between tokens.
+            # The samples run in parallel. Every sample waits for each engine step, so a step's duration
+            # counts as one gap between tokens per sample.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
@@ -388,7 +388,7 @@ class Generation:
         return Generation(self.state, context, task)
 
     def measure(self) -> ShadowMeasure | None:
-        """Return the answer's timings and length, or None if it is empty or a replica was lost."""
+        """Return the answer's timings and length, or None if the answer is empty or a replica was lost."""
         if self._first_token_at is None or self._attempt:
             return None
         tokens = sum(sample.delivered for sample in self.samples)
@@ -425,7 +425,7 @@ class Generation:
         )
 
     def finish_reason(self, status: int) -> str:
-        """Return the samples' finish reason, or all of them joined by "," if they differ."""
+        """Return the finish reason shared by all samples, or the different reasons joined by ","."""
         rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
         if status == CLIENT_DISCONNECTED:
             rest = "cancelled"

@@ -79,8 +79,8 @@ class GenerationTask:
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
     """Prepares the request for the fallback model if `model` cannot answer it. Raises `ApiError`."""
     copy: RequestCopy | None = None
-    """How to copy the request to a second model or version after it has finished, or None if it was not
-    selected for shadow traffic."""
+    """How to copy the finished request to a second model or version, or None if the request was not selected
+    for shadow traffic."""
     shadow_of: str = ""
     """The value for `Admit.shadow_of`."""
     asked: list[Text] = field(default_factory=list)

@@ -41,11 +41,11 @@ class IdentityTable:
         self._uids, self._gids, self._any_uid = news.uids, news.gids, news.any_uid
 
     def identify(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> Identity:
-        """Return the identity of a request's caller. Raises a 401 if there is none. On every socket, a valid
-        key takes precedence. On a Unix socket, the peer's uid is sufficient, and keys without `KEY_PREFIX`
-        are ignored: OpenAI's clients always send a key, so users without one configure a placeholder. An
-        invalid key with the prefix (revoked or mistyped) is refused even on a Unix socket, since the request
-        would otherwise be billed to the uid's tenant by mistake.
+        """Return the identity of a request's caller. Raises a 401 if the caller has none. On every socket, a
+        valid key takes precedence. On a Unix socket, the peer's uid is sufficient, and keys without
+        `KEY_PREFIX` are ignored: OpenAI's clients always send a key, so users without one configure a
+        placeholder. An invalid key with the prefix (revoked or mistyped) is refused even on a Unix socket,
+        since the request would otherwise be billed to the uid's tenant by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":

@@ -200,9 +200,9 @@ class Catalog:
     async def find(
         self, name: str, identity: Identity, disconnected: Callable[[], bool], caller: str = ""
     ) -> LoadedModel:
-        """Return the model for this name, as `get` does, but first wait until it is loaded or `disconnected`
-        returns true because the client has disconnected. Raises a 503 if the wait takes too long or too many
-        requests are waiting."""
+        """Return the model for this name, as `get` does, but first wait until it is loaded. The wait ends
+        early if `disconnected` returns true, because the client has disconnected. Raises a 503 if the wait
+        takes too long or too many requests are waiting."""
         if allows(identity, name) and self._waits(name):
             if (held := self._held.total()) >= self.max_held:
                 raise _still_loading(name, f"{held} requests are already waiting for models")
@@ -235,8 +235,8 @@ class Catalog:
 
     def get(self, name: str, identity: Identity, caller: str = "") -> LoadedModel:
         """Return the model for this name. If the name's requests are split, `caller` determines the arm.
-        Raises a 403 if the identity may not use the model, a 404 if it is not served, or a 503 if its
-        tokenizer could not be read or it is not loaded yet.
+        Raises a 403 if the identity may not use the model, a 404 if the model is not served, or a 503 if the
+        model is not loaded yet or its tokenizer could not be read.
         """
         if not allows(identity, name):
             # A caller without permission to use a model must not learn whether it exists.

@@ -16,8 +16,8 @@ from appliance.front.tokenization import decode, prompt_param, text_tokens
 MAX_SEQUENCES = 1024
 """Maximum total number of samples for all of a request's prompts."""
 MAX_SENT_BIASES = 65_536
-"""Maximum number of prompts times `logit_bias` entries. Each prompt is sent to the replica with its own copy
-of the biases."""
+"""Maximum value of prompts × `logit_bias` entries. Each prompt is sent to the replica with its own copy of
+the biases."""
 MAX_ECHOED = 131_072
 """Maximum value of answers × prompt tokens × (1 + `logprobs`) for one response with `echo`."""
 

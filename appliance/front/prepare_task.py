@@ -25,8 +25,8 @@ until the answer is complete, and take about 200 bytes each."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
 """Maximum number of prompt token ids in an answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144
-"""Maximum number of prompts times the total length of `allowed_token_ids` and `bad_words`. Each prompt is
-sent to the replica with its own copy of these lists."""
+"""Maximum value of prompts × total length of `allowed_token_ids` and `bad_words`. Each prompt is sent to the
+replica with its own copy of these lists."""
 
 
 async def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:

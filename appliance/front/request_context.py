@@ -96,8 +96,8 @@ def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 def response_ids(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list[tuple[bytes, bytes]]:
     """Return the response headers that identify the request. `x-request-id` is the client's id exactly as
-    sent, or the id in the request log if it sent none. `x-appliance-request-id` is always the id in the
-    request log."""
+    sent, or the id in the request log if the client sent none. `x-appliance-request-id` is always the id in
+    the request log."""
     own = header(headers, b"x-request-id")
     logged = request_id.encode()
     echoed = own if own and len(own) <= _MAX_ECHOED_BYTES else logged

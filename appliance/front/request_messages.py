@@ -1,4 +1,5 @@
-"""Builds the messages that ask the core to admit a request and that submit it to a replica."""
+"""Builds two kinds of messages: one asks the core to admit a request, and the other submits the request to a
+replica."""
 
 from __future__ import annotations
 

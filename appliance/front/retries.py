@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _NOT_REPEATED = (b"x-ratelimit-", b"content-length")
 """Prefixes of headers that are not stored, because they do not apply to a retry or are generated anew for
-it."""
+each retry."""
 _RUN_BYTES = 1024
 """Memory, in bytes, used by a run in addition to its answer."""
 

@@ -1,4 +1,4 @@
-"""One sample of a request, which collects tokens and text until they are written to the client."""
+"""One sample of a request. A sample collects tokens and text until they are written to the client."""
 
 from __future__ import annotations
 

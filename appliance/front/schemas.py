@@ -1,5 +1,5 @@
-"""The structs of the request bodies. Validation, the OpenAPI document and the tables in docs/api.md are
-derived from them.
+"""Structs for request bodies. Validation, the OpenAPI document and the tables in docs/api.md are derived from
+them.
 
 Undeclared fields are accepted and ignored, because OpenAI's clients send `metadata`, `store` and similar
 fields. Unimplemented fields that would change the answer are refused with an error that names the field
@@ -136,7 +136,7 @@ class GenerationRequest(RequestStruct, kw_only=True):
         RepetitionPenalty | None,
         _about(
             "Penalty for tokens that already occur in the prompt or the answer. Default: the model's, "
-            "otherwise 1: no penalty."
+            "otherwise 1 (no penalty)."
         ),
     ] = None
     logit_bias: Annotated[

@@ -99,7 +99,7 @@ class EventStream:
     # ── writing to the client ──
 
     def open(self) -> None:
-        """Start writing events. The response head must have been written already."""
+        """Start writing events. The response head must already have been written."""
         self._is_open = True
         self._connection.on_writable = self.flush
         self.flush()

@@ -139,8 +139,8 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
 
 
 def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
-    """Return a conversation's number of characters and its memory size in bytes. Messages without text count
-    too, because processing them takes time and memory."""
+    """Return a conversation's length in characters and its size in memory, in bytes. Messages without text
+    count too, because processing them takes time and memory."""
     texts = [text for message in messages for text in (message.text, message.name) if text]
     others = len(messages) * _MESSAGE_CHARACTERS
     return others + sum(map(len, texts)), others + text_bytes(texts)

@@ -2,10 +2,9 @@
 
 msgspec's own error messages are written for developers, so this module reads the structs' declarations
 (`msgspec.inspect`) and checks each value itself. Error messages contain the field, the value and the allowed
-values. Validation stops at the first invalid value, so that a hostile list of a quarter of a million items
-takes little time. Supported types are those used in request structs: booleans, numbers, strings, literals,
-lists, objects and other structs, any of which may be optional, and classes that parse their own values
-(`ParsedType`).
+values. Validation stops at the first invalid value, so that refusing a hostile list of 250,000 items takes
+little time. Supported types are those used in request structs: booleans, numbers, strings, literals, lists,
+objects, other structs, and classes that parse their own values (`ParsedType`). Each of these may be optional.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ def shown(value: Any) -> str:
 
 
 def _shown_kind(value: Any) -> str:
-    """Return the value as text for an error message, but only name the type of a string: error messages are
-    logged, and the log must not contain conversation text sent in the wrong field."""
+    """Return the value as text for an error message. For a string, return only its type: error messages are
+    logged, and the log must not contain conversation text that was sent in the wrong field."""
     return "a string" if isinstance(value, str) else shown(value)
 
 
@@ -129,7 +128,7 @@ def as_integer(value: Any) -> int | None:
 
 @functools.cache
 def _parsers(kind: type[RequestStruct]) -> tuple[dict[str, Parser], list[str]]:
-    """Return a parser for each field of the struct, and the required fields' names."""
+    """Return a parser for each of the struct's fields, and the names of the required fields."""
     info = types.type_info(kind)
     assert isinstance(info, types.StructType)
     parsers = {field.name: _parser(field.type) for field in info.fields}

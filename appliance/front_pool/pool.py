@@ -191,7 +191,7 @@ class FrontPool:
     # ── messages to fronts ──
 
     def publish_identities(self) -> None:
-        """Send the changes to the identity table to every front."""
+        """Send every front the changes to the identity table."""
         table, sent = self._identities.current(), self._sent_identities
         if table is sent:
             return

@@ -14,7 +14,7 @@ from appliance.channel.front_messages import FrontProgress, RequestProgress
 from appliance.front_pool.front import Front
 
 _WAIT_S = 0.25
-"""Maximum time to wait for replies. If a front takes longer, its previous reply is reused."""
+"""Maximum time, in seconds, to wait for replies. If a front takes longer, its previous reply is reused."""
 
 
 class ProgressReader:
@@ -56,7 +56,7 @@ class ProgressReader:
             self._replied(front)
 
     def lose_front(self, front: str) -> None:
-        """Discard an exited front process's replies."""
+        """Discard the latest reply of a front process that has exited."""
         self._latest.pop(front, None)
         self._replied(front)
 

@@ -16,8 +16,8 @@ _MINUTE_S = 60.0
 _REFUSALS = {
     "refused_connections": (
         "connections are refused because the limit of {max_connections:,} connections, or the limit for one "
-        "tenant, is reached; raise limits.max_connections, the number of fronts, or the limit of open files "
-        "(ulimit -n)"
+        "tenant, has been reached; raise limits.max_connections, the number of fronts, or the limit of open "
+        "files (ulimit -n)"
     ),
     "evicted_connections": (
         "the number of connections without a valid key has reached limits.max_unauthenticated_connections; "

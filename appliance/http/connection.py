@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
 REFUSAL_DELAY_S = 1.0
-"""Delay before refusing a request whose head uses too much memory. Without it, the client could reconnect and
-fill the memory again immediately."""
+"""Delay before refusing a request whose head uses too much memory. Without the delay, the client could
+immediately reconnect and fill the memory again."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
 """Maximum number of bytes to read and discard before closing a connection without a valid key."""
 _SENT_CHECK_S = 0.01
@@ -96,7 +96,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def owner(self) -> tuple[bool, str]:
-        """Whether the client is authenticated, and its latest request's tenant."""
+        """Whether the client is authenticated, and the tenant of its latest request."""
         return self.authenticated, self._tenant
 
     @property
@@ -238,7 +238,7 @@ class Connection(asyncio.BufferedProtocol):
         self._ended = True
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger.begun:
-            # The transport closes once everything has been sent, within the write time limit.
+            # The transport closes once everything has been sent. The write time limit still applies.
             self.close()
             return False
         self._half_closed.start(self._may_probe)
@@ -390,7 +390,7 @@ class Connection(asyncio.BufferedProtocol):
             self.advance()
 
     def close(self) -> None:
-        """Close the connection once the bytes written so far have been sent."""
+        """Close the connection once all bytes already written have been sent."""
         if not self.transport.is_closing():
             self._timer.stop()
             self._write_limit.start()

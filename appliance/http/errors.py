@@ -6,8 +6,7 @@ import json
 
 
 class RequestError(Exception):
-    """Raised for a request that is refused without calling the application, after which the connection is
-    closed."""
+    """Raised for a request that is refused without calling the application. The connection is then closed."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_http") -> None:
         super().__init__(message)

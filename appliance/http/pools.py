@@ -63,8 +63,7 @@ class Pool:
         return True
 
     def assign(self, connection: Occupant, tenant: str) -> bool:
-        """Assign a connection that already has a place to the tenant. Return False in the same cases as
-        `add`."""
+        """Assign a connection in the pool to the tenant. Return False in the same cases as `add`."""
         if self._members[connection] == tenant:
             return True
         if not self._make_space_of(tenant):

@@ -20,7 +20,7 @@ from appliance.http.turns import Turns
 WRITE_TIMEOUT_S = 60.0
 """A connection is closed if its client reads none of the response for this long."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total number of unsent response bytes over all connections. If it is exceeded, the server closes
+"""Maximum total number of unsent response bytes across all connections. If it is exceeded, the server closes
 the longest-congested connection of the tenant with the most unsent bytes."""
 READ_BYTES = 64 << 10
 """Maximum number of body bytes per read from a connection."""

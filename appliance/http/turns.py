@@ -38,8 +38,8 @@ class Source(NamedTuple):
 
 
 def source_of_request(tenant: str, peer: Peer) -> Source:
-    """Return a request's source. `tenant` is empty if the request has no valid identity. In that case, each
-    local user has a separate budget, but all TCP clients share one, because one client can use many
+    """Return a request's source. `tenant` is empty if the request has no valid identity. Among such requests,
+    each local user has a separate budget, but all TCP clients share one, because one client can use many
     addresses.
     """
     if tenant:
@@ -132,7 +132,7 @@ class Turns:
         return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
     def _charge(self, passed_s: float, now: float) -> None:
-        """Charge the last event loop iteration's duration to the budgets whose turns were part of it."""
+        """Charge the last event loop iteration's duration to the budgets whose turns ran in it."""
         for budget in self._used:
             self._budgets.charge(budget, min(passed_s / len(self._used), MAX_CHARGE_S), now)
         self._used.clear()

@@ -58,10 +58,10 @@ class UncuttableTextError(ValueError):
         if can_cut:
             word = last_cut(piece[:PIECE_CHARACTERS])
             super().__init__(
-                f"has {len(piece) - word} characters, starting at character {position + word} "
+                f"has a run of {len(piece) - word} characters, starting at character {position + word} "
                 f"({piece[word : word + _SHOWN_CHARACTERS]!r}…), in which no space or punctuation follows a "
-                f"letter; at most {MAX_UNCUT_BYTES} bytes of such text can be encoded: insert spaces, or "
-                "send token ids"
+                f"letter; such a run can have at most {MAX_UNCUT_BYTES} bytes: insert spaces, or send token "
+                "ids"
             )
         else:
             super().__init__(

@@ -31,7 +31,7 @@ NICENESS = 10
 
 
 class TooMuchWorkError(Exception):
-    """Raised if a tenant has too much work in progress. The message contains the remedy."""
+    """Raised if a tenant has too much work in progress. The message says what to do."""
 
 
 class TenantQueue(Generic[Item]):

@@ -126,18 +126,18 @@ class Tokenizer:
         """Return the text of `token_ids`. A stream of these tokens emits the same text. Ids outside the
         vocabulary produce no text. Raises `TokenIdError` for negative ids.
 
-        The result is the same as that of `decode` in transformers, with one exception: in a sequence of
-        ByteFallback tokens that is not valid UTF-8, only the invalid bytes become U+FFFD, whereas
-        transformers replaces the whole sequence.
+        The result is the same as in transformers, with one exception: in a sequence of ByteFallback tokens
+        that is not valid UTF-8, only the invalid bytes become U+FFFD, whereas transformers replaces the whole
+        sequence.
         """
         return run_steps(self.decode_steps(token_ids, skip_special_tokens))
 
     def decode_steps(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, complete: bool = True
     ) -> Generator[None, None, str]:
-        """Decode in steps, yielding after each step (`appliance.text.fair_queue`). The result is the same as
-        that of `decode`. If `complete` is false, an incomplete final character is left out, because a
-        `detokenizer` that has these ids as its context emits it."""
+        """Decode as `decode` does, but in steps, yielding after each step (`appliance.text.fair_queue`). If
+        `complete` is false, an incomplete final character is left out, because a `detokenizer` that has these
+        ids as its context emits it."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
@@ -201,7 +201,8 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
-    """Add tokens declared only in `tokenizer_config.json`, and mark tokens as special."""
+    """Add the tokens declared only in `tokenizer_config.json`, and mark declared special tokens as
+    special."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(files.added.items()):
         known = present.get(token_id)
