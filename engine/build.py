@@ -58,7 +58,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     except compiling.CompilerError as error:
-        target = f"for capability {gpu.target.arch}, which Triton {triton.__version__} may not know"
+        target = f"for capability {gpu.target.arch}, which Triton {triton.__version__} may not support"
         print(f"{error}, {target}: see the compiler messages above", file=sys.stderr)
         return 1
     print(f"{built.kernels} kernels for {gpu.name} are in {knobs.cache.dir} ({built.seconds:.1f} s)")

@@ -2,8 +2,8 @@
 
 A child writes its log to standard error, which both processes share, and a copy to a pipe (`engine.logs`).
 The pipe is needed because standard error may be a journal, from which records cannot be read back. The parent
-passes the copied records to the handlers of the logger `child_records`. Their `process_name` attribute is the
-name of the child process.
+passes the copied records to the handlers of the logger `child_records`. Each record's `process_name`
+attribute is the child process's name.
 """
 
 from __future__ import annotations

@@ -219,8 +219,8 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Default maximum sequence length: `max_position_embeddings` or, with yarn, at least the scaled
-        length."""
+        """Default maximum sequence length: `max_position_embeddings` or, with yarn, the scaled length if that
+        is larger."""
         if self.rope.kind == "yarn":
             stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
             return max(self.max_position_embeddings, stretched)

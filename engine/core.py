@@ -59,7 +59,7 @@ class StepTiming:
 
     plan: StepPlan
     ms: float
-    """Duration in milliseconds, from the start of the step's launch or the end of the previous step,
+    """Duration in milliseconds, measured from the start of the step's launch or the end of the previous step,
     whichever is later."""
     idle_us: float
     """Time, in microseconds, that the device was idle before the step although sequences were waiting. It is

@@ -46,8 +46,8 @@ def _dense(_fields: Fields, layers: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """The rules for reading one architecture's `config.json`. Default values are those of the corresponding
-    class in transformers."""
+    """The rules for reading one architecture's `config.json`. Defaults are the same as in the corresponding
+    transformers class."""
 
     architecture: str
     qkv_bias: Callable[[Fields], bool]
@@ -89,16 +89,16 @@ def _no_windows(_fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _mistral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return all layers' attention window: 4096 if the field `sliding_window` is absent (Mistral 7B v0.1), or
-    no window if it is null (v0.2 and later)."""
+    """Return the attention window, which is the same for all layers: 4096 if the field `sliding_window` is
+    absent (Mistral 7B v0.1), or no window if it is null (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
 
 
 def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention windows given by `layer_types`. If this is absent and `use_sliding_window` is
-    true, layers from `max_window_layers` onwards have a window."""
+    """Return the attention windows given by `layer_types`. If this field is absent and `use_sliding_window`
+    is true, layers from `max_window_layers` onwards have a window."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     window = fields.integer("sliding_window", 4096) if in_use and not absent else None
@@ -128,8 +128,8 @@ def _mixtral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen2_moe_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention windows given by `layer_types`, as `_qwen_windows` does. If this is absent, layers
-    0, 2, 4, … below `max_window_layers` have a window."""
+    """Return the attention windows given by `layer_types`, as `_qwen_windows` does. If this field is absent,
+    layers 0, 2, 4, … below `max_window_layers` have a window."""
     if fields.get("layer_types") is not None:
         return _qwen_windows(fields, layers)
     (window,) = _one_window(fields, 1)
@@ -342,7 +342,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
 
 
 def _dtype(fields: Fields) -> ModelDType:
-    """Return the field `dtype` (transformers 5) or `torch_dtype` (transformers 4), or float32 if both are
+    """Return the value of `dtype` (transformers 5) or `torch_dtype` (transformers 4), or float32 if both are
     absent."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)

@@ -103,8 +103,8 @@ def spawn_rank(
 
 
 def new_rendezvous() -> str:
-    """Create a folder for a rendezvous file, and return the file's path. The ranks create the file, through
-    which they find each other."""
+    """Create a folder for a rendezvous file, and return the file's path. The ranks create the file, and use
+    it to find each other."""
     return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
 
 

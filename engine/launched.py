@@ -18,7 +18,7 @@ from engine.sampler import SampledStep
 
 @dataclass(slots=True)
 class StepResults:
-    """A step's results, which are on the device or, after `to_host`, on the host."""
+    """A step's results: on the device, or on the host if returned by `to_host`."""
 
     sampled: SampledStep
     logprob_rows: list[tuple[int, int]]

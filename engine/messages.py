@@ -81,14 +81,15 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True
     """Whether each step is launched before the previous step's tokens are read."""
     rendezvous: str = ""
-    """Path of the file through which the ranks find each other, which must not exist yet. Empty for a single
+    """Path of the file that the ranks use to find each other. The file must not exist yet. Empty for a single
     rank."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs, in rank order. If empty, the first visible GPUs are used."""
     threads: int | None = None
     """Number of torch CPU threads per rank. None divides the CPU cores evenly among the ranks."""
     cpus: tuple[int, ...] = ()
-    """Ids of the CPUs that the ranks may use. If empty, they use those of the process that starts them."""
+    """Ids of the CPUs that the ranks may use. If empty, the ranks may use the same CPUs as the process that
+    starts them."""
     share_reads: bool = False
     """Whether other replicas may read the same weights at the same time. If so, the files are read through
     the page cache, so that each file is read from disk only once."""
@@ -161,12 +162,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids that must not occur in the output. An entry's last token is banned whenever the
-    output ends with the rest of the entry. Prompt tokens do not count."""
+    output ends with the rest of the entry. Prompt tokens are not considered."""
     seed: int = 0
     """Seed of the sampling noise (64 bits). The noise depends on the seed, the sample index, the position and
     the token id."""
     min_tokens: int = 0
-    """Minimum number of output tokens. Stop tokens cannot be sampled before it is reached."""
+    """Minimum number of output tokens. Stop tokens cannot be sampled until this number is reached."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence: the request's stop tokens, and the checkpoint's end-of-sequence tokens,
     which the front adds."""
@@ -195,7 +196,7 @@ TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Return token ids as packed 32-bit integers. Prompts are sent in this form, because decoding one bytes
     object is much faster than decoding a list of up to 131,072 integers. Raises OverflowError if an id does
-    not fit into 32 bits, and so is outside every vocabulary.
+    not fit into 32 bits.
     """
     return array(_TOKEN_TYPE, token_ids).tobytes()
 
@@ -210,7 +211,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Sent by a front to a replica to generate `n` samples for one prompt."""
 
     handle: int
-    """Identifies the submission on its channel. The front chooses it and never reuses it."""
+    """Submission id, unique on its channel. Chosen by the front, and never reused."""
     request_id: str
     index: int = 0
     """The prompt's index within its request."""

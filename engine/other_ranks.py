@@ -66,7 +66,7 @@ class OtherRanks:
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         """Register a callback for the loss of a rank. If a rank exits before `stop`, `callback(reason)` is
-        called at least once, on any thread; immediately, if a rank has already exited.
+        called at least once, on any thread. If a rank has already exited, it is called immediately.
         """
         self._on_exit = callback
         if self._exited.is_set():

@@ -123,7 +123,7 @@ class _Peer:
         self._unsent: deque[tuple[int, memoryview]] = deque()
         self._failure = ""
         self._changed = threading.Condition()
-        """Protects all fields. It is notified when a plan has been written or the peer is lost."""
+        """Protects all fields. Notified when a plan has been written or the peer is lost."""
 
     def send(self, step: int, frame: bytes) -> None:
         with self._changed:

@@ -26,8 +26,8 @@ class StageTimes:
         self._seconds: dict[str, float] = {}
 
     def __call__(self, report: Progress) -> None:
-        """Assign the time since the previous report to a stage: that of the new report if both reports count
-        finished work, otherwise that of the previous report."""
+        """Assign the time since the previous report to a stage: the new report's stage if both reports count
+        finished work, otherwise the previous report's."""
         detail = report.detail if report.unit != "bytes" else ""
         label = f"{report.stage} ({detail})" if detail else report.stage
         worked = label if report.done and not self._begun else self._label

@@ -197,7 +197,7 @@ class GpuMemory:
         self._kv: list[DeviceArena] = []
         """One arena per KV cache tensor, because only a tensor with its own arena can grow."""
         self._block_bytes: list[int] = []
-        """Size of a KV block in each of these tensors."""
+        """Size of a block in each KV cache tensor."""
         self._copies: list[torch.Tensor] = []
         """Page-locked copies of the weights, one per piece."""
         self._freeing: threading.Thread | None = None

@@ -84,9 +84,9 @@ class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
 
 class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
     """Sent by rank 0 to the core with the state of the KV blocks, in pool order. It describes at most
-    BLOCK_CELLS blocks: every `stride`-th one, if the pool is larger. A message therefore takes at most
-    64 KiB, plus about 40 bytes per unfinished request. Its data is collected over several steps. If a block's
-    owner changes in the meantime, the message may name no owner for it.
+    BLOCK_CELLS blocks: every `stride`-th one, if the pool is larger. A message therefore takes at most 64
+    KiB, plus about 40 bytes per unfinished request. The data is collected over several steps. If a block's
+    owner changes in the meantime, the message may name no owner for that block.
     """
 
     stride: int
@@ -214,7 +214,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     """Number of prompt tokens in all started submissions. A prompt counts once per submission."""
     cached_tokens: int = 0
-    """Number of those submissions' prompt tokens that were found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache, over all started submissions."""
     computed_tokens: int = 0
     """Number of tokens computed in prefills. Tokens recomputed after a preemption, including output tokens,
     are counted again."""

@@ -188,8 +188,8 @@ def follow(control: Channel[RankInbound], plans: Channel[Any], runner: Following
 
 
 def build_runner(spec: ReplicaSpec, rank: int, progress: ProgressCallback) -> ModelRunner:
-    """Load one rank of a replica, connect it to the others, and return its runner. Raises RankLost if the
-    other ranks do not join in time, and the exceptions of `engine.runner.ModelRunner`.
+    """Load one rank of a replica, connect it to the others, and return its runner. Raises the same exceptions
+    as `engine.runner.ModelRunner`, and RankLost if the other ranks do not join in time.
     """
     from engine import parallel
     from engine.device import select_device
@@ -227,8 +227,8 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The parent exited before prctl took effect. If it exited before `os.getppid` was called, the closed
-        # channel reveals that.
+        # The parent exited before prctl took effect. If it had exited even before `os.getppid` was called,
+        # the closed channel reveals that.
         os._exit(0)
 
 

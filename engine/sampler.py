@@ -37,8 +37,8 @@ from kernels import sampling
 from kernels.draws import Draws, Logits, SamplingOps, Variant
 
 LOGPROB_ROWS = 128
-"""Maximum number of rows whose log probabilities are computed together. A whole chunk or batch at once could
-take gigabytes of memory."""
+"""Maximum number of rows whose log probabilities are computed together. Computing a whole chunk or batch at
+once could take gigabytes of memory."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
         """Sample a token for each sampling slot, and store it in `tables` as the slot's next input.
 
-        `logits` are the step's logit rows on this rank; any further rows are ignored. They are not modified.
+        `logits` are the step's logit rows on this rank; any further rows are ignored. `logits` is not
+        modified.
         """
         if batch.logit_rows is None:
             logits = logits[: len(batch.slots)]

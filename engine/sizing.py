@@ -206,7 +206,7 @@ class _Matrices:
 
 
 def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
-    """Return all matrices that can be quantised: qkv and o, and every MLP's and expert's gate_up and down."""
+    """Return all matrices that can be quantised: qkv, o, and the gate_up and down of every MLP and expert."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     qkv = _Matrices(1, q + 2 * kv, hidden, gcd(q, kv), 0)
     found = [qkv, _Matrices(1, hidden, q, 0, shard.cut(q))] * config.layers
@@ -371,8 +371,8 @@ def layer_capture_sizes(
 
 
 def pass_sizes(config: ModelConfig, tensor_parallel_size: int, max_num_batched_tokens: int) -> list[int]:
-    """Return the token counts to which passes with prompts are padded on a GPU: those of
-    `layer_capture_sizes`, and the larger ones of `gemm_sizes`."""
+    """Return the token counts to which passes with prompts are padded on a GPU: all `layer_capture_sizes`,
+    and any larger `gemm_sizes`."""
     captured = layer_capture_sizes(config, tensor_parallel_size, max_num_batched_tokens)
     sizes = gemm_sizes(max_num_batched_tokens)
     return [*captured, *(size for size in sizes if not captured or size > captured[-1])]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
-"""Conservative rates for a CPU and a GPU, in operations per second, which every device can reach. Used until
-a step of the same kind has been measured."""
+"""Conservative rates, in operations per second, that any CPU and any GPU can reach. Used until a step of the
+same kind has been measured."""
 _KEEP = 0.8
 """Factor by which each new step scales down the totals of earlier steps. With this value, the average depends
 mainly on the last five steps."""

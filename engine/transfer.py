@@ -9,8 +9,8 @@ _SMALL_BYTES = 16 << 10
 """Maximum size, in bytes, of a small transfer. A step needs several of them for its slots' data."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
-"""Numbers of small and large transfers that may be in flight at once: those of a running step and of the one
-launched after it."""
+"""Numbers of small and large transfers that may be in flight at once: those of a running step and of the next
+step."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -38,10 +38,10 @@ def warm_up(
     collect: Callable[[StepResults], object] = lambda results: None,
     progress: ProgressCallback = no_progress,
 ) -> None:
-    """Launch every kernel of steps that are not replayed from a graph. All ranks must call this function. The
-    executor `steps` runs padded passes of all `sizes`, which do not change its cache. The executor `apart`
-    runs one step of every kind; its tables are invalid afterwards. `collect` is called with each step's
-    results, to load the kernels used for reading results.
+    """Launch every kernel used by steps that are not replayed from a graph. All ranks must call this
+    function. The executor `steps` runs padded passes of all `sizes`, which do not change its cache. The
+    executor `apart` runs one step of every kind; its tables are invalid afterwards. `collect` is called with
+    each step's results, to load the kernels used for reading results.
     """
     run_padded_passes(steps, sizes, progress)
     for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):

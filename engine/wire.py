@@ -77,7 +77,7 @@ class Channel(Generic[Inbound]):
         self.closed = False
         """Whether the channel was closed: by the peer, by a protocol violation, or by `close`."""
         self.violation = ""
-        """Why the peer's last frame was invalid; empty if none was."""
+        """Why the peer's last frame was invalid, or empty if it was valid."""
 
     def fileno(self) -> int:
         """Return the socket's file descriptor for use in selectors, or -1 if the channel is closed."""

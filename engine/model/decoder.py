@@ -49,8 +49,8 @@ class Decoder:
     `max_model_len` is the maximum sequence length, or None for the checkpoint's maximum
     (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output; the
     embeddings and the output matrix are not quantised. With `fp8_blocks`, there is one scale per block
-    instead, a mode that only the reference implementation supports. With `kv_fp8`, the KV cache is e4m3 with
-    one scale per token and head. `memory` allocates the weights; None means that torch allocates them.
+    instead, which only the reference implementation supports. With `kv_fp8`, the KV cache is e4m3 with one
+    scale per token and head. `memory` allocates the weights; None means that torch allocates them.
 
     Raises UnsupportedError if the model cannot be split across the ranks or does not support that length, and
     WeightsTooLarge if the weights do not fit on the device.
@@ -200,7 +200,7 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Return the shape of one layer's keys in this rank's cache, which is also that of the values."""
+        """Return the shape of one layer's keys in this rank's cache. Its values have the same shape."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:

@@ -12,7 +12,7 @@ from engine.model.layers import WeightShard
 
 _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_NAMES = {".mlp.": _MIXTRAL, ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
-"""Parts of tensor names, and what replaces them in Mixtral's published checkpoints."""
+"""Parts of tensor names, mapped to their counterparts in Mixtral's published checkpoints."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """For each tensor that contains all of a layer's experts, one expert's matrices in storage order."""
 

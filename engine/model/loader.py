@@ -303,7 +303,7 @@ def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
 def _read_scales(
     shards: dict[str, WeightShard], entries: dict[str, TensorEntry], device: torch.device, suffix: str
 ) -> dict[str, torch.Tensor]:
-    """Return the float32 scales of all FP8 weights, by weight name. A weight has one scale per row
+    """Return the float32 scales of all FP8 weights, keyed by weight name. A weight has one scale per row
     (`[rows]`), one for all rows (`[1]`), or one per block (`scale_shape`). `suffix` is the name suffix of the
     scales."""
     wanted = []

@@ -46,7 +46,7 @@ def read_timeline(path: Path) -> TraceTimeline:
         return _of_gpu(on_gpu)
     on_cpu = sorted((e for e in events if e.get("cat") == _ON_CPU), key=lambda e: (e["ts"], -e["dur"]))
     if not on_cpu:
-        raise ValueError(f"{path} contains no kernel and no operation; record at least one step")
+        raise ValueError(f"{path} contains neither kernels nor operations; record at least one step")
     return _of_cpu(on_cpu)
 
 

@@ -53,7 +53,7 @@ class KernelWork:
     bytes: float
     operations: float = 0.0
     per_s: float | None = None
-    """The device's peak rate for these operations, per second, or None if operations cannot be the
+    """The device's peak rate for these operations, in operations per second, or None if they cannot be the
     bottleneck."""
 
     def __add__(self, other: KernelWork) -> KernelWork:

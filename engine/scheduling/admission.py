@@ -157,7 +157,7 @@ class Admission:
 
     def _fits_plan(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Return whether the step's plan has enough space for the sequence's setup and block table entries.
-        Those of the step's first sequence always fit."""
+        The step's first sequence always fits."""
         planned = self._setup_numbers
         if planned and planned + setup_numbers(sequence) > MAX_SETUP_NUMBERS:
             return False

@@ -250,8 +250,8 @@ class BlockPool:
         self._may_be_non_finite.add(block)
 
     def mark_non_finite(self, block: int) -> None:
-        """Record that a used block contains NaN or infinity. It is removed from the prefix cache, and zeroed
-        when next allocated."""
+        """Record that a used block contains NaN or infinity. The block is removed from the prefix cache, and
+        zeroed when next allocated."""
         self._forget_key(block)
         self._non_finite.add(block)
         self._may_be_non_finite.add(block)

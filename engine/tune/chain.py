@@ -166,7 +166,7 @@ class HeadChain:
         self._ops.backend.use(table)
 
     def run(self) -> None:
-        """Compute the logits of all rows with each copy of the output matrix."""
+        """Compute all rows' logits with each copy of the output matrix."""
         for head in self._heads:
             self._decoder.head = head
             self._decoder.logits(self._hidden, self._logits)

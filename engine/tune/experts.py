@@ -79,7 +79,7 @@ Wanted = list[tuple[ReplicaModel, ExpertsShape, int]]
 
 
 def shape_of(served: ReplicaModel) -> ExpertsShape:
-    """Return the sizes of a rank's part of an MoE layer."""
+    """Return the dimensions of a rank's part of an MoE layer."""
     config = served.config
     assert config.experts is not None
     here = config.shard(served.tensor_parallel_size, 0).experts(config.experts)
