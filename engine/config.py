@@ -166,8 +166,8 @@ class Shard:
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return `part`, the width of this rank's slice, or 0 if there is only one rank, so that the tensor
-        is not sliced."""
+        """Return `part`, the width of this rank's slice, or 0 if there is only one rank and the tensor is not
+        sliced."""
         return part if self.size > 1 else 0
 
     def experts(self, config: ExpertsConfig) -> ExpertsShard:

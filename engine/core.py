@@ -1,4 +1,4 @@
-"""The step loop of rank 0. Each iteration schedules and launches a step, collects an earlier step's tokens,
+"""Rank 0's step loop. Each iteration schedules and launches a step, collects an earlier step's tokens,
 and returns outputs.
 
 The device code is passed in as a `StepRunner`, so this module does not load torch. If the runner raises an

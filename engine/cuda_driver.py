@@ -1,5 +1,5 @@
-"""Access to CUDA's virtual memory management, which torch does not expose: address ranges can be reserved
-whose physical memory can be released and reallocated. The driver is called through ctypes, so nothing is
+"""Access to CUDA's virtual memory management, which torch does not expose: it can reserve address ranges and
+later release and reallocate their physical memory. The driver is called through ctypes, so nothing is
 compiled.
 
 Reference: "Virtual Memory Management" in the CUDA driver API documentation.

@@ -412,7 +412,8 @@ def _expect(config: Fields, name: str, loadable: tuple[Any, ...]) -> None:
 
 def _rope(fields: Fields, positions: int, default_theta: float) -> RopeConfig:
     """Read the rotary embedding from `rope_parameters` (transformers 5), or from `rope_scaling` and
-    `rope_theta` (transformers 4), which take precedence."""
+    `rope_theta` (transformers 4). If both are given, `rope_scaling` takes precedence over
+    `rope_parameters`."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):

@@ -1,6 +1,6 @@
 """A replica's configuration, and the messages between front processes and replicas. All structs contain only
 plain data, which `engine.wire` encodes as msgpack. Control messages between the core and the ranks are
-defined in `engine.rank_messages`. The core and the fronts import this module, so it does not load torch.
+defined in `engine.rank_messages`. This module does not load torch, because the core and the fronts import it.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     the page cache, so that each file is read from disk only once."""
 
     def process_name(self, rank: int) -> str:
-        """Return the name of a rank's process in the log: the replica's name, and the rank if there are
-        several."""
+        """Return the name of a rank's process in the log: the replica's name, followed by the rank if there
+        are several."""
         return f"{self.replica} rank {rank}" if self.tensor_parallel_size > 1 else self.replica
 
 

@@ -61,8 +61,8 @@ def bound_kernel_caches() -> None:
     """Limit the caches of compiled GEMM kernels in oneDNN and in torch. Call before torch is loaded.
 
     A CPU needs a separate kernel for each weight shape and each number of tokens in a step. By default, each
-    cache holds 1,024 kernels, so the process grows by 500 MB as more and more different token counts occur.
-    Environment variables set by the operator take precedence.
+    cache holds 1,024 kernels, so the process grows by 500 MB as more token counts occur. Environment
+    variables set by the operator take precedence.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))

@@ -73,7 +73,7 @@ class RankMemory(Protocol):
         which needs host memory."""
 
     def save(self) -> None:
-        """Copy everything that `release` destroys and `restore` needs to host memory."""
+        """Copy to host memory everything that `release` destroys and `restore` needs."""
 
     def forget(self) -> None:
         """Delete the copies made by `save`."""
@@ -241,7 +241,7 @@ class GpuMemory:
         return max(0, bisect_right(range(most + 1), nbytes, key=self._missing_bytes) - 1)
 
     def _missing_bytes(self, blocks: int) -> int:
-        """Return the memory, in bytes, that `grow_kv` would allocate."""
+        """Return how many bytes `grow_kv` would allocate."""
         sizes = zip(self._kv, self._block_bytes, strict=True)
         return sum(arena.missing_bytes(blocks * block_bytes) for arena, block_bytes in sizes)
 

@@ -1,7 +1,7 @@
 """The control messages between the core and a replica's ranks.
 
 All structs contain only plain data, which `engine.wire` encodes as msgpack. Plans, which rank 0 sends to the
-other ranks, are defined in `engine.plan`. The core imports this module, so it does not load torch.
+other ranks, are defined in `engine.plan`. This module does not load torch, because the core imports it.
 """
 
 from __future__ import annotations

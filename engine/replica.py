@@ -227,8 +227,8 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The parent exited before prctl took effect. If it had exited even before `os.getppid` was called,
-        # the closed channel reveals that.
+        # The parent exited before prctl took effect. If it exited even before `os.getppid` was called, the
+        # closed channel reveals that.
         os._exit(0)
 
 

@@ -173,8 +173,8 @@ class ModelRunner:
     # ── running steps ──────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start a step after all previously launched ones, without waiting for them. After a step has failed,
-        every later one also raises an exception, because the device tables are invalid.
+        """Launch a step, to run after all previously launched ones, and return without waiting. After a step
+        has failed, every later one also raises an exception, because the device tables are invalid.
         """
         if self._stream is not None:
             return ThreadStep(self._stream.submit(self._run_on_thread, plan), self.ranks.check)

@@ -122,8 +122,8 @@ def predict(
     blocks: int | None,
     on_gpu: bool,
 ) -> Sizing:
-    """Predict the memory use of rank 0, which needs the most memory because only rank 0 has the biases of
-    all-reduced linears.
+    """Predict rank 0's memory use, which is the highest, because only rank 0 has the biases of all-reduced
+    linears.
 
     `dtype` is the model's dtype, a key of `engine.config.DTYPE_BYTES`. `weights` (see `weights_dtype`) and
     `kv_cache_dtype` are keys of the same mapping, or "fp8"; `weights` may also be "fp8-block". `max_num_seqs`
@@ -386,7 +386,7 @@ def size_for(count: int, sizes: list[int]) -> int:
 
 def decode_capture_sizes(largest: int) -> list[int]:
     """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs: 1, 2, 4,
-    8, 12 and 16, then in steps of 8 up to 72, then in steps of an eighth to a quarter. The last size is
+    8, 12 and 16, then in steps of 8 up to 72, then each an eighth to a quarter larger. The last size is
     `largest`."""
     sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < largest]
     step = 8

@@ -98,7 +98,7 @@ class _PaddedPasses:
 
     def run_long_prompts(self) -> None:
         """Run a chunk far from the beginning of its prompt, if the maximum sequence length allows it. Hopper
-        GPUs have a separate attention kernel for such chunks, which other warm-up steps may not launch."""
+        GPUs have a separate attention kernel for such chunks, which other warm-up steps might not launch."""
         # Imported here because Triton is not used on a CPU.
         from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
 

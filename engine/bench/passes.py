@@ -232,7 +232,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def _variant(self, variant: str) -> Iterator[Decoder]:
-        """Provide a decoder that launches a variant's kernels, until the `with` statement ends."""
+        """Yield a decoder that launches a variant's kernels until the `with` statement ends."""
         ranks, decoder = self._ranks, copy.copy(self._decoder)
         ops, limits, pdl, overlap_from = decoder.ops, ranks.limits, ranks.pdl, ranks.overlap_from
         assert isinstance(ops, CudaOps)

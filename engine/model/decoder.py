@@ -114,7 +114,7 @@ class Decoder:
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
         """Run a forward pass, and return its hidden states: `[tokens, hidden]`. If `inputs.logits_attention`
         is given, only its tokens' rows are returned. The pass writes its keys and values to `kv`, which has
-        one pool per layer. The final norm is not applied here. `logits` applies it to the rows that need
+        one pool per layer. The final norm is applied later, by `logits`, and only to the rows that need
         logits. The number of tokens that choose each expert is added to `expert_choices`.
         """
         ops, ranks, logits_attention = self.ops, self.ranks, inputs.logits_attention

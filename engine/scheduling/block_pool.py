@@ -95,8 +95,8 @@ class PrefixChain:
         return self._known(index)
 
     def find(self, blocks: dict[Content, Cached], end: int, token_ids: TokenIds) -> list[int]:
-        """Return the blocks of the longest prefix of the sequence found in `blocks`, up to `end` blocks.
-        Their keys are copied from the cache, which is faster than computing them."""
+        """Return the blocks of the sequence's longest prefix that is in `blocks`, up to `end` blocks. Their
+        keys are copied from the cache, which is faster than computing them."""
         found: list[int] = []
         keys = self._shared + self._own
         count, shared, prompt, parent = len(keys), self._shared_blocks, self._prompt, self._root

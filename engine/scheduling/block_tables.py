@@ -104,7 +104,8 @@ class BlockTables:
             shared.registered = max(shared.registered, min(end, len(shared.blocks)))
 
     def mark_non_finite(self, sequence: Sequence) -> None:
-        """Remove all blocks from the prefix cache whose sequence computed NaN or infinity."""
+        """Remove a sequence's blocks from the prefix cache. Called after the sequence computed NaN or
+        infinity."""
         for index in range(sequence.block_count):
             self._pool.mark_non_finite(sequence.block(index))
 

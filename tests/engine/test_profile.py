@@ -98,7 +98,7 @@ def test_on_a_cpu_the_time_of_nested_operations_is_excluded(tmp_path: Path) -> N
 
 
 def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no kernel and no operation"):
+    with pytest.raises(ValueError, match="neither kernels nor operations"):
         timeline_of(tmp_path, [])
 
 
