@@ -95,8 +95,8 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     """Whether another front process has already read a request from the connection. If so, the message
     carries a second descriptor: a memfd with the request's bytes."""
     number: int = 0
-    """The connection's number, unique within this front process. `Taken` and `NotTaken` use it to identify
-    the connection."""
+    """The connection's number, unique within this front process. `Taken` and `NotTaken` identify the
+    connection by this number."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):

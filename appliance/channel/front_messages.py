@@ -67,7 +67,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept, or an
     empty string."""
     deadline_ms: float | None = None
-    """Deadline for the complete answer, measured from `arrived_at`, or None if there is no deadline."""
+    """Time limit for the complete answer, measured from `arrived_at`. None means no limit."""
     shadow_of: str = ""
     """The original request's tenant, if this request is a copy of a finished request. The copy may use this
     tenant's cached prefixes. The core does not log copies, and refuses a copy that cannot start
@@ -147,7 +147,7 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
     """Request log data for a request that the front process rejected (4xx). If parsing the request was
-    expensive, the cost counts against the caller's rate limits. Only sent for authenticated callers; other
+    expensive, the cost counts against the caller's rate limits. Sent only for authenticated callers; other
     requests are merely counted, because a flood of them could otherwise fill the disk.
     """
 
@@ -160,8 +160,8 @@ class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
-    """Charges a caller's token limits for tokens that a front process encoded or decoded outside a prompt or
-    answer, such as tokens removed by `truncate_prompt_tokens`."""
+    """Charges a caller's token limits for tokens that a front process encoded or decoded but did not use in a
+    request, such as tokens removed by `truncate_prompt_tokens`."""
 
     identity: Identity
     tokens: int

@@ -6,7 +6,7 @@ import msgspec
 
 
 class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A front process's counters and measurements. Totals are counted from the start of the process."""
+    """A front process's counters and measurements. Totals cover the time since the process started."""
 
     connections: int = 0
     busy_connections: int = 0
@@ -41,7 +41,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     kept_answers: int = 0
     """Requests with an `Idempotency-Key` that are running or whose answers are kept for retries."""
     kept_bytes: int = 0
-    """Memory, in bytes, taken up by answers kept for retries."""
+    """Memory, in bytes, taken up by answers to requests with an `Idempotency-Key`."""
     dropped_texts: int = 0
     """Requests whose prompts and answers were not stored because too many texts were waiting to be stored."""
     log_dropped_lines: int = 0

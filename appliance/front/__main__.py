@@ -41,7 +41,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
     # A front encodes text in two threads of its own (appliance.text.fair_queue). Keep the tokenizers library
-    # from starting one more thread per CPU core.
+    # from starting more threads, one per CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     import msgspec

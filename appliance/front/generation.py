@@ -38,9 +38,9 @@ CLIENT_DISCONNECTED = 499
 class Generation:
     """A request that is waiting for admission or running.
 
-    It handles messages from the core, outputs from the replica, and the client's disconnect. `ended` is set
-    once the request has finished. By then, every sample has a `finish_reason`, `failure` holds an error, or
-    `left` is set because the client disconnected. The response calls `settle` after writing the answer.
+    It handles messages from the core, outputs from the replica, and a disconnect by the client. `ended` is
+    set once the request has finished. By then, every sample has a `finish_reason`, `failure` holds an error,
+    or `left` is set because the client disconnected. The response calls `settle` after writing the answer.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -262,7 +262,7 @@ class Generation:
 
     def _replica_disconnected(self) -> None:
         """Schedule a resubmission, because the replica was lost. Called once for each submission that was
-        running there."""
+        running on it."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:

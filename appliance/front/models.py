@@ -201,8 +201,8 @@ class Catalog:
         self, name: str, identity: Identity, disconnected: Callable[[], bool], caller: str = ""
     ) -> LoadedModel:
         """Return the model for this name, as `get` does, but first wait until it is loaded. The wait ends
-        early if `disconnected` returns true, because the client has disconnected. Raises a 503 if the wait
-        takes too long or too many requests are waiting."""
+        early if `disconnected` returns true, which means that the client has disconnected. Raises a 503 if
+        the wait takes too long or too many requests are waiting."""
         if allows(identity, name) and self._waits(name):
             if (held := self._held.total()) >= self.max_held:
                 raise _still_loading(name, f"{held} requests are already waiting for models")

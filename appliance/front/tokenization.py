@@ -29,8 +29,8 @@ _MESSAGE_CHARACTERS = 16
 """Number of characters that each message adds to a conversation's size, because searching its role and field
 names for control tokens takes as long as searching this many characters."""
 _MARK_DIGITS = 20
-"""Number of digits in the marker appended to a message to be continued. It consists of digits because no chat
-template filter changes digits."""
+"""Number of digits in the marker appended to a message to be continued. The marker consists of digits because
+no chat template filter changes digits."""
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 

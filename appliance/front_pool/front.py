@@ -312,8 +312,8 @@ class Front:
             self._events.request_message(self, message)
 
     def _descriptors(self, count: int) -> list[int]:
-        """Return the descriptors sent with a message; the caller must close them. If this process has too
-        many open files, so that the kernel has dropped some of them, return none."""
+        """Return the descriptors sent with a message; the caller must close them. If the kernel has dropped
+        any of them because this process has too many open files, return none."""
         taken: list[int] = []
         try:
             if self._child is not None:

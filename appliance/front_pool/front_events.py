@@ -22,8 +22,8 @@ class FrontEvents(Protocol):
         again, or has room."""
 
     def front_returns(self, front: Front, connection: Untaken) -> None:
-        """Handle a connection that the front could not receive, by giving it to a different front. The front
-        accepts no connections until its next report."""
+        """Give a connection to a different front, because this front could not receive it. This front accepts
+        no connections until its next report."""
 
     def name_wanted(self, name: str) -> None:
         """Handle a report that requests in a front are waiting for the model `name` to be loaded or woken.

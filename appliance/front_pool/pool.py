@@ -8,7 +8,7 @@
              FrontRequests, configuration(), keep(), note(), on_availability()
 
 In this diagram, calls go down. Messages from fronts go up, through the `FrontRequests` protocol and the
-callbacks passed to the pool. The pool does not depend on requests. Of each replica, it knows only the name
+callbacks passed to the pool. The pool does not depend on requests. All it stores about a replica is the name
 and a function that opens a channel.
 """
 
@@ -183,7 +183,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Set the time limits after which a front process is killed, as configured."""
+        """Apply the configured time limits after which front processes are killed."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s

@@ -44,8 +44,8 @@ _REFUSALS = {
         "the tenants (appliance requests)"
     ),
 }
-"""Problem reports about refused clients, keyed by a counter of `FrontReport`. A report is made when its
-counter has grown."""
+"""Problem reports about refused clients, keyed by the name of a counter in `FrontReport`. A problem is
+reported when its counter has grown."""
 
 
 class RefusalWatch:

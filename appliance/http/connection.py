@@ -329,7 +329,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.pool is not None:
             self.pool.mark_busy(self)
         if self._parser.received and not self.authenticated:
-            # Only known clients may send further requests before the response to the first.
+            # Only known clients may send further requests before the first is answered.
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:

@@ -115,7 +115,7 @@ class Exchange:
     # ── called by the ASGI application ──
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next ASGI event: part of the body, or the client's disconnect."""
+        """Return the next ASGI event: part of the body, or a disconnect by the client."""
         while not (self._disconnected or self.complete):
             if self._content or (self.request_complete and not self._end_delivered):
                 content = b"".join(self._content)

@@ -14,8 +14,8 @@ from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
-"""Time allowed per turn; most turns take less. The number of turns in an event loop iteration is the previous
-iteration's duration divided by this time, but at least 1 and at most `MAX_TURNS_PER_PASS`."""
+"""Time, in seconds, allowed per turn. Most turns take less. The number of turns in an event loop iteration is
+the previous iteration's duration divided by this time, but at least 1 and at most `MAX_TURNS_PER_PASS`."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
 """Maximum average share of the event loop's time that one budget's turns may take."""
@@ -54,7 +54,7 @@ class Turns:
     the longest-waiting operation.
 
     Once a budget has used its share of the event loop's time, its sources must pause, even if nothing else is
-    waiting. This keeps the event loop idle for other clients' requests, and the CPU free for the service's
+    waiting. This leaves the event loop free for other clients' requests, and the CPU free for the service's
     other processes.
     """
 

@@ -72,8 +72,8 @@ class ChatTemplate:
         without adding special tokens. `messages` and `variables` (additional template variables) are JSON
         values. They are treated as data, never as template code.
 
-        Raises `NoChatTemplateError`, and `ChatTemplateError` if the template rejects the messages, fails
-        while rendering them, or exceeds the limits.
+        Raises `NoChatTemplateError` if the model has no default template, and `ChatTemplateError` if the
+        template rejects the messages, fails while rendering them, or exceeds the limits.
         """
         template = self._default()
         everything = {

@@ -1,10 +1,10 @@
 """`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front
 process.
 
-A template is a program that comes with a checkpoint, so the kernel enforces its limits. RLIMIT_AS limits
-memory, and an alarm that no Python code handles limits time. (Usually, the front process kills this process
-before the alarm goes off.) This process cannot write files or start other processes. It exits when its
-channel is closed.
+A template is a program that comes with a checkpoint, so the kernel enforces its limits: RLIMIT_AS for memory
+and, for time, an alarm that no Python code handles. (Usually, the front process kills this process before the
+alarm goes off.) This process cannot write files or start other processes. It exits when its channel is
+closed.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
-    """Add the tokens declared only in `tokenizer_config.json`, and mark declared special tokens as
+    """Add the tokens declared only in `tokenizer_config.json`, and mark the declared special tokens as
     special."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(files.added.items()):

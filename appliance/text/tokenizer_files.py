@@ -41,7 +41,7 @@ class TokenizerFiles:
     """The contents of the JSON files next to `tokenizer.json`.
 
     - `named` maps `bos_token`, `eos_token`, … to their texts.
-    - `special` contains all tokens that these files declare special.
+    - `special` contains all tokens that these files declare as special.
     - `added` maps token ids to tokens that `tokenizer.json` may lack (`added_tokens_decoder`).
 
     `add_bos_token` and `add_eos_token` are not read: as in transformers, the post-processor in
