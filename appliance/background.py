@@ -95,9 +95,8 @@ class Timer:
 
 
 class Backoff:
-    """Computes the delay before each restart of a process. The delay doubles with each restart, up to a
-    limit, and varies randomly by up to 20%. Once a process has been in service for 30 s, the delay is
-    reset."""
+    """Computes the delay before each process restart. The delay doubles with each restart, up to a limit, and
+    varies randomly by up to 20%. Once a process has been in service for 30 s, the delay is reset."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class AdminError(Exception):
 
 
 class Call(NamedTuple, Generic[Answer]):
-    """A call of the admin API. `answer` is the type of the response or, for a stream, of each line."""
+    """An admin API call. `answer` is the type of the response or, for a stream, of each line."""
 
     method: str
     path: str
@@ -88,8 +88,8 @@ class Call(NamedTuple, Generic[Answer]):
         raise AdminError(status, message)
 
     def decode_line(self, line: bytes, place: str) -> Answer | None:
-        """Decode a line of a stream. Returns None for an empty line. Raises AdminError if the line says that
-        the service cannot continue the stream."""
+        """Decode one line of a stream. Returns None for an empty line. Raises AdminError if the line says
+        that the service cannot continue the stream."""
         if not line.strip():
             return None
         if line.startswith(b'{"error":'):

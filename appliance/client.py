@@ -73,7 +73,7 @@ class AdminClient:
         """Do nothing: no connection stays open between calls."""
 
     def status(self) -> Status:
-        """Return the state of the service."""
+        """Return the service's state."""
         return self.call(calls.STATUS)
 
     def in_flight(self) -> list[UnfinishedRequest]:

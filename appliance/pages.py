@@ -102,7 +102,7 @@ class AuditAction(msgspec.Struct, kw_only=True):
     host: str | None
     action: str
     params: Any
-    """Parameters of the action, without secrets. This field, `before` and `after` are JSON values, or strings
+    """The action's parameters, without secrets. This field, `before` and `after` are JSON values, or strings
     if the stored text is not valid JSON."""
     result: str | None
     """"ok", or the error. Null if no result has been recorded."""
@@ -223,14 +223,14 @@ def iso_utc(seconds: float) -> str:
 
 
 CORE = "core"
-"""The name of the core in log lines."""
+"""The core's name in log lines."""
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     """A log line."""
 
     number: int
-    """Number of the line, counted from the start of the service."""
+    """The line's number, counted since the service started."""
     at: float
     level: Level
     area: str

@@ -36,7 +36,7 @@ class RunDirError(Exception):
 
 
 class LockHolder(msgspec.Struct, kw_only=True):
-    """The process that holds, or last held, the lock of a run directory."""
+    """The process that holds, or last held, a run directory's lock."""
 
     pid: int
     state_dir: str

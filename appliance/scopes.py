@@ -69,7 +69,7 @@ def granted(scopes: Iterable[str]) -> frozenset[str]:
 
 
 def check_routes(app: Starlette) -> list[ScopedRoute]:
-    """Return all routes of the application. Raises TypeError if a route does not declare a scope."""
+    """Return all of the application's routes. Raises TypeError if a route does not declare a scope."""
     scoped = []
     for route in app.routes:
         if not isinstance(route, ScopedRoute):

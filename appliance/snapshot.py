@@ -382,19 +382,19 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     """A process of the service."""
 
     name: str
-    """Name of the process, such as "core", "front-1" or "demo-1"."""
+    """The process's name, such as "core", "front-1" or "demo-1"."""
     role: ProcessRole
     pid: int | None = None
     state: ProcessState = ""
     cpu_percent: float | None = None
-    """CPU usage of the process in the last slice, as a percentage of one core."""
+    """The process's CPU usage in the last slice, as a percentage of one core."""
     memory_bytes: int | None = None
     """Resident memory."""
     restarts: int | None = None
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine and the processes of the service."""
+    """The machine and the service's processes."""
 
     name: str = ""
     cpus: int | None = None
@@ -410,7 +410,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """The state of the service at one moment."""
+    """The service's state at one moment."""
 
     at: float
     """Time when the values were read, in unix seconds."""

@@ -78,7 +78,7 @@ class StallLog:
         self._stalls = merged(self._stalls, [stall])
 
     def forget(self, replica: str) -> None:
-        """Forget the mean step duration of a replica that has exited. Its stalls are kept."""
+        """Forget an exited replica's mean step duration. Its stalls are kept."""
         self._means.pop(replica, None)
 
 

@@ -1,4 +1,4 @@
-"""Assembles the backend of the admin API from the service's components."""
+"""Assembles the admin API's backend from the service's components."""
 
 from __future__ import annotations
 

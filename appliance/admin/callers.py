@@ -1,5 +1,5 @@
-"""Authenticates callers of the admin API: operators by their uid or groups, and everyone else by a key with
-the `admin` or `read` scope. If a request carries a key, the key alone determines the caller's rights, so that
+"""Authenticates admin API callers: operators by their uid or groups, and everyone else by a key with the
+`admin` or `read` scope. If a request carries a key, the key alone determines the caller's rights, so that
 operators can test what a key permits.
 
 A request with the header `x-appliance-read-only: true` is limited to read access, regardless of the caller's
@@ -50,13 +50,13 @@ class Caller(NamedTuple):
 
     @property
     def actor(self) -> Actor:
-        """The name of the caller in the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request with a
+        """The caller's name in the audit chain: `uid:0`, or `uid:1000 key:key_12ab` for a request with a
         key."""
         return Actor(f"uid:{self.uid} key:{self.key_id}" if self.key_id else f"uid:{self.uid}", self.host)
 
 
 class Authenticator:
-    """Identifies the callers of the admin API."""
+    """Identifies admin API callers."""
 
     def __init__(self, settings: AdminSettings, valid_key: KeyLookup) -> None:
         """`valid_key` looks up a valid key and returns its record and its tenant."""

@@ -27,7 +27,7 @@ from engine.client import module_command, module_environment
 MAX_CHECK_S = 120.0
 """Time limit for a check, in seconds."""
 FINDINGS_KEPT_S = 30.0
-"""Time in seconds for which the findings of a finished check are reused."""
+"""How long a finished check's findings are reused, in seconds."""
 _ERRORS = dict.fromkeys((401, 403, 503), ErrorBody)
 _COMMANDS: dict[Check, str] = {"audit": "appliance audit verify", "findings": "appliance doctor"}
 """The commands that run the same checks without the service."""

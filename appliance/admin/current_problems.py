@@ -25,7 +25,7 @@ def current_problems(
     log: LogState,
     clock_jump_s: float,
 ) -> list[CurrentProblem]:
-    """Return all current problems of the service."""
+    """Return all of the service's current problems."""
     return [
         *(problem for model in models for problem in _model(model)),
         *(problem for front in fronts for problem in _front(front)),

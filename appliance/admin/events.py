@@ -160,7 +160,7 @@ class EventFeeds:
 
 
 def event_route(feeds: EventFeeds, streams: Streams) -> ScopedRoute:
-    """Return the route of the event stream."""
+    """Return the event stream's route."""
 
     async def events(request: HttpRequest) -> Response:
         return streams.response(feeds.follow(parse_query(request, EventsQuery)))

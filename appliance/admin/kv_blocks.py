@@ -1,6 +1,6 @@
-"""Reads the KV blocks of all replicas, for an admin API route and for the recorded history. Replicas report
-block states only on request. While an operator uses the route, they are queried up to once per second;
-otherwise every few seconds, for the history.
+"""Reads all replicas' KV blocks, for an admin API route and for the recorded history. Replicas report block
+states only on request. While an operator uses the route, they are queried up to once per second; otherwise
+every few seconds, for the history.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORDED_EVERY_S = 10.0
 
 
 class BlockMaps:
-    """Reads the blocks of all replicas. Must be used on the event loop's thread."""
+    """Reads all replicas' KV blocks. Must be used on the event loop's thread."""
 
     def __init__(self, replicas: Callable[[], Iterable[Replica]], traffic: TrafficState) -> None:
         self._replicas = replicas
@@ -35,7 +35,7 @@ class BlockMaps:
         """Each replica's latest block state, and the block map made from it."""
 
     async def read(self) -> list[ReplicaBlocks]:
-        """Return the block maps of all replicas that respond."""
+        """Return the block maps of all responding replicas."""
         replicas = list(self._replicas())
         found = await asyncio.gather(*(replica.blocks.read() for replica in replicas))
         return [
@@ -45,7 +45,7 @@ class BlockMaps:
         ]
 
     def recent(self) -> dict[str, BlockMap]:
-        """Return the latest known block map of each replica, without waiting. If a map is older than
+        """Return each replica's latest known block map, without waiting. If a map is older than
         `RECORDED_EVERY_S`, request a new one. The same object is returned until a newer state arrives."""
         replicas = list(self._replicas())
         found = {

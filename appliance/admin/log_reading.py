@@ -45,7 +45,7 @@ _THREADS = 2
 
 
 class LogReading:
-    """Reads pages of the logs and follows the logs. Must be used on the event loop's thread."""
+    """Reads the logs page by page, and follows them. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class LogReading:
         return await self._in_thread(lambda: self._usage.report(query))
 
     def log_page(self, query: LogQuery) -> LogPage:
-        """Return lines of the service's log."""
+        """Return lines from the service's log."""
         return self._lines.page(query)
 
     # ── following ──
@@ -161,7 +161,7 @@ class LogReading:
         return self._follow(head, read)
 
     def follow_log(self, query: LogQuery) -> AsyncIterator[bytes]:
-        """Return a stream that yields new lines of the service's log."""
+        """Return a stream that yields new lines from the service's log."""
         after = self._lines.number if query.after is None else query.after
 
         async def read() -> tuple[list[bytes], bool]:

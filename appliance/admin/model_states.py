@@ -141,11 +141,11 @@ class ModelStates:
         }
 
     def status(self, record: VersionRecord) -> VersionStatus:
-        """Return the status of a version in the registry."""
+        """Return a registered version's status."""
         state, detail = self.state(unit_name(record.model, record.version))
         return VersionStatus(name=record.model, version=record.version, state=state, detail=detail)
 
     def declared_status(self, name: str) -> VersionStatus:
-        """Return the status of a model in the settings."""
+        """Return the status of a model declared in the settings."""
         state, detail = self.state(name)
         return VersionStatus(name=name, version=1, state=state, detail=detail)

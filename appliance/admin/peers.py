@@ -59,7 +59,7 @@ class PeerAdmin:
         return done(f"{kind} {number} mapped to tenant {asked.tenant}")
 
     async def unmap(self, actor: Actor, asked: UnmapPeer) -> Effect:
-        """Remove the mapping of a user or group."""
+        """Remove a user's or group's mapping."""
         kind, number = parse_peer(asked.peer)
         await committed(self.control.unmap_peer(actor=actor, kind=kind, number=number))
         self.publish()

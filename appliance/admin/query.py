@@ -1,4 +1,4 @@
-"""Parses query parameters of the admin API into typed structs. Error messages name the parameter."""
+"""Parses the admin API's query parameters into typed structs. Error messages name the parameter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parse_query(request: Request, kind: type[Query]) -> Query:
 
 
 def query_parameters(kind: type[msgspec.Struct]) -> tuple[dict[str, Any], ...]:
-    """Return OpenAPI parameter objects for the fields of a query struct."""
+    """Return OpenAPI parameter objects for a query struct's fields."""
     schema = msgspec.json.schema(kind)
     properties = schema["$defs"][kind.__name__]["properties"]
     return tuple(

@@ -29,7 +29,7 @@ class RunningRequests:
         return self.known(await self.progress(), time.time())
 
     async def progress(self) -> Mapping[str, RequestProgress]:
-        """Ask the front processes for the progress of their requests."""
+        """Ask the front processes for their requests' progress."""
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:

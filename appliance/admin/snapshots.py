@@ -1,4 +1,4 @@
-"""Takes snapshots of the service (`appliance.snapshot`) from the state of its components."""
+"""Takes snapshots of the service (`appliance.snapshot`) from its components' state."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class SnapshotReader:
 
 
 class _Counters:
-    """The counters of a replica at one point in time."""
+    """A replica's counters at one point in time."""
 
     def __init__(self, replica: Replica, at: float) -> None:
         report, steps = replica.latest_report, replica.steps

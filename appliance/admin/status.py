@@ -58,10 +58,9 @@ the service is not ready in any case."""
 
 @functools.cache
 def service_version() -> str:
-    """Return the version of the product that was installed at the first call. The result is cached because
-    every status contains it, and each lookup reads a file and creates reference cycles. The core rarely runs
-    the garbage collector that would free them (`appliance.core.process.COLLECT_AFTER`).
-    """
+    """Return the product version at the time of the first call. The result is cached because every status
+    contains it, and each lookup reads a file and creates reference cycles, which the core rarely collects
+    (`appliance.core.process.COLLECT_AFTER`)."""
     try:
         return version("appliance")
     except PackageNotFoundError:
@@ -75,7 +74,7 @@ def database_status(database: ControlStore | Writer) -> DatabaseStatus:
 
 
 def audit_status(state: TrailState) -> AuditStatus:
-    """Return the status of the audit trail."""
+    """Return the audit trail's status."""
     spool = state.spool
     return AuditStatus(
         rows=state.head.seq,
@@ -151,7 +150,7 @@ class StatusReader:
         )
 
     def drain(self, drain: Drain) -> DrainStatus:
-        """Return the status of a drain."""
+        """Return a drain's status."""
         left = self.traffic.remaining(drain.model)
         return DrainStatus(
             stopping=drain is self.drains.stopping,
@@ -225,8 +224,8 @@ class StatusReader:
             )
         if (drain := self.drains.of_service) is not None:
             return drain.public_state, drain.reason
-        # A model's state is the best state of any of its replicas, because one good replica is enough to
-        # serve clients.
+        # A model's state is the best of its replicas' states, because one good replica is enough to serve
+        # clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if self.models.is_parked(model) and (best is None or best.state != "sleeping"):
             return "available", _UNLOADED if best is None else _UNLOADING

@@ -64,7 +64,7 @@ def telemetry_routes(history: Path, threads: ThreadPoolExecutor) -> list[ScopedR
             SnapshotQuery,
             PastSnapshot,
             past.snapshot,
-            "Return the state of the service at a past time",
+            "Return the service state at a past time",
         ),
         route(
             "/telemetry", TelemetryQuery, TelemetryColumns, past.columns, "Return recorded metrics over time"

@@ -20,8 +20,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── processes ──
     BuiltInRule(
         name="replica-down",
-        reason="A replica that was serving requests has stopped. Its requests continue on another replica "
-        "or after a restart, so clients notice a pause.",
+        reason="A replica has stopped answering requests. They continue on another replica or after a "
+        "restart, so clients notice a pause.",
         metric="models[*].replicas[*].state",
         severity="critical",
         texts=["restarting", "silent", "starting", "loading"],

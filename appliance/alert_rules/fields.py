@@ -68,7 +68,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     active for the same model, replica or GPU, and for one minute afterwards, this alert is not shown, but is
     counted in the other alert."""
     description: str = ""
-    """Text of the alert. {where}, {value}, {threshold} and {text} are placeholders."""
+    """The alert's text. {where}, {value}, {threshold} and {text} are placeholders."""
     remedy: str = ""
     """The operator's next step. {remedy} is replaced with the field `remedy` of the object that contains the
     metric."""

@@ -32,7 +32,7 @@ class Alerting:
         try:
             self.manager.restore(reader.open(), reader.silences(time.time()))
         except StoreError as error:
-            log.error("the alerts of the previous run cannot be read: %s", error)
+            log.error("the previous run's alerts cannot be read: %s", error)
         self._receivers.start()
 
     def configure(self, settings: Settings) -> None:

@@ -91,8 +91,8 @@ class ContentKeeper:
     # ── showing ──
 
     async def show(self, request_id: str) -> Contents:
-        """Return the stored texts of a request. Raises LookupError if no texts are stored, and StoreError if
-        the database fails."""
+        """Return a request's stored texts. Raises LookupError if no texts are stored, and StoreError if the
+        database fails."""
         found = await asyncio.to_thread(read_contents, self.writer.path, request_id)
         if not found:
             raise LookupError(

@@ -42,7 +42,7 @@ class FrontConfiguration(Protocol):
 
 
 class DrainTools(NamedTuple):
-    """The parts of the service that a drain uses."""
+    """What a drain needs from the rest of the service."""
 
     requests: RequestManager
     fronts: FrontConfiguration

@@ -1,4 +1,4 @@
-"""The core's periodic work: retries writing spooled audit entries, records the head of the audit chain, and
+"""The core's periodic work: retries writing spooled audit entries, records the audit chain's head, and
 removes old rows in batches small enough not to delay requests."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _REMOVE_EVERY_S = 5.0
 _REMOVE_ALERTS_EVERY_S = 60.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
-"""Length of the pause after each batch, as a multiple of the batch's duration. With this value, removing rows
-takes at most a tenth of the database writer's time."""
+"""The pause after each batch is this many times as long as the batch took. Removing rows thus takes at most a
+tenth of the database writer's time."""
 
 
 class Housekeeper:

@@ -60,7 +60,7 @@ class Recorder:
         self._wake_readers()
 
     async def sample(self) -> None:
-        """Take one sample of the service."""
+        """Take a sample."""
         snapshot = await self._read()
         sample = self._splitter.split(snapshot.at, sampled_tree(snapshot))
         if not self._telemetry.record(sample, self._details.encode(snapshot, self._blocks())):

@@ -35,7 +35,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     at: float
     """Time when the values were read, in unix seconds."""
     fields: dict[str, msgspec.Raw] = {}
-    """Changed fields of the snapshot, by name, except `requests`."""
+    """The snapshot's changed fields, by name, except `requests`."""
     requests: list[UnfinishedRequest] = []
     """New requests, and requests with changes in fields other than tokens and times."""
     ended: list[str] = []

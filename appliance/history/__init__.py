@@ -1,2 +1,2 @@
-"""Reads the recorded history: the state of the service at a given time, measurements over time, and incident
+"""Reads the recorded history: the service state at a given time, measurements over time, and incident
 files."""

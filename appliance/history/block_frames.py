@@ -76,7 +76,7 @@ def decode_blocks(frame: RecordedBlocks, before: BlockMap | None) -> BlockMap:
         base = BlockMap(states=b"", owners=b"", requests=[], tenants=[])
         states, ages, owners = frame.states, frame.ages, frame.owners
     elif before is None:
-        raise ValueError("the preceding map of the KV blocks is missing")
+        raise ValueError("the preceding KV block map is missing")
     else:
         base = _without(before, frame.ended)
         states = _xor(frame.states, base.states)

@@ -41,7 +41,7 @@ class RecordedDetails(NamedTuple):
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
     number: int
-    """Number of the frame. A partial frame applies to the details after the frame with the preceding
+    """The frame's number. A partial frame applies to the details after the frame with the preceding
     number."""
     whole: bool
     at: float

@@ -27,7 +27,7 @@ _RESOLUTIONS: tuple[Seconds, ...] = (1, 10, 60)
 
 
 class Incident(msgspec.Struct, kw_only=True):
-    """The content of an incident file."""
+    """An incident file's contents."""
 
     path: str
     since: float

@@ -41,7 +41,7 @@ class RepositoryCache:
         return self.folder / "snapshots" / commit
 
     def received_bytes(self, files: Iterable[RemoteFile]) -> int:
-        """Return the number of bytes of these files received so far."""
+        """Return how many bytes of these files have been received."""
         received = 0
         for file in files:
             size = file.size if self.blob(file).exists() else _size(self.partial(file))
@@ -49,7 +49,7 @@ class RepositoryCache:
         return received
 
     def prepare(self) -> None:
-        """Create the folders of the cache. Raises OSError."""
+        """Create the cache's folders. Raises OSError."""
         for name in ("blobs", "snapshots", "refs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 

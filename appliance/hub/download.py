@@ -49,7 +49,7 @@ class DownloadProgress(Protocol):
 
 
 class Download:
-    """Downloads the files of one repository. When `run` returns, all files are complete."""
+    """Downloads one repository's files. When `run` returns, all files are complete."""
 
     def __init__(self, hub: Hub, listing: Listing, cache: RepositoryCache) -> None:
         self._hub = hub

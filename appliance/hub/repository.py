@@ -1,4 +1,4 @@
-"""Lists the files of a repository on a hub, and selects the files that this product can read."""
+"""Lists a hub repository's files, and selects those that this product can read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Hub(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository."""
+    """A file in a repository."""
 
     path: str
     size: int
@@ -95,7 +95,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def list_files(hub: Hub, reference: Reference) -> Listing:
-    """Return the files of a repository that this product can read. Raises HubError."""
+    """Return those of a repository's files that this product can read. Raises HubError."""
     api = HfApi(endpoint=hub.endpoint, token=hub.header_token(), library_name="appliance")
     try:
         with hub_errors(hub, reference):

@@ -63,7 +63,7 @@ class EndedRequests:
         self._latency, self._computed_at = Latency(), float("-inf")
 
     def open(self, row: RequestRow) -> bool:
-        """Pass the row of an admitted request on to the request log."""
+        """Pass an admitted request's row on to the request log."""
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:

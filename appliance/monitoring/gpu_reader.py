@@ -55,7 +55,7 @@ class GpuReader:
         self._events: Any = None
         """The NVML event set that receives Xid errors."""
         self._xids: dict[int, int] = {}
-        """The latest Xid error of each GPU that reports them; 0 if there was none."""
+        """Each GPU's latest Xid error, or 0. GPUs that cannot report Xid errors are missing."""
         self._without_xids: set[int] = set()
         """The GPUs that cannot report Xid errors."""
         self._links: dict[int, _LinkBytes] = {}
@@ -154,7 +154,7 @@ class GpuReader:
         )
 
     def _instances(self, handle: Any) -> list[MigInstance] | None:
-        """Return the MIG instances of a GPU, or None if the GPU is not split."""
+        """Return a GPU's MIG instances, or None if it is not split."""
         handles = mig_instances(self._nvml, handle)
         if handles is None:
             return None

@@ -15,7 +15,7 @@ _EVERY_S = 2.0
 
 
 class MachineStats(NamedTuple):
-    """The load of the machine."""
+    """The machine's load."""
 
     host: Host
     gpus: list[Gpu]

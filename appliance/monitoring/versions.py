@@ -8,7 +8,7 @@ PRODUCT = "appliance"
 
 
 def product_version() -> str:
-    """Return the version of the product."""
+    """Return the product's version."""
     return version_of(PRODUCT) or "unknown (not installed)"
 
 
@@ -21,7 +21,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def requirements() -> list[str]:
-    """Return the names of the distributions that the product requires."""
+    """Return the names of the distributions required by the product."""
     try:
         declared = metadata.requires(PRODUCT) or []
     except metadata.PackageNotFoundError:

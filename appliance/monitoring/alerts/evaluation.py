@@ -178,7 +178,7 @@ class Evaluator:
             yield Transition(at, "ended", alert)
 
     def _suppress(self) -> None:
-        """Find the cause of each active alert among the other alerts."""
+        """Find each active alert's cause among the other alerts."""
         for alert in self.alerts.values():
             alert.explains = []
         for alert in self._of.values():

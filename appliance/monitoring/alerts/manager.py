@@ -57,8 +57,8 @@ class AlertManager:
         """Number of alerts suppressed by each alert, as written to the database."""
 
     def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
-        """Restore the alerts and silences of the service's previous run. Suppressed alerts are ended; they
-        are raised again if their conditions still hold."""
+        """Restore alerts and silences from the service's previous run. Suppressed alerts are ended; they are
+        raised again if their conditions still hold."""
         lasting = []
         for row in alerts:
             if row.suppressed_by:

@@ -48,7 +48,7 @@ class MetricFamily(Generic[Series]):
         return series
 
     def clear(self) -> None:
-        """Remove all series of the metric."""
+        """Remove all of the metric's series."""
         self._series.clear()
 
     def keep(self, label: str, values: Iterable[str]) -> None:

@@ -81,7 +81,7 @@ class Group(Generic[Source]):
                 add(found, *labels)
 
     def clear(self) -> None:
-        """Remove all series of the group."""
+        """Remove all of the group's series."""
         self._plain_series.clear()
         for family in self.families:
             family.clear()

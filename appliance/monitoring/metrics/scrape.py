@@ -142,7 +142,7 @@ class Scraper:
         families = self._families
         families.fronts.clear()
         for front in self._fronts.fronts:
-            # The label is the number of the front process, because its name changes when it restarts.
+            # The label is the front process's number, because its name changes at each restart.
             status, name = front.status(), f"front-{front.number}"
             families.fronts.set(status, name)
             families.logs.set(status.log_dropped_lines, name)

@@ -80,7 +80,7 @@ REPLICAS = (
            "Prompt tokens that a replica can accept now.",
            lambda r: r.status.credit_tokens),
     Metric("counter", "appliance_engine_prompt_tokens_total", "tokens",
-           "Prompt tokens of the sequences that a replica has started.",
+           "Prompt tokens in sequences started by a replica.",
            lambda r: r.status.prompt_tokens),
     Metric("counter", "appliance_engine_cached_tokens_total", "tokens",
            "Prompt tokens that a replica found in its prefix cache (cache hits).",

@@ -15,7 +15,7 @@ REQUEST_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 45, 60, 120
 
 
 def outcome(row: RequestRow) -> str:
-    """Return the outcome of a request: "ok", "cancelled", "refused", "rejected" or "failed"."""
+    """Return a request's outcome: "ok", "cancelled", "refused", "rejected" or "failed"."""
     status = row.status or 500
     if status < 400:
         # A stream can fail after its status code has been sent.
