@@ -125,8 +125,8 @@ def main() -> int:
 
 
 def is_expected(case: Case, found: Measured, limit_percent: float) -> bool:
-    """Return whether the result is as expected: a refused load must fail, and any other must succeed and use
-    an amount of memory within the limit of the prediction."""
+    """Return True if the result is as expected: a refused load must fail; any other load must succeed, with a
+    prediction error within the limit."""
     if case.refused:
         return bool(found.error)
     return not found.error and abs(error_of(case, found)) <= limit_percent / 100

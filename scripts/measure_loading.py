@@ -237,7 +237,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--ranks", type=int, default=1, help="number of ranks that load at the same time")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks that load concurrently")
     parser.add_argument("--fp8", action="store_true", help="quantise the weights while loading")
     parser.add_argument("--cold", action="store_true", help="read from the disk instead of the page cache")
     parser.add_argument("--runs", type=int, default=3)

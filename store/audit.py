@@ -212,8 +212,8 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """Return the seq of the newest row that names this key as the signing key. 0 means that no row names it:
-    it has signed all heads from the start."""
+    """Return the seq of the newest row that names this key as the signing key. Returns 0 if no row names it,
+    which means that it has signed all heads from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 

@@ -68,8 +68,8 @@ class ControlStore:
         self._policies = Policies()
 
     def start(self) -> None:
-        """Open the database, creating or migrating it if necessary, and load its records. Raises
-        `StoreError`."""
+        """Open the database, creating or migrating it if necessary, and load its records. Raises `StoreError`
+        on failure."""
         self._writer.start()
         try:
             self._policies = read_policies(self.path)

@@ -116,8 +116,8 @@ FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM key
 )
 
 
-# AUTOINCREMENT keeps the highest seq ever used in sqlite_sequence, which makes removal of the last rows
-# detectable.
+# AUTOINCREMENT keeps a record of the highest seq ever used (in sqlite_sequence), which reveals that the last
+# rows were removed.
 _AUDIT = (
     """
 CREATE TABLE audit (

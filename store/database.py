@@ -190,7 +190,7 @@ class WritableDatabase:
 def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connection:
     """Open a read-only connection, whether or not the file is in use. The caller must close it soon, because
     an open reader keeps the writer from leaving WAL mode when the service stops. If `schema` is given, a file
-    with a different schema version is refused. Raises `StoreError`.
+    with a different schema version is refused. Raises `StoreError` on failure.
     """
     try:
         path.stat()

@@ -48,7 +48,7 @@ class Findings(NamedTuple):
     notes: list[str]
     """Remarks, for example about checks that could not be made."""
     sources: dict[str, int]
-    """Number of recorded heads from each source that the chain was checked against."""
+    """Recorded heads that the chain was checked against, counted by source."""
     confirmed_seq: int
     """Seq of the newest row confirmed by a recorded head."""
     spooled: int
@@ -112,8 +112,8 @@ WHERE (first.phase IS NOT 'result'
 """
 
 _MAX_ACTION_ROWS = 10_000
-"""How many rows after an intent `read_changed_actions` still finds the result. This limit avoids reading the
-whole chain."""
+"""`read_changed_actions` looks for an action's result only within this many rows after the intent, to avoid
+reading the whole chain."""
 
 
 def read_actions(

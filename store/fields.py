@@ -38,9 +38,9 @@ class Field(NamedTuple):
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
-    """Inclusive upper bound of a number's range. The lower bound is inclusive too."""
+    """Upper bound of a number's range. Both bounds are inclusive."""
     none: str = ""
-    """Meaning of None, for an optional field."""
+    """What None means, if the field is optional."""
 
 
 class Declared(NamedTuple):
@@ -60,7 +60,7 @@ class Declared(NamedTuple):
 
     @property
     def description(self) -> str:
-        """One line that describes the field and, for an optional field, the meaning of None."""
+        """One-line description of the field, including what None means if the field is optional."""
         return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
 
     @property

@@ -4,7 +4,7 @@ or shortened. A signed head is one line of text, in the same format in the servi
 
     audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 key=<16 hex> sig=<64 hex>
 
-In the journal, the line goes on with ` of ` and the path of the state directory, because a journal may also
+In the journal, the line continues with ` of ` and the path of the state directory, because a journal may also
 contain other services' heads. `sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its
 first startup and which only its user can read. `key` is that key's id, which changes when the key is
 replaced.
@@ -80,7 +80,7 @@ class SigningKey:
         return self.sign("audit key id", "")[:16]
 
     def sign(self, purpose: str, content: str) -> str:
-        """Return the signature of `content`, in hex. It is valid only for this `purpose`."""
+        """Return a signature of `content`, in hex, that is valid only for this `purpose`."""
         return hmac.new(self._secret, f"{purpose}\n{content}".encode(), hashlib.sha256).hexdigest()
 
     def signed(self, purpose: str, content: str, signature: str) -> bool:

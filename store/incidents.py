@@ -41,7 +41,7 @@ class IncidentTooLargeError(StoreError):
 
 class IncidentWriter:
     """Writes an incident file. Use as a context manager: the file gets its final name only if the block
-    succeeds. Raises `StoreError`."""
+    succeeds. Raises `StoreError` on failure."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         """Raises `StoreError` if `path` exists or cannot be written. The file can grow to `limit_bytes`."""

@@ -48,7 +48,7 @@ def of_secret(record: KeyRecord, secret: str) -> KeyRecord:
 
 
 def create(connection: sqlite3.Connection, key: KeyRecord) -> Change:
-    """Add a key. Raises UnknownTenantError."""
+    """Add a key. Raises UnknownTenantError if its tenant does not exist."""
     tenants.find(connection, key.tenant)
     records.insert(connection, key)
     return Change(None, key)
@@ -100,7 +100,7 @@ def rotate(
 
 def revoke(connection: sqlite3.Connection, key_id: str, now: float) -> Change:
     """Revoke a key at unix time `now`. If the key is already revoked, keep its original revocation time.
-    Raises UnknownKeyError."""
+    Raises UnknownKeyError if there is no such key."""
     before = find(connection, key_id)
     if before.revoked_at is not None:
         return Change(before, before)
@@ -110,7 +110,7 @@ def revoke(connection: sqlite3.Connection, key_id: str, now: float) -> Change:
 
 
 def find(connection: sqlite3.Connection, key_id: str) -> KeyRecord:
-    """Return the key with this id. Raises UnknownKeyError."""
+    """Return the key with this id. Raises UnknownKeyError if there is no such key."""
     key = records.find(connection, KeyRecord, key_id)
     if key is None:
         raise UnknownKeyError(

@@ -40,8 +40,7 @@ def schema_version(connection: sqlite3.Connection) -> int:
 
 
 def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:
-    """Raise `SchemaVersionError` if the file has migrations that this version of the product does not
-    have."""
+    """Raise `SchemaVersionError` if the file has migrations unknown to this version of the product."""
     found, known = schema_version(connection), len(schema.migrations)
     if found > known:
         raise SchemaVersionError(

@@ -79,7 +79,7 @@ class ShadowRecord(msgspec.Struct, frozen=True, kw_only=True):
     copies are compared with the original answers and then discarded."""
 
     name: str
-    """A name that applications use."""
+    """The name that applications request."""
     target: str
     """A model's name, or NAME@VERSION."""
     share: float

@@ -139,7 +139,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     default_class: Annotated[
         int,
         Field(
-            "Service class of requests that do not set one; at most the highest class",
+            "Service class of requests that do not set one, capped at the highest class",
             "class",
             0,
             BACKGROUND,
@@ -160,8 +160,8 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     log_policy: Annotated[
         LogPolicy,
         Field(
-            "What the request log stores of prompts and answers: nothing (metadata), their hashes "
-            "(hashes), or their redacted text (full)"
+            "How prompts and answers are stored: not at all (metadata), as hashes (hashes), or as redacted "
+            "text (full)"
         ),
     ] = "metadata"
     log_days: Annotated[

@@ -34,7 +34,7 @@ class ModelRegistry:
     thread."""
 
     def __init__(self, control: ControlStore) -> None:
-        """`control` must have been started. Raises `StoreError`."""
+        """`control` must have been started. Raises `StoreError` if the records cannot be read."""
         self._control = control
         self.current = read_registry(control.path)
         """All current records. Every change replaces this object."""

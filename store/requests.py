@@ -257,7 +257,7 @@ class RequestReader:
 
     Each call opens and closes a connection, because an open connection would keep the file in WAL mode when
     the service stops. Calls block for milliseconds. They raise `StoreError` if the log cannot be read. All
-    lists start with the oldest row.
+    lists are ordered oldest first.
     """
 
     def __init__(self, path: Path, *, limit_s: float | None = None, limit_bytes: int | None = None) -> None:

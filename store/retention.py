@@ -53,7 +53,7 @@ def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
 
 
 def remove_usage(connection: sqlite3.Connection, before: float) -> Removed:
-    """Remove a batch of usage rows for days before the day of `before` (unix seconds)."""
+    """Remove a batch of usage rows for days that ended by `before` (unix seconds)."""
     removed = connection.execute(
         "DELETE FROM usage WHERE (day, tenant, key_id, model) IN (SELECT day, tenant, key_id, model FROM "
         "usage WHERE day < date(?, 'unixepoch') LIMIT ?)",
@@ -66,8 +66,8 @@ def remove_contents(
     connection: sqlite3.Connection, before: Mapping[str, float | None], otherwise: float | None
 ) -> Removed:
     """Remove a batch of stored contents. `before` maps each tenant to a time (unix seconds): contents of
-    requests admitted earlier are removed. For tenants not in `before`, such as deleted ones, this time is
-    `otherwise`. None keeps the contents."""
+    requests admitted earlier are removed. For tenants not in `before`, such as deleted ones, `otherwise`
+    applies. None keeps the contents."""
     # Overwrite removed data instead of only unlinking its pages.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]
@@ -120,7 +120,7 @@ class Emptying:
 def empty_log(writer: Writer) -> Future[Emptying]:
     """Copy the write-ahead log into the database and empty the log, which would otherwise keep removed data
     until it is overwritten. Does not wait for readers, because that would block pending writes. If
-    `Emptying.done` is False, call this function again later. The future raises `StoreError`."""
+    `Emptying.done` is False, call this function again later. The future raises `StoreError` on failure."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection

@@ -205,7 +205,9 @@ def _decompressed(packed: bytes, rows: int) -> bytes:
         raise ValueError(f"a telemetry sample is damaged: {error}") from error
     count, rest = divmod(len(shuffled), _DOUBLE_BYTES)
     if rest or count % rows:
-        raise ValueError(f"a telemetry sample has {len(shuffled)} bytes, which is not {rows} rows of numbers")
+        raise ValueError(
+            f"a telemetry sample has {len(shuffled)} bytes, which does not fit {rows} rows of numbers"
+        )
     return shuffled
 
 

@@ -127,9 +127,9 @@ _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 _UNIT = ("ALTER TABLE requests ADD COLUMN unit TEXT",)
 _FALLBACK = ("ALTER TABLE requests ADD COLUMN fallback_of TEXT",)
 
-# Usage rows are kept longer than request rows. Tokens are counted only for requests that ran to their end: a
-# refused request has no quota_tokens, and the tokens of an interrupted request are not known. Clients can
-# send any model name, so the names of unknown models (requests without a version) are not kept.
+# Usage rows are kept longer than request rows. Tokens are counted only for requests that ran to completion: a
+# refused request has no quota_tokens, and an interrupted request's tokens are unknown. Clients can send any
+# model name, so the names of unknown models (requests without a version) are not kept.
 _USAGE_OF_REQUESTS = """
 SELECT
     date(finished_at, 'unixepoch'), ifnull(tenant, ''), ifnull(key_id, ''),

@@ -60,7 +60,8 @@ class SpoolContent(NamedTuple):
 
 def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
     """Read a spool file; a missing file has no entries. If `key` is given, entries with a wrong signature get
-    a note. A line that cannot be parsed is returned as an entry that reports the damage. Raises OSError."""
+    a note. A line that cannot be parsed is returned as an entry that reports the damage. Raises OSError if
+    the file cannot be read."""
     try:
         lines = path.read_bytes().partition(b"\0")[0].splitlines(keepends=True)
     except FileNotFoundError:

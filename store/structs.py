@@ -12,7 +12,7 @@ class KeptText(msgspec.Struct, frozen=True):
 
     part: Literal["prompt", "answer"]
     number: int
-    """Index among the request's prompts or answers."""
+    """Index of this text among the request's prompts or answers."""
     sha256: str
     """SHA-256 (hex) of `text` or, if only hashes are kept, of the whole original text. A conversation's
     original text is its JSON without spaces; that of token ids is the decoded text."""
@@ -45,8 +45,8 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of operations dropped because the database cannot store them. Each of these indicates a bug and
     is logged."""
     restored: str = ""
-    """Describes how the open file was deleted or replaced, and how the writer restored it. Empty if neither
-    has happened."""
+    """How the open file was deleted or replaced, and how the writer restored it. Empty if this has not
+    happened."""
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,8 +50,7 @@ class MetricColumns(NamedTuple):
     resolution: Resolution
     at: list[float]
     metrics: dict[str, list[float]]
-    """Each metric's values, keyed by metric name. Each value is for one second, or is the mean of an
-    interval."""
+    """Each metric's values, keyed by metric name: one per second, or the mean of each interval."""
 
 
 class StoredSample(NamedTuple):
@@ -298,8 +297,8 @@ class TelemetryReader:
 
 
 def _span(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, int] | None:
-    # Use two queries. SQLite answers each from one end of the index, but would read all rows for a single
-    # query for both minimum and maximum.
+    # Use two queries: SQLite answers each from one end of the index, whereas one query for both the minimum
+    # and the maximum would read all rows.
     table = resolution.table
     first = connection.execute(f"SELECT min(at) FROM {table}").fetchone()[0]
     last = connection.execute(f"SELECT max(at) FROM {table}").fetchone()[0]

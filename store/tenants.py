@@ -42,7 +42,7 @@ def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, objec
 
 def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Change:
     """Refuse a tenant's requests from unix time `now` on, or accept them again if `now` is None. Does nothing
-    if the tenant is already in that state. Raises UnknownTenantError."""
+    if the tenant is already in that state. Raises UnknownTenantError if there is no such tenant."""
     before = find(connection, name)
     if (before.suspended_at is None) == (now is None):
         return Change(before, before)
@@ -85,7 +85,7 @@ def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
 
 
 def unmap_peer(connection: sqlite3.Connection, kind: PeerKind, number: int) -> Change:
-    """Remove a user or group mapping. Raises UnknownPeerError."""
+    """Remove a user or group mapping. Raises UnknownPeerError if there is no such mapping."""
     before = records.find(connection, PeerRecord, kind, number)
     if before is None:
         raise UnknownPeerError(
@@ -97,7 +97,7 @@ def unmap_peer(connection: sqlite3.Connection, kind: PeerKind, number: int) -> C
 
 
 def find(connection: sqlite3.Connection, name: str) -> TenantRecord:
-    """Return the tenant with this name. Raises UnknownTenantError."""
+    """Return the tenant with this name. Raises UnknownTenantError if there is no such tenant."""
     tenant = records.find(connection, TenantRecord, name)
     if tenant is None:
         raise UnknownTenantError(

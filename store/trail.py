@@ -40,7 +40,7 @@ class TrailState(NamedTuple):
     head: Head
     """The newest row of the chain."""
     recorded_seq: int
-    """Seq of the newest row that has a head recorded outside the database."""
+    """Seq of the newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
     """Why entries are spooled or heads cannot be recorded, or which rows are missing from the chain; None if

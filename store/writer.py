@@ -1,11 +1,11 @@
-"""The thread that writes a database. Each database has exactly one. Operations are functions that take the
+"""The thread that writes to a database. Each database has exactly one. Operations are functions that take the
 connection, and run in the order of submission. Two methods submit operations:
 
 - `submit` never blocks and never raises. Operations share commits: a commit follows after at most 200 ms or
   500 operations. While the disk refuses writes, operations wait in memory, up to a limit. A full disk
   therefore does not stop the service from answering requests.
-- `call` returns a future. The operation runs in a separate transaction, which is committed when the future
-  resolves.
+- `call` returns a future. The operation runs in a separate transaction, and the future resolves once it is
+  committed.
 
 An operation submitted with `submit` may run again after a rollback, so it must change nothing outside the
 database.
@@ -76,8 +76,8 @@ class Writer:
         synchronous: Synchronous,
         spool_rows: int = 50_000,
     ) -> None:
-        """Prepare the writer. `spool_rows` limits the number of operations that wait in memory. At about 1 KB
-        per operation, the default allows 50 MB."""
+        """`spool_rows` limits the number of operations that wait in memory. At about 1 KB per operation, the
+        default allows 50 MB."""
         self.path = path
         self._schema = schema
         self._synchronous = synchronous
@@ -189,7 +189,7 @@ class Writer:
             )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that the caller, to limit memory use, dropped instead of submitting."""
+        """Count rows that the caller dropped to limit memory use."""
         with self._condition:
             self._dropped_rows += rows
 

@@ -78,7 +78,8 @@ class _Parameter:
         return _keyword(self.name, Annotated[kind, info], default)
 
     def value(self, text: Any) -> Any:
-        """Convert an option's or argument's text to the parameter's value. Raises CommandLineError."""
+        """Convert an option's or argument's text to the parameter's value. Raises CommandLineError if it is
+        invalid."""
         from appliance.cli.peers import by_number
         from appliance.cli.times import moment, span_s
 

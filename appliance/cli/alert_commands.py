@@ -18,8 +18,8 @@ alerts = typer.Typer(
 
 @alerts.command("list")
 def alerts_list(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the active alerts and the alerts that ended within the last hour, newest first, each with its
-    likely cause and a next step. Without --json, the active silences follow."""
+    """List active alerts and alerts that ended within the last hour, newest first, with their likely causes
+    and next steps. Without --json, the active silences follow."""
     from appliance.cli.alerts import list_alerts
 
     list_alerts(run_dir, as_json=json)

@@ -104,7 +104,7 @@ def verify(
 
 
 def _of_service(run_dir: Path) -> ChainReport:
-    """Ask the service in `run_dir` to verify its own chain. Raises Failure."""
+    """Ask the service in `run_dir` to verify its own chain. Raises Failure if it does not answer."""
     with admin_client(str(run_dir)) as client:
         report = client.call(calls.verify_audit())
     report.notes.append(

@@ -82,7 +82,7 @@ def list_actions(
 
 
 def _of_service(client: AdminClient, query: AuditQuery, limit: int) -> tuple[list[AuditAction], int]:
-    """Return the newest `limit` actions, oldest first, and the chain's newest row number."""
+    """Return the newest `limit` actions, oldest first, and the number of the chain's newest row."""
     rows: list[AuditAction] = []
     waiting: list[AuditAction] = []
     before, sequence = None, None

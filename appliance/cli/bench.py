@@ -199,8 +199,8 @@ def _workloads(options: Options) -> dict[str, Workload]:
 
 
 def _target(options: Options) -> Target:
-    """Return the server named by the options, or the service in the run directory. Raises Failure and
-    BenchError."""
+    """Return the server named by the options, or the service in the run directory. Raises Failure or
+    BenchError if no server can be used."""
     if len([one for one in (options.base_url, options.socket, options.run_dir) if one is not None]) > 1:
         raise typer.BadParameter(
             "--base-url, --socket and --run-dir cannot be combined: use only one of them"

@@ -39,7 +39,8 @@ class Conversation:
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
         """Send a question and yield the answer as it arrives. If the answer is cut off, the conversation
-        keeps the received part; if there is no answer, it drops the question. Raises AnswerError.
+        keeps the received part; if there is no answer, it drops the question. Raises AnswerError if the
+        answer fails.
         """
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []

@@ -106,8 +106,8 @@ class ChatClient:
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
-        """Check the service's owner and connect. Raises Failure, or UntrustedError if the socket's owner is
-        not trusted."""
+        """Check the service's owner and connect. Raises Failure if this fails, or UntrustedError if the owner
+        is not trusted."""
         connection = unix_connection(self._socket, timeout_s)
         try:
             connection.connect()

@@ -27,7 +27,7 @@ _LINE_EVERY_S = 10.0
 """Interval between progress lines if standard error is not a terminal."""
 _DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
 _CTRL_C_CELLS = 3
-"""Columns left free for the ^C that the terminal echoes. A line that wraps cannot be overwritten."""
+"""Columns left free for the ^C that the terminal echoes, because a line that wraps cannot be overwritten."""
 INTERRUPTED = 130
 """Exit code that shells use for a command stopped by Ctrl-C."""
 

@@ -19,8 +19,9 @@ _RETRY_S = 0.5
 
 
 def following(stream: Callable[[], Iterator[Value]]) -> Iterator[Value]:
-    """Yield a stream's values, reopening the stream whenever it breaks. `stream` opens the stream where the
-    previous one ended. Raises Failure if the service does not return within a minute or refuses the call."""
+    """Yield a stream's values, reopening the stream whenever it breaks. `stream` opens a stream that
+    continues where the previous one ended. Raises Failure if the service does not return within a minute or
+    refuses the call."""
     away_since: float | None = None
     while True:
         reason = "the service ended the stream"

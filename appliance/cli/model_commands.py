@@ -83,7 +83,7 @@ def models_pull(
         str,
         typer.Argument(
             metavar="ORG/NAME[@REVISION]",
-            help="Repository on the hub, and a branch, tag or commit. Default: the branch main.",
+            help="Repository on the hub, optionally with a branch, tag or commit. Default: main.",
             show_default=False,
         ),
     ],
@@ -136,7 +136,8 @@ def models_list(run_dir: RunDir = None, json: Json = False) -> None:
 
 @models.command("ps")
 def models_ps(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the versions that are loaded or being loaded, with their memory use and unload time."""
+    """List the versions that are loaded or being loaded, with their memory use and when they will be
+    unloaded."""
     from appliance.cli.models import list_loaded
 
     list_loaded(run_dir, as_json=json)

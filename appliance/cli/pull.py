@@ -74,7 +74,8 @@ def _download(wanted: Reference, folder: Path) -> Pulled | None:
 
 
 def _check_name(run_dir: str | None, name: str) -> None:
-    """Before a download, check that the service is running and will accept the model. Raises Failure."""
+    """Before a download, check that the service is running and will accept the model. Raises Failure
+    otherwise."""
     with admin_client(run_dir) as client:
         for model in client.models():
             if model.name == name and model.source != REGISTRY:
@@ -85,7 +86,7 @@ def _check_name(run_dir: str | None, name: str) -> None:
 
 def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
     """Register the folder as a version of the model, unless it already has a version with this folder. Raises
-    Failure."""
+    Failure if the service refuses it."""
     try:
         with admin_client(run_dir) as client:
             for model in client.models():

@@ -51,7 +51,7 @@ def requests_read(
         bool,
         typer.Option(
             "--running",
-            help="Show the unfinished requests instead of the log, with their age, phase and tokens so far. "
+            help="Show the unfinished requests instead of the log, with their age, phase and token count. "
             "Can be combined with --tenant and --model.",
         ),
     ] = False,

@@ -112,7 +112,7 @@ def request_query(
     failed: bool,
     since: str | None,
 ) -> RequestLogQuery:
-    """Return the query described by these options. Raises CommandLineError."""
+    """Return the query described by these options. Raises CommandLineError for an invalid option."""
     wanted = RequestLogQuery(
         request_id=request_id,
         tenant=tenant,

@@ -1,4 +1,4 @@
-"""Finds the service that a command applies to, and its state directory, and connects to it."""
+"""Finds and connects to the service that a command applies to, and finds its state directory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
 def is_forwarded(run_dir: Path) -> bool:
     """Return True if the directory contains a service's socket but no other trace of a service on this
     machine. The socket was then probably forwarded from the machine that has the service's files. Raises
-    UntrustedError."""
+    UntrustedError if the directory's owner is not trusted."""
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, last_holder, unit_is_installed
 
@@ -101,8 +101,8 @@ def is_forwarded(run_dir: Path) -> bool:
 
 
 def service_or_files(run_dir: Path) -> AdminClient | None:
-    """Return a client for the service in `run_dir`, or None if its files must be read instead. That is so if
-    no service is running, or if the caller may not use the admin API and has set no key, but might be able to
+    """Return a client for the service in `run_dir`. Returns None, so that the files are read instead, if no
+    service is running, or if the caller may not use the admin API and has set no key, but might be able to
     read the files. Raises Failure if the directory contains only a socket, which was probably forwarded from
     another machine: the files on this machine would be a different service's.
     """

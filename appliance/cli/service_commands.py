@@ -161,8 +161,8 @@ def logs(
 def doctor(
     config: Config = None, run_dir: RunDir = None, state_dir: StateDir = None, json: Json = False
 ) -> None:
-    """Check for everything that can prevent the service from working, and suggest remedies. The exit code is
-    1 if there is a problem. If the run directory contains only a socket forwarded from another machine, the
+    """Check for anything that can prevent the service from working, and suggest remedies. The exit code is 1
+    if there is a problem. If the run directory contains only a socket forwarded from another machine, the
     service there checks itself."""
     from appliance.cli.doctor import show_findings
 

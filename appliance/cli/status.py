@@ -245,7 +245,7 @@ def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
 
 
 def replica_devices(replica: ReplicaStatus) -> str:
-    """Return the devices on which a replica runs, or the reason why it is not running."""
+    """Return the devices that a replica runs on, or why it is not running."""
     if replica.state != "ready":
         return printable(replica.detail)
     devices = list(dict.fromkeys(replica.devices))

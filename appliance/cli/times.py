@@ -10,8 +10,8 @@ from appliance.quantities import MAX_SPAN_S, future_time, past_time, quoted, spa
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
     """Parse a date or duration and return unix seconds. A duration is subtracted from `now`, or added to it
-    if `ahead` is set. Otherwise, a time of day such as 14:03 means the latest such time before `now`. Raises
-    CommandLineError, whose message names `option`."""
+    if `ahead` is set. If `ahead` is not set, a time of day such as 14:03 means the latest such time before
+    `now`. Raises CommandLineError, whose message names `option`."""
     parse = future_time if ahead else past_time
     try:
         return parse(text, time.time() if now is None else now)

@@ -15,8 +15,8 @@ from store.structs import Silence as Silence
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
-    """Return a model's data type, followed by the data types of the weights and the KV cache if they are
-    different, such as "bfloat16, weights fp8, KV fp8"."""
+    """Return a model's data type, followed by those of the weights and the KV cache if they differ, such as
+    "bfloat16, weights fp8, KV fp8"."""
     held = (("weights", weights), ("KV", kv_cache_dtype))
     return ", ".join([dtype, *(f"{description} {name}" for description, name in held if name != dtype)])
 
@@ -73,7 +73,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     detail: str = ""
     """Explanation of the replica's state, such as "read 43% of 15.0 GiB, 2.1 GiB/s, 4 s left"."""
     fraction: float | None = None
-    """Progress of the current stage of loading, from 0 to 1."""
+    """Progress of the current loading stage, from 0 to 1."""
     load: LoadStatus | None = None
     """Progress of loading the model, or None if the replica is not loading."""
     pids: list[int] = msgspec.field(default_factory=list)
@@ -91,7 +91,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     freed_bytes: int = 0
     """Memory released by a sleeping replica."""
     host_bytes: int = 0
-    """Host memory that holds the weights of a sleeping replica that runs on GPUs."""
+    """Host memory that holds a sleeping GPU replica's weights."""
     sleeps: int = 0
     """How often the replica went to sleep."""
     wakes: int = 0
@@ -231,7 +231,7 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """A drain, which lasts until an operator resumes service."""
 
     stopping: bool = False
-    """Whether the service is stopping and the drain therefore cannot be ended."""
+    """Whether the service is stopping, so that the drain cannot be ended."""
     model: str | None
     """The drained model, or null for the whole service."""
     state: DrainState
@@ -253,7 +253,7 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     held: int
     """Number of new requests waiting until service resumes."""
     tokens_left: int
-    """Number of output tokens that the remaining requests are expected to need, based on recent answer
+    """Number of output tokens that the remaining requests are expected to generate, based on recent answer
     lengths."""
     eta_s: float | None = None
     """Predicted time in seconds until the remaining requests have finished, based on measured rates. Null if
@@ -298,10 +298,11 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Capacity used and not yet refilled, including the maximum that running requests may use."""
     held: int
     """Amount reserved by unfinished requests. When a request finishes, the amount it did not use is returned,
-    less what has been refilled since the reservation. `held` can therefore exceed `used`."""
+    less what has been refilled since the reservation. `held` can exceed `used`, which refills
+    continuously."""
     resets_in_s: float | None
-    """Time in seconds until the full limit is available again if nothing more is used. None means once
-    requests finish."""
+    """Time in seconds until the full limit is available again if nothing more is used. None means that it
+    will be available once requests finish."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
@@ -322,7 +323,7 @@ class NewKey(msgspec.Struct, kw_only=True):
     replaces: str | None = None
     """Id of the key replaced by this one in a rotation."""
     replaced_until: float | None = None
-    """Time until which the replaced key stays valid, in unix seconds."""
+    """When the replaced key expires, in unix seconds."""
 
 
 class Tenant(TenantRecord, frozen=True, kw_only=True):

@@ -91,7 +91,7 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     head: str = ""
     """Hash of the newest row in the audit chain."""
     recorded_rows: int = 0
-    """Number of rows that are proven unchanged by chain heads recorded outside the database."""
+    """Number of rows proven unchanged by chain heads recorded outside the database."""
     spooled: int = 0
     """Number of rows not yet accepted by the database. They are added to the chain once the database accepts
     them."""

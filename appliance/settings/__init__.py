@@ -13,8 +13,8 @@ Every fault is reported with its file, line, setting, value and remedy.
 
 The main file is named by `--config` or `$APPLIANCE_CONFIG`. Without either, it is
 `/etc/appliance/appliance.toml` or, if that does not exist, `$XDG_CONFIG_HOME/appliance/appliance.toml`. The
-files `conf.d/*.toml` next to it override it, in alphabetical order. Tables are merged; other values are
-replaced. If there is no file, the defaults serve the shipped model on a Unix socket.
+files `conf.d/*.toml` next to it override it and are applied in alphabetical order. Tables are merged; other
+values are replaced. If there is no file, the defaults serve the shipped model on a Unix socket.
 """
 
 from appliance.settings.faults import Fault, Place, SettingsError, dotted

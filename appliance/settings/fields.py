@@ -104,7 +104,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Number of CPU threads per rank. Default: the number of usable cores, or `cpu_limit`, divided by the
     number of ranks."""
     cpu_limit: Cpus | None = None
-    """Maximum CPU time of a replica, in CPUs. This limit requires a cgroup that systemd delegates to the
+    """Maximum CPU usage of a replica, in CPUs. This limit requires a cgroup that systemd delegates to the
     service ([models.md](models.md#limits-of-replicas)). Default: no limit."""
     memory_limit_gb: Gigabytes | None = None
     """Maximum host memory of a replica in GB (1,000,000,000 bytes). Like `cpu_limit`, this requires a
@@ -391,7 +391,7 @@ class Flags(msgspec.Struct, kw_only=True):
 
 def parse_address(text: str) -> tuple[str, int]:
     """Parse HOST:PORT, with IPv6 addresses in brackets. Host names are rejected, because a DNS lookup would
-    block the service. Raises ValueError."""
+    block the service. Raises ValueError for an invalid address."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:

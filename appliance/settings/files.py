@@ -125,7 +125,8 @@ def _is_file(path: Path) -> bool:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
-    """Return the tables in a TOML file and the line of each setting. Raises SettingsError."""
+    """Return the tables in a TOML file and the line of each setting. Raises SettingsError if the file cannot
+    be read."""
     import tomllib
 
     def fault(description: str, remedy: str, line: int | None = None) -> SettingsError:

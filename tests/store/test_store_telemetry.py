@@ -341,7 +341,7 @@ def test_a_damaged_row_is_reported_with_its_file(history, telemetry, reader):
 
 
 def test_numbers_that_do_not_fill_the_rows_are_refused():
-    with pytest.raises(ValueError, match="not 3 rows of numbers"):
+    with pytest.raises(ValueError, match="does not fit 3 rows of numbers"):
         unpack(pack([array("d", [1.0, 2.0])]), 3)
 
 
