@@ -76,7 +76,7 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one iteration of the step loop."""
+    """The result of one step loop iteration."""
 
     step: int
     """Number of the last step whose tokens were read."""

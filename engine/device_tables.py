@@ -284,8 +284,8 @@ class SlotTables:
         return upload(array, self.device)
 
     def _slots(self, slots: list[int]) -> torch.Tensor:
-        """Return `slots` as a device tensor. Nothing is transferred if they are the same as in the previous
-        call."""
+        """Return `slots` as a device tensor. Nothing is transferred if the slots are unchanged since the
+        previous call."""
         if self._slots_cache[0] != slots:
             self._slots_cache = (list(slots), self._upload(np.array(slots, dtype=np.int64)))
         return self._slots_cache[1]

@@ -14,7 +14,8 @@ processes."""
 
 
 class WeightsTooLarge(MemoryError):
-    """Raised if a rank's weights do not fit on its device. The message contains both sizes."""
+    """Raised if a rank's weights do not fit on its device. The message gives the required and the available
+    size."""
 
 
 class StepsTooLarge(MemoryError):
@@ -23,12 +24,13 @@ class StepsTooLarge(MemoryError):
 
 
 class PoolTooSmall(MemoryError):
-    """Raised if the KV pool is too small for a single sequence of maximum length. The message contains both
-    block counts."""
+    """Raised if the KV pool is too small for a single sequence of maximum length. The message gives the
+    required and the available number of blocks."""
 
 
 class PoolTooLarge(MemoryError):
-    """Raised if the configured KV pool does not fit into memory. The message contains both sizes."""
+    """Raised if the configured KV pool does not fit into memory. The message gives the required and the
+    available size."""
 
 
 def available_host_bytes() -> int:

@@ -25,7 +25,7 @@ entry with the output."""
 
 Device = Literal["auto", "cuda", "cpu"]
 ModelDType = Literal["float32", "bfloat16", "float16"]
-"""Dtype of computation. Matrices and the KV cache have the same dtype unless they are quantised."""
+"""Computation dtype, which matrices and the KV cache also have unless they are quantised."""
 DType = Literal["auto", ModelDType]
 WeightsDType = Literal[ModelDType, "fp8", "fp8-block"]
 """Dtype of the layers' matrices. "fp8" has one scale per output, and "fp8-block" one scale per block."""

@@ -98,7 +98,7 @@ class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
     cached, otherwise 0."""
     owners: bytes
     """Two bytes per described block, little-endian: an index into `requests`, or NO_OWNER. A block with
-    several references belongs to the first of its requests."""
+    several references is assigned to the first of its requests."""
     requests: list[BlockOwner]
     """The unfinished requests, oldest first."""
 

@@ -428,7 +428,7 @@ class ModelRunner:
 
 
 def _enter_thread(threads: int, device: torch.device) -> None:
-    # Set these on this thread: OpenMP keeps the number of threads, and CUDA the current device, per calling
+    # Set both on this thread, because OpenMP's thread count and CUDA's current device are kept per calling
     # thread.
     torch.set_num_threads(threads)
     if device.type == "cuda":

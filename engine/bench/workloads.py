@@ -70,7 +70,7 @@ class StepStats:
 
 @dataclass(slots=True)
 class WorkloadResult:
-    """The result of one run of a workload."""
+    """The result of one workload run."""
 
     result: float
     """The value of the workload's metric."""

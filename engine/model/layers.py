@@ -42,7 +42,7 @@ class LayerInput:
     """The result of `Ops.plan_attention` for this forward pass."""
     kept: torch.Tensor | None = None
     """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
-    For the others, the layer computes only keys and values. None if all results are needed."""
+    For all other tokens, the layer computes only keys and values. None if all results are needed."""
     live: torch.Tensor | None = None
     """One number per row of the layer's result: [rows] int64. A negative number marks a padding row, whose
     expert choices are not counted. None if no choices are counted."""

@@ -28,7 +28,7 @@ class TensorSlice:
     first_row: int
     rows: int
     shared: bool = False
-    """Whether other ranks or other replicas also read these rows."""
+    """Whether other ranks or other replicas also read the slice's rows."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -53,8 +53,8 @@ class KernelWork:
     bytes: float
     operations: float = 0.0
     per_s: float | None = None
-    """The device's peak rate for these operations, in operations per second, or None if they cannot be the
-    bottleneck."""
+    """The device's peak rate for the kernel's operations, in operations per second, or None if the operations
+    cannot be the bottleneck."""
 
     def __add__(self, other: KernelWork) -> KernelWork:
         return KernelWork(self.bytes + other.bytes, self.operations + other.operations, self.per_s)
