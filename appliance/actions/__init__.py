@@ -37,7 +37,7 @@ class Action(NamedTuple):
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
-    """Struct of the parameters. Its docstring describes the action."""
+    """Struct type of the parameters. Its docstring describes the action."""
     result: type[msgspec.Struct]
     named_by: str = ""
     """Parameter that names the target; empty if there is only one possible target."""
@@ -53,7 +53,7 @@ class Action(NamedTuple):
 
     @property
     def declared_fields(self) -> dict[str, Declared]:
-        """The parameters that set declared tenant or key fields, by name."""
+        """The declared tenant or key fields among the parameters, by name."""
         return getattr(self.parameters, "DECLARED", {})
 
     @property

@@ -108,7 +108,7 @@ class _Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CreateTenant(_TenantChanges):
     """Create a tenant. Omitted fields get the same defaults as the built-in tenants, which have no limits."""
 
-    name: Annotated[str, Meta(description="The tenant's name, which cannot change.", extra=NAME)]
+    name: Annotated[str, Meta(description="The tenant's name. It cannot be changed later.", extra=NAME)]
 
 
 class SetTenant(_TenantChanges):

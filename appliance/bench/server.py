@@ -27,7 +27,7 @@ _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server that has passed the checks, with its properties."""
+    """The properties of a server that has passed the checks."""
 
     target: Target
     model: str

@@ -91,7 +91,7 @@ class Bundles:
         ]
 
     def times(self, unit: str) -> UnitTimes:
-        """Return when the model was loaded and used, as a modifiable object."""
+        """Return the times at which the model was loaded and used. The caller may modify them."""
         return self._times.setdefault(unit, UnitTimes(used_at=self._clock()))
 
     def note_load(self, unit: str) -> None:

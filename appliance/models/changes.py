@@ -1,4 +1,4 @@
-"""Describes the effects of model settings changes for operators."""
+"""Tells operators what a change to a model's settings does."""
 
 from __future__ import annotations
 

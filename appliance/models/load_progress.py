@@ -8,7 +8,7 @@ from engine.rank_messages import Progress
 
 _LOG_EVERY_S = 10.0
 _MIN_RATE_S = 0.5
-"""A loading stage's rate is reported only after this time."""
+"""How long a loading stage must run before its rate is reported."""
 
 
 class LoadProgress:

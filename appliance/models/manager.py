@@ -196,7 +196,7 @@ class ModelManager:
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
-        """Apply the settings' time limits for killing replicas."""
+        """Apply the configured time limits for killing replicas."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -406,7 +406,7 @@ class ModelManager:
         empty string if they can."""
         return (await self.shortage(settings, count)).reason
 
-    # ── replicas by load (ScaledModels) ──
+    # ── autoscaling (ScaledModels) ──
 
     def scalable(self) -> dict[str, ModelSettings]:
         """Return the settings of all models, except those that are asleep or whose replicas are changing."""

@@ -12,7 +12,7 @@ class Parked:
     woken."""
 
     drain_ends_at: float = 0.0
-    """Time on the event loop's clock until which running requests may finish."""
+    """Deadline for running requests to finish, on the event loop's clock."""
     asleep: bool = False
     """Whether to put the model's replicas to sleep instead of stopping them."""
 

@@ -36,7 +36,7 @@ class Exit(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """The next start of a replica."""
+    """A replica's next start."""
 
     delay_s: float
     failure: str = ""

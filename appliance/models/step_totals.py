@@ -1,4 +1,4 @@
-"""Totals over a replica's executed steps."""
+"""Totals of a replica's steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.rank_messages import Report
 
 
 class StepTotal:
-    """Totals for one kind of step, summed over a replica's restarts."""
+    """Totals for one kind of step, kept across a replica's restarts."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -50,7 +50,7 @@ class StepTotals:
         self.longest = LongestSteps()
 
     def add(self, report: Report) -> None:
-        """Add a report's steps, that is, those since the previous report."""
+        """Add the steps since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
         if report.longest_step is not None:

@@ -74,7 +74,7 @@ class CreditAccount:
 
     @property
     def available_tokens(self) -> int:
-        """The token credit of the lowest-priority class."""
+        """The lowest-priority class's token credit."""
         return self.tokens_left(LEVELS - 1)
 
     def tokens_left(self, level: int) -> int:

@@ -89,7 +89,7 @@ _NO_REACH = _Reach(0, 0)
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[Item]):
-    """The waiting requests of one tenant in this class."""
+    """One tenant's waiting requests in this class."""
 
     tenant: str
     weight: float

@@ -109,7 +109,7 @@ class Forecast:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas of the model."""
+        """The model's number of replicas."""
         return self._replicas
 
 

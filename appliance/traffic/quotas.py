@@ -31,7 +31,7 @@ MAX_USEFUL_WAIT_S = 120.0
 fail."""
 
 Name = tuple[QuotaScope, str]
-"""Scope of a quota, and the tenant's name or the key's id."""
+"""A quota's scope, and the tenant's name or key's id."""
 
 
 class Account:
@@ -80,7 +80,7 @@ class Reservation:
         self.tokens = prompt_tokens + max_tokens
         """Number of tokens reserved or, after `Quotas.settle`, charged."""
         self.max_tokens = max_tokens
-        """Limit on the total number of generated tokens over all samples."""
+        """Limit on generated tokens, summed over all samples."""
         self.taken = taken
         """The buckets, each with the serial number of the take."""
 

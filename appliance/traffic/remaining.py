@@ -20,7 +20,7 @@ class Remaining(NamedTuple):
     running: int = 0
     queued: int = 0
     tokens: int = 0
-    """Output tokens expected to be generated."""
+    """Output tokens still expected to be generated."""
     seconds: float | None = 0.0
     """Predicted time until the requests finish; None until the replicas' rates have been measured."""
 

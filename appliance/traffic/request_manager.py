@@ -255,7 +255,7 @@ class RequestManager:
     # ── fronts ──
 
     def add_front(self, front: str) -> None:
-        """Add a front that has started. Names of fronts are never reused."""
+        """Add a front that has started. Front names are never reused."""
         self.state.fronts.add(front)
 
     def lose_front(self, front: str) -> None:

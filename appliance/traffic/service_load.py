@@ -40,7 +40,7 @@ class ServiceLoad:
         self._offered_s = 0.0
         """Service needed by the requests received since the last tick."""
         self._offered = DecayingMean()
-        """Service needed by recent new requests, as a fraction of capacity."""
+        """Service needed by recently received requests, as a fraction of capacity."""
         self._ticked_at: float | None = None
 
     def start(self, request_class: int, service_s: float) -> None:

@@ -71,7 +71,7 @@ class Timeline(Generic[Item]):
             self._total_prompt = self._total_output = 0.0
 
     def first(self) -> Item | None:
-        """Return the item with the earliest time; None if there is none."""
+        """Return the item with the earliest time, or None if empty."""
         return self._items[0] if self._items else None
 
     def before(self, time: float) -> tuple[float, float]:
