@@ -238,8 +238,8 @@ class Replica:
         return await self.sleeping.change(self.group, False, self.load_timeout_s)
 
     def refuse(self, problem: str) -> None:
-        """Do not start the replica because of a problem with its model's files. The files are rechecked
-        regularly, and the replica is started once they are correct."""
+        """Keep the replica stopped because of a problem with its model's files. They are rechecked regularly,
+        and the replica is started once they are correct."""
         if self._stopping or self.retiring:
             return
         if problem != self.failure:

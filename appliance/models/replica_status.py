@@ -60,7 +60,7 @@ def replica_remedy(replica: Replica) -> str:
     if replica.breaker != "open":
         return ""
     return (
-        f"fix the cause, then run: appliance models retry {replica.model}; otherwise, the next "
+        f"fix the cause, then run `appliance models retry {replica.model}`; otherwise, the next "
         f"start is attempted in {replica.next_start_s:.0f} s, or when the model's files change"
     )
 
@@ -68,7 +68,7 @@ def replica_remedy(replica: Replica) -> str:
 def _degradations(replica: Replica) -> list[Degradation]:
     found = []
     if replica.fallback:
-        remedy = f"correct the cause, then run: appliance models retry {replica.model}"
+        remedy = f"fix the cause, then run: appliance models retry {replica.model}"
         description = f"runs on the CPU instead of a GPU: {replica.fallback}"
         found.append(Degradation(description=description, remedy=remedy))
     if without_limits := replica.resources.without_limits:

@@ -43,8 +43,8 @@ _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """How long a replay continues after the last arrival, so that its requests can end."""
 _STRIDE = 7919
-"""Step through the list of answers from one chosen length to the next. Prime, so that the choices are spread
-over the list."""
+"""Step width in the list of answers when choosing lengths. Prime, so that the choices are spread over the
+list."""
 _FRONT = "front"
 _OVER_QUOTA = 429
 _NOT_ADMISSION = range(400, 500)
