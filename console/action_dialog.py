@@ -4,7 +4,7 @@ is derived from the action's entry in the registry. The dialog's default is to c
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from textual import events, on
@@ -45,7 +45,15 @@ class Switch(Checkbox):
         return Content("[X]" if self.value else "[ ]")
 
 
-class ActionDialog(Dialog[msgspec.Struct | None]):
+class Confirmed(NamedTuple):
+    """The result of a confirmed dialog."""
+
+    parameters: msgspec.Struct
+    values: Values
+    """The parameters as entered."""
+
+
+class ActionDialog(Dialog[Confirmed | None]):
     """Asks for the parameters of an action and for confirmation. The dialog's result is None if the operator
     cancels."""
 
@@ -77,14 +85,19 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         what_if: Callable[[msgspec.Struct], Awaitable[list[str]]] | None = None,
         place: str = "",
         earlier: Sequence[str] = (),
+        again: Values | None = None,
     ) -> None:
         """`impact` describes what the action affects, and detects changes of the target. `what_if` forecasts
         the effect of the parameters, and is None if the action has no forecast. If the action has several
-        targets, `place` is the position of this target, such as "2 of 3", and `earlier` lists the failures of
-        the previous targets."""
+        targets, `place` is the position of this target, such as "2 of 3". `earlier` lists earlier failures.
+        If the action has failed with the values of this dialog, `again` contains these values, so that the
+        operator can correct them."""
         super().__init__()
         self._action = action
         self._values = values
+        self._filled = values if again is None else again
+        """The values that the fields contain at first."""
+        self._is_repeated = again is not None
         self._impact = impact
         self._impact_lines: list[str] = []
         self._present: Mapping[str, Any] = {}
@@ -105,9 +118,8 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
             yield Static(text(action.description), id="description")
             yield hidden("impact")
             with ScrollArea(self.show_wanted, id="form"):
-                for field in entered(action):
-                    if self._asks_for(field):
-                        yield from self._field(field)
+                for field in fields_of(action, self._values):
+                    yield from self._field(field)
             if action.danger == "typed":
                 with Horizontal(classes="field"):
                     yield Label("type to confirm")
@@ -136,15 +148,19 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         return [one._replace(more=" and explain") if one.key == "tab" else one for one in hints]
 
     def on_mount(self) -> None:
-        """Focus the first field that must be filled in or, if there is none, the button that cancels."""
+        """Focus the first field that must be filled in or corrected. If there is none, focus the button that
+        cancels."""
         super().on_mount()
-        fields = [one for one in entered(self._action) if one.required and self._asks_for(one)]
-        empty = (one for one in fields if self._values.get(one.name, "@").endswith("@"))
+        if not self.query("#cancel"):
+            return  # The console exits before the dialog has been built.
+        fields = (one for one in fields_of(self._action, self._values) if one.required)
+        empty = (one for one in fields if self._filled.get(one.name, "@").endswith("@"))
         first = next(empty, None)
         if first is not None:
             self.query_one(f"#field-{first.name}").focus()
         else:
-            self.query_one("#cancel").focus()
+            corrected = next(self._filled_fields(), None) if self._is_repeated and not self.is_small else None
+            (corrected or self.query_one("#cancel")).focus()
         self._refresh()
 
     def fit_body(self, space: int, width: int) -> bool:
@@ -162,18 +178,19 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
         """Return the field that has the focus. If no field has it, return the first field with a value from
         the command line, except in small terminals, where the texts above that field would be scrolled out of
         view."""
-        given = [] if self.has_class("-small") else [f"#field-{name}" for name in self._values]
-        fields = [field for name in given for field in self.query(name)]
-        return super().wanted() or next(iter(fields), None)
+        return super().wanted() or (None if self.is_small else next(self._filled_fields(), None))
+
+    def _filled_fields(self) -> Iterator[Widget]:
+        """Return the fields that contain a value at first."""
+        return (field for name in self._filled for field in self.query(f"#field-{name}"))
 
     def _field(self, field: Parameter) -> ComposeResult:
-        value = self._values.get(field.name)
+        value = self._filled.get(field.name)
         with Horizontal(classes="field"):
             yield Label(field.label)
             if field.kind == "switch":
-                yield Switch(
-                    value=bool(value or field.default is True), id=f"field-{field.name}", compact=True
-                )
+                is_on = field.default is True if value is None else bool(value)
+                yield Switch(value=is_on, id=f"field-{field.name}", compact=True)
                 yield Static(text(field.description), classes="help")
             else:
                 shown = _default_text(field) if value is None else str(value)
@@ -190,11 +207,6 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
 
     def _target(self) -> str:
         return self._action.shown_target(self._named(self._values)).removesuffix("@")
-
-    def _asks_for(self, field: Parameter) -> bool:
-        """Return whether the dialog has a field for a parameter. A target that is already complete has no
-        field."""
-        return field.name != self._action.named_by or self._values.get(field.name, "@").endswith("@")
 
     def _collected(self) -> Values:
         """Return the given values of parameters without a field, and the field values that differ from their
@@ -265,19 +277,20 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
 
     @on(Button.Pressed, "#confirm")
     def _confirm(self) -> None:
-        problem = self._impact.changes(self._named(self._collected()))
+        values = self._collected()
+        problem = self._impact.changes(self._named(values))
         self.show_impact()
         try:
-            parameters = build(self._action, self._collected())
+            parameters = build(self._action, values)
         except CommandError as error:
             problem = problem or str(error)
-        if not problem and danger_of(self._action, self._collected()) == "typed":
+        if not problem and danger_of(self._action, values) == "typed":
             typed = self.query_one("#typed", Input).value.strip()
             problem = "" if typed == self._typed() else f"type {self._typed()} to confirm"
         if problem:
             self.show_error(problem)
             return
-        self.dismiss(parameters)
+        self.dismiss(Confirmed(parameters, values))
 
     @on(Button.Pressed, "#what-if")
     def _ask_what_if(self) -> None:
@@ -307,6 +320,13 @@ class ActionDialog(Dialog[msgspec.Struct | None]):
     @on(Button.Pressed, "#cancel")
     def _cancel(self) -> None:
         self.action_cancel()
+
+
+def fields_of(action: Action, values: Values) -> list[Parameter]:
+    """Return the parameters for which an action's dialog has fields. A target that is already complete in
+    `values` has no field."""
+    is_named = not values.get(action.named_by, "@").endswith("@")
+    return [one for one in entered(action) if not (is_named and one.name == action.named_by)]
 
 
 def _default_text(field: Parameter) -> str:

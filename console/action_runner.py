@@ -12,7 +12,7 @@ import msgspec
 from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
 from appliance.protocol import Done
-from console.action_dialog import ActionDialog
+from console.action_dialog import ActionDialog, Confirmed, fields_of
 from console.dialogs import Choice, ChoiceDialog, TextDialog
 from console.fingerprints import required_lists
 from console.impact import Impact, forecast_lines, result_lines
@@ -178,12 +178,10 @@ class ActionRunner:
             chosen = dict(values) if name is None else {**values, action.named_by: name}
             if action.name == "models.default" and "@" not in chosen.get("model", "@"):
                 chosen["model"] += "@"  # The operator must enter the version.
-            parameters = await self._ask(action, chosen, place, outcomes)
-            if parameters is None:
-                outcomes.append(ActionOutcome(name, "cancelled"))
+            earlier = [one.text for one in outcomes if one.kind == "failed"]
+            outcomes.append(ActionOutcome(name, *await self._confirm_one(action, chosen, place, earlier)))
+            if outcomes[-1].kind == "cancelled":
                 break
-            self._say(action, parameters, "in progress…", "dim", place)
-            outcomes.append(ActionOutcome(name, *await self._perform(action, parameters, place)))
         outcomes += [ActionOutcome(name, "not tried") for name in targets[len(outcomes) :]]
         await self._report(action, outcomes)
         self._app.redraw()
@@ -202,11 +200,44 @@ class ActionRunner:
         elif "no longer listed" in kinds:
             self._app.session.say(f"{action.title}: {outcomes[0].text}; nothing was changed", "warn")
 
+    async def _confirm_one(
+        self, action: Action, values: dict[str, Any], place: str, earlier: list[str]
+    ) -> tuple[OutcomeKind, str]:
+        """Show the dialog for one target, perform the action, and return its outcome. If the action fails,
+        show the dialog again with the entered values, unless there are several targets or no fields."""
+        again: dict[str, Any] | None = None
+        can_correct = not place and any(one.kind != "switch" for one in fields_of(action, values))
+        failure = ""
+        while True:
+            confirmed = await self._ask(action, values, place, earlier, again)
+            if confirmed is None:
+                return ("failed", failure) if failure else ("cancelled", "")
+            parameters = confirmed.parameters
+            self._say(action, parameters, "in progress…", "dim", place)
+            try:
+                await self._perform(action, parameters, place)
+            except SourceError as error:
+                failure = str(error)
+            else:
+                return "done", ""
+            self._say(action, parameters, f"failed: {failure}", "bad", place)
+            if not can_correct:
+                if not place:
+                    await self._app.push_screen_wait(TextDialog(f"{action.title} failed", [failure]))
+                return "failed", failure
+            again, earlier = confirmed.values, [f"failed: {failure}"]
+
     async def _ask(
-        self, action: Action, values: dict[str, Any], place: str, outcomes: list[ActionOutcome]
-    ) -> msgspec.Struct | None:
+        self,
+        action: Action,
+        values: dict[str, Any],
+        place: str,
+        earlier: list[str],
+        again: dict[str, Any] | None,
+    ) -> Confirmed | None:
         """Show the dialog for one target, and return the confirmed parameters. `place` is the target's place
-        among several targets, such as "1 of 2", and `outcomes` describes the previous targets."""
+        among several targets, such as "1 of 2". `earlier` lists earlier failures, and `again` contains the
+        values with which the action has failed."""
         async with self._asking:
             self.confirming = action
             try:
@@ -221,7 +252,8 @@ class ActionRunner:
                         ),
                         what_if=self._forecast if action.name in _WITH_FORECAST else None,
                         place=place,
-                        earlier=[one.text for one in outcomes if one.kind == "failed"],
+                        earlier=earlier,
+                        again=again,
                     )
                 )
             finally:
@@ -241,27 +273,18 @@ class ActionRunner:
             return [str(error)]
         return forecast_lines(forecast, parameters.name if isinstance(parameters, SetTenant) else None)
 
-    async def _perform(
-        self, action: Action, parameters: msgspec.Struct, place: str
-    ) -> tuple[OutcomeKind, str]:
-        """Perform an action, show its result, and return its outcome. The result is shown before the lists
-        have been read again, because it alone contains the secret of a new key."""
-        try:
-            result = await self._app.source.act(parameters)
-        except SourceError as error:
-            self._say(action, parameters, f"failed: {error}", "bad", place)
-            if not place:
-                await self._app.push_screen_wait(TextDialog(f"{action.title} failed", [str(error)]))
-            return "failed", str(error)
+    async def _perform(self, action: Action, parameters: msgspec.Struct, place: str) -> None:
+        """Perform an action, and show its result. The result is shown before the lists have been read again,
+        because it alone contains the secret of a new key. Raises SourceError."""
+        result = await self._app.source.act(parameters)
         self._app.read_again(self._app.session.view.lists())
         if isinstance(result, Done):
             self._app.session.say(result.message, "good")
-            return "done", ""
+            return
         self._say(action, parameters, getattr(result, "state", "done"), "good", place)
         if action.name not in _WITHOUT_RESULT:
             title = f"{action.title} {action.target_name(parameters)}"
             await self._app.push_screen_wait(TextDialog(title.rstrip(), result_lines(result)))
-        return "done", ""
 
     def _say(self, action: Action, parameters: msgspec.Struct, text: str, role: str, place: str) -> None:
         """Show the state of an action in the footer."""

@@ -190,6 +190,12 @@ class Dialog(ModalScreen[R]):
         """Return the field that has the focus."""
         return self.focused if isinstance(self.focused, Input | Checkbox) else None
 
+    @property
+    def is_small(self) -> bool:
+        """Whether the terminal is too small for panels, so that space must be saved."""
+        size = self.app.size
+        return size.width < MIN_WIDTH or size.height < MIN_HEIGHT
+
     def fit(self) -> None:
         """Fit the body between the title and the buttons after the next layout."""
         self.call_after_refresh(self._fit)
@@ -197,7 +203,7 @@ class Dialog(ModalScreen[R]):
     def _fit(self) -> None:
         if not self.display or not self.query("#keys"):
             return  # The dialog has been closed since this call was scheduled.
-        small = self.size.width < MIN_WIDTH or self.size.height < MIN_HEIGHT
+        small = self.is_small
         self.set_class(small, "-small")
         dialog = self.query_one("#dialog")
         width = dialog.content_size.width

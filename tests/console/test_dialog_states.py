@@ -13,12 +13,14 @@ from textual.screen import Screen
 from textual.widgets import Button, Input, Static
 
 from appliance.actions import action_named
-from appliance.protocol import Key
+from appliance.actions.parameters import CreateTenant
+from appliance.protocol import Done, Key
 from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
 from console.context import Context
 from console.dialogs import ChoiceDialog, TextDialog
 from console.past_dialogs import TimeDialog
+from console.source import SourceError
 from console.target_state import state_lines
 from tests.console.frames import session
 from tests.console.pilots import console, opened, run, shown, until
@@ -147,5 +149,55 @@ def test_a_dialog_says_that_the_service_is_already_draining() -> None:
         app.call_later(app.run_line, "drain")
         await until(pilot, lambda: opened(app))
         await until(pilot, lambda: "already draining, grace left" in text_of(app.screen, "#impact"))
+
+    run(steps, console(write=True))
+
+
+def test_a_dialog_whose_action_fails_opens_again_with_the_values_and_the_error() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        refused = "log_days = 400 is out of range: use 1 to 365"
+        performed: list[msgspec.Struct] = []
+
+        async def act(parameters: msgspec.Struct) -> msgspec.Struct:
+            performed.append(parameters)
+            if len(performed) == 1:
+                raise SourceError(refused)
+            return Done(message="created")
+
+        app.source.act = act  # type: ignore[method-assign]
+        app.call_later(app.action_runner.begin, action_named("tenants.create"), {}, given=True)
+        await until(pilot, lambda: opened(app))
+        first = app.screen
+        first.query_one("#field-name", Input).value = "new"
+        first.query_one("#field-log_days", Input).value = "400"
+        first.query_one("#confirm", Button).press()
+        await until(pilot, lambda: app.screen is not first and opened(app))
+        dialog = app.screen
+        assert str(dialog.query_one("#earlier").render()) == f"failed: {refused}"
+        assert dialog.query_one("#field-name", Input).value == "new"
+        field = dialog.query_one("#field-log_days", Input)
+        assert field.value == "400"
+        # A second press of `enter`, meant for the first dialog, does not close the second one.
+        assert isinstance(dialog.focused, Input)
+        field.value = "30"
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: performed[1:] == [CreateTenant(name="new", log_days=30)])
+        await until(pilot, lambda: "created" in shown(app) and len(app.screen_stack) == 1)
+
+    run(steps, console(write=True))
+
+
+def test_an_operator_who_gives_up_after_a_failure_still_sees_the_failure() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.run_line, "tenants set mobile --weight 3")
+        await until(pilot, lambda: opened(app))
+        first = app.screen
+        first.query_one("#confirm", Button).press()
+        await until(pilot, lambda: app.screen is not first and opened(app))
+        assert app.screen.query_one("#field-weight", Input).value == "3"
+        await pilot.press("escape")
+        await until(pilot, lambda: len(app.screen_stack) == 1)
+        assert "Change tenant mobile: failed: the demo does not simulate" in shown(app)
+        assert "nothing was changed" not in shown(app)
 
     run(steps, console(write=True))
