@@ -142,8 +142,8 @@ def is_client_limited(run: Run) -> bool:
 def resolution(run: Run, duration_s: float) -> float:
     """Return the fraction by which a rate may exceed the server's capacity and still count as sustained.
 
-    The fraction is above 0 because arrivals are random (which contributes 0.2 for 100 requests and 0.05 for
-    1,600 requests) and because response times vary.
+    The fraction is above 0 because response times vary and arrivals are random. Random arrivals contribute
+    0.2 for 100 requests and 0.05 for 1,600 requests.
     """
     spread = run.e2e_ms
     uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000

@@ -16,7 +16,8 @@ from engine import sizing
 from engine.messages import BLOCK_TOKENS, KvDType, ModelDType, WeightsDType
 
 _LENGTHS = (1024, 4096, 16_384, 65_536)
-"""Sequence lengths, in tokens, for which to show how many sequences fit, besides the maximum length."""
+"""Sequence lengths, in tokens, for which the number of concurrent sequences is shown. The maximum length is
+also shown."""
 
 
 class UnfitError(Exception):

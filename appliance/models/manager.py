@@ -1,4 +1,4 @@
-"""The model manager, which manages the served models and their replicas and changes both at run time.
+"""The model manager: manages the served models and their replicas, and changes both at run time.
 
               Controller (start, check, stop), Reloader (change), RequestCanceller (cancel)
                   │

@@ -24,10 +24,10 @@ class SleepLimit:
         self._bundles = bundles
 
     async def may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
-        """True if a model that must release its memory should be put to sleep rather than unloaded. To stay
-        within the limit, other automatically sleeping models may be unloaded (`unload_down_to`), even though
-        it is not yet known whether the model's replicas can sleep: the limit must never be exceeded. `wanted`
-        holds the models that need the memory.
+        """True if a model that must release its memory should be put to sleep rather than unloaded. May
+        unload other automatically sleeping models to stay within the limit (`unload_down_to`). It does so
+        before it is known whether the model's replicas can sleep, because the limit must never be exceeded.
+        `wanted` holds the models that need the memory.
         """
         replicas = self._manager.of(unit)
         if not self._bundles.occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):

@@ -9,8 +9,8 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Minimum number of stale heap entries before they are removed. An entry is stale once its request is no
-longer waiting."""
+"""Stale heap entries are removed only once there are more than this many. An entry is stale once its request
+is no longer waiting."""
 
 
 class Checks:

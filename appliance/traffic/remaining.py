@@ -10,8 +10,8 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Minimum number of stale heap entries before they are removed. An entry is stale once its request is no
-longer waiting."""
+"""Stale heap entries are removed only once there are more than this many. An entry is stale once its request
+is no longer waiting."""
 
 
 class Remaining(NamedTuple):

@@ -61,8 +61,7 @@ def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return each class's status, combined over all models. A class's waiting time is the longest over all
-    models."""
+    """Return each class's status, combined over all models. Its waiting time is that of the slowest model."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []

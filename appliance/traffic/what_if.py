@@ -315,10 +315,8 @@ def _of_tenant(replayed: Iterable[_Replayed], tenant: str, since: float) -> list
 
 def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
     """Return the requests with their answer lengths. A request that never ran gets the length of another
-    answer to its tenant.
-
-    An answer that was cut off by a small limit does not show how long it would have been under a larger one.
-    The length is therefore taken from an answer whose limit was at least as large, if there is one.
+    answer to its tenant: if possible, one whose limit was at least as large, because an answer cut off by a
+    smaller limit does not show how long it would have been.
     """
     answers: dict[str, list[tuple[float, float]]] = {}
     for one in chosen:
