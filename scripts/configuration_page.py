@@ -34,7 +34,7 @@ from scripts.field_tables import (  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 
-FIRST = "Outside of any table"
+FIRST = "Top-level settings"
 """The first generated heading. Everything above it is written by hand."""
 
 

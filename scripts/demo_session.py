@@ -44,7 +44,7 @@ def main() -> int:
     )
     flags = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # also stops the service
+        signal.signal(number, lambda *_: sys.exit(1))  # exiting also stops the service
     appliance = str(Path(sys.executable).with_name("appliance"))
     folder = Path(tempfile.mkdtemp(prefix="appliance-demo-"))
     run_dir, state_dir = folder / "run", folder / "state"
@@ -155,7 +155,7 @@ class Clients:
                     if self._ended.is_set():
                         return
             except openai.OpenAIError:
-                pass  # the console shows the service's problem
+                pass  # the console shows problems with the service
             if self._ended.wait(PAUSE_S):
                 return
 

@@ -86,7 +86,7 @@ class Case:
 
     @property
     def refused(self) -> bool:
-        """Whether `models fit` says that the model does not fit."""
+        """Whether `models fit` predicts that the model does not fit."""
         return self.predicted.needed_bytes > self.predicted.usable_bytes
 
 

@@ -101,7 +101,7 @@ class ControlStore:
 
     @property
     def stalled_s(self) -> float:
-        """Time the writer has spent on its current operation, in seconds."""
+        """How long the writer has spent on its current operation, in seconds."""
         return self._writer.stalled_s
 
     # ── reading from memory ──

@@ -145,7 +145,7 @@ class WritableDatabase:
         return str(aside)
 
     def _identities(self) -> dict[Path, tuple[int, int] | None]:
-        """Return the device and inode of each of the database's files."""
+        """Return the device and inode of each database file."""
         paths = [self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm")]
         return {path: _identity(path) for path in paths}
 

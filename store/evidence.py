@@ -44,7 +44,7 @@ class Findings(NamedTuple):
 
     verdict: Verdict
     problems: list[str]
-    """Descriptions of the faults. A fault in the chain comes first."""
+    """Descriptions of the faults, with any fault in the chain first."""
     notes: list[str]
     """Remarks, for example about checks that could not be made."""
     sources: dict[str, int]
@@ -78,7 +78,7 @@ class ActionRecord(NamedTuple):
     action: str
     params: str
     result: str | None
-    """None if no result has been recorded."""
+    """The recorded result, or None if there is no result yet."""
     before: str | None
     after: str | None
     note: str | None

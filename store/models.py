@@ -83,7 +83,7 @@ class ShadowRecord(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     """A model's name, or NAME@VERSION."""
     share: float
-    """Fraction of the requests, from 0 to 1."""
+    """Fraction of requests that are copied, from 0 to 1."""
     created_at: float
 
 

@@ -33,7 +33,7 @@ Fallback = Literal["never", "allowed"]
 """Whether a model's fallback may answer requests."""
 
 QuotaScope = Literal["tenant", "key"]
-"""The owner of a quota."""
+"""What a quota limits: a tenant or a key."""
 
 PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
@@ -253,7 +253,7 @@ class Policies:
     ) -> None:
         self.tenants: Mapping[str, TenantRecord] = {tenant.name: tenant for tenant in tenants}
         self.keys: Mapping[str, KeyRecord] = {key.id: key for key in keys}
-        """Keys by id, oldest first."""
+        """Keys indexed by id, oldest first."""
         self.peers: Mapping[tuple[str, int], PeerRecord] = {(peer.kind, peer.number): peer for peer in peers}
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 

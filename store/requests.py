@@ -49,7 +49,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache, included in `prompt_tokens`."""
+    """Number of prompt tokens found in the prefix cache. `prompt_tokens` includes them."""
     generated_tokens: int = 0
     billed_tokens: int = 0
     queue_ms: float | None = None
@@ -87,7 +87,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):
-    """A row as read from the database."""
+    """A request log row as read from the database."""
 
     sequence: int
     """Sequence number of the row's last change, used by `RequestReader.changes`."""

@@ -41,7 +41,7 @@ class _Constant(NamedTuple):
 
 
 class TelemetryLayout:
-    """Everything in a tree except its numbers. Numbers are replaced by 0 (whole numbers) or 0.0."""
+    """A tree whose numbers are replaced by placeholders: 0 for whole numbers, otherwise 0.0."""
 
     def __init__(self, document: bytes) -> None:
         """`document` is JSON."""
@@ -78,8 +78,8 @@ class TelemetryLayout:
 
 
 class TelemetrySample(msgspec.Struct, frozen=True):
-    """The values at one moment. `numbers` has one entry per metric of the layout; NaN means that a metric is
-    unknown."""
+    """The metric values at one moment. `numbers` has one entry per metric in the layout. NaN means that a
+    value is unknown."""
 
     at: float
     layout: TelemetryLayout

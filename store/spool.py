@@ -41,7 +41,7 @@ class SpoolState(NamedTuple):
     """Number of entries that are not in the file. If the service is killed, these entries exist only in its
     log."""
     path: Path | None
-    """File with the spooled entries, or None if it has none."""
+    """The spool file, or None if it contains no entries."""
     since: str | None
     """Time of the oldest entry, in the format of `Entry.at`."""
     dropped: int

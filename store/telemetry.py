@@ -27,7 +27,7 @@ _COARSE_BITS = 10
 
 
 class Resolution(NamedTuple):
-    """One of the tables."""
+    """The resolution of a telemetry table."""
 
     table: str
     seconds: int
@@ -47,7 +47,7 @@ RESOLUTIONS = (
     Resolution("telemetry_10s", 10, 86400.0, 3),
     Resolution("telemetry_60s", 60, None, 3),
 )
-"""The tables, finest first."""
+"""The telemetry tables' resolutions, finest first."""
 COARSE = RESOLUTIONS[1:]
 DETAILS = "telemetry_details"
 """The table of per-second details. Its rows are kept as long as those of the finest resolution."""
@@ -60,7 +60,7 @@ class TelemetryLog:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._waiting: dict[str, list[TelemetrySample]] = {resolution.table: [] for resolution in COARSE}
-        """The samples collected for the current interval, by coarse table."""
+        """The samples collected in the current interval of each coarse table."""
 
     def record(self, sample: TelemetrySample, details: tuple[bool, bytes] | None = None) -> bool:
         """Record a sample. `details` is a pair: whether the document is a full frame, which can be read

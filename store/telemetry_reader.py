@@ -233,7 +233,7 @@ class TelemetryReader:
         return [StoredSample(*row) for row in rows]
 
     def stored_details(self, since: float, until: float) -> list[StoredDetails]:
-        """Return the rows with details between two times, oldest first."""
+        """Return the detail rows between two times, oldest first."""
         with self._reading() as connection:
             rows = connection.execute(
                 f"SELECT at, whole, document FROM {DETAILS} WHERE at >= ? AND at <= ? ORDER BY at",

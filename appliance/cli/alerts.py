@@ -46,7 +46,7 @@ def list_silences(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def alert_lines(alert: Alert, now: float) -> list[str]:
-    """Return the lines that show an alert."""
+    """Format an alert as lines of text."""
     since = alert.since if alert.since is not None else now
     if alert.ended_at is not None:
         lasted = f"{local(since)}, lasted {of_seconds(alert.ended_at - since)}"
@@ -67,7 +67,7 @@ def alert_lines(alert: Alert, now: float) -> list[str]:
 
 
 def silence_line(silence: Silence) -> str:
-    """Return the line that shows a silence."""
+    """Format a silence as one line of text."""
     reason = f": {silence.reason}" if silence.reason else ""
     return printable(
         f"silence {silence.id}: rule {silence.rule} on {silence.subject} until {local(silence.until)}, "

@@ -44,7 +44,7 @@ _HEAD = re.compile(r"([0-9]{1,18}):([0-9a-fA-F]{64})")
 
 
 class ChainLocation(NamedTuple):
-    """The audit chain that a command reads."""
+    """Where a command reads the audit chain from."""
 
     database: Path
     folder: Path | None

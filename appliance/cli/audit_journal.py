@@ -14,7 +14,7 @@ from store.heads import lines_of
 
 UNIT = "appliance.service"
 JOURNAL = "the journal"
-"""Source shown for heads from the journal."""
+"""Source name shown for heads found in the journal."""
 MAX_READ_S = 20.0
 """Time limit for reading the journal, in seconds. The newest lines are read first, so a timeout loses only
 older heads."""

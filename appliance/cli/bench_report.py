@@ -71,7 +71,7 @@ class BenchReport:
             self.wrapped(f"note: {note}", "yellow")
 
     def comparison(self, results: Sequence[Result]) -> None:
-        """Write a comparison of all workloads, one line each."""
+        """Write a comparison of all workloads, with one line each."""
         rows = []
         for result in results:
             run = result.typical
@@ -152,7 +152,7 @@ class ProgressBar:
         self._line = StatusLine()
 
     def show(self, title: str, load: Load, raw: RawRun | None) -> None:
-        """Show a run's progress; if it is None, clear the line."""
+        """Show a run's progress, or clear the line if there is no run."""
         if raw is None:
             self._line.clear()
             return

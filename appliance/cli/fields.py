@@ -113,7 +113,7 @@ def shown(field: Declared, value: Any) -> str:
 
 
 def limits(quota: Quota) -> Iterable[str]:
-    """Yield a description of each limit of a quota."""
+    """Yield a description of each of a quota's limits."""
     for field in declared(Quota).values():
         value = getattr(quota, field.name)
         if value is not None and field.optional:

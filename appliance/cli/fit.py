@@ -35,7 +35,7 @@ class FitGpu(msgspec.Struct, kw_only=True):
 
 
 class FitSequences(msgspec.Struct, kw_only=True):
-    """The number of sequences of one length that can run concurrently."""
+    """How many sequences of one length can run concurrently."""
 
     tokens: int
     sequences: int

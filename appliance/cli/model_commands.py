@@ -31,7 +31,7 @@ Settings = Annotated[
 
 
 def about(action: str) -> str:
-    """Return an action's description as the help text of its command."""
+    """Return an action's description, the help text of its command."""
     return action_named(action).description
 
 
@@ -119,7 +119,7 @@ def models_pull(
     https://huggingface.co). The token for private and restricted repositories is $HF_TOKEN, or the token that
     'hf auth login' stored. The service itself needs no network access.
     """
-    # huggingface_hub reads this variable when it is imported, so set it before.
+    # huggingface_hub reads this variable when it is imported, so set it first.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from appliance.cli.pull import pull
 

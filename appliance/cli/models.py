@@ -20,7 +20,7 @@ from appliance.quantities import of_bytes
 from appliance.settings import named_folder
 
 REGISTRY = "registry"
-"""The source shown for models not declared in the settings."""
+"""Source shown for models that are not declared in the settings."""
 _COLOURS = {
     "ready": "green",
     "loading": "yellow",

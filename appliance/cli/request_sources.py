@@ -35,7 +35,7 @@ class RequestSource(Protocol):
     """A source of the request log."""
 
     name: str
-    """Name of the source, for messages."""
+    """Name of the source, shown in messages."""
 
     def newest(self, query: RequestLogQuery, limit: int) -> Found:
         """Return the newest `limit` requests that match the query."""

@@ -77,9 +77,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     load: LoadStatus | None = None
     """Progress of loading the model, or None if the replica is not loading."""
     pids: list[int] = msgspec.field(default_factory=list)
-    """One entry per rank."""
+    """One per rank."""
     devices: list[str] = msgspec.field(default_factory=list)
-    """One entry per rank."""
+    """One per rank."""
     backend: str = ""
     dtype: ModelDType | Literal[""] = ""
     """Data type used for computation."""
@@ -95,7 +95,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     sleeps: int = 0
     """How often the replica went to sleep."""
     wakes: int = 0
-    """How often the replica woke."""
+    """How often the replica woke up."""
     wake_s: float = 0.0
     """Total time spent waking, in seconds."""
     links: str = ""
@@ -204,7 +204,7 @@ class Configuration(msgspec.Struct, kw_only=True):
     """The settings in effect and their sources."""
 
     files: list[str]
-    """The settings files that were read, in order."""
+    """The settings files, in the order in which they were read."""
     settings: dict[str, Any]
     """All settings, in the format of the settings files."""
     places: dict[str, str]
@@ -215,9 +215,9 @@ class Reloaded(msgspec.Struct, kw_only=True):
     """The result of reloading the settings."""
 
     changed: list[str]
-    """The changed settings with their old and new values."""
+    """The changed settings, with their old and new values."""
     models: list[str]
-    """The resulting changes to models: which are loaded, replaced or removed."""
+    """The models that are loaded, replaced or removed as a result."""
     at_restart: list[str]
     """Changed settings that take effect only after a restart."""
 

@@ -63,7 +63,7 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     added_at: float | None = None
     """When the version was added to the registry, in unix seconds."""
     settings: dict[str, Any] = {}
-    """The version's settings, by their names in settings files."""
+    """The version's settings, keyed by their names in settings files."""
     files: list[RegisteredFile] = []
     replicas: int = 0
     """Number of the version's replicas that are loaded or being loaded."""
@@ -115,7 +115,7 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     state: VersionState
     """State of the default version."""
     default: int
-    """The version that answers requests for the name."""
+    """The version that answers requests for the model's name."""
     previous: int | None = None
     """The version that `models rollback` makes the default again."""
     source: str

@@ -55,7 +55,7 @@ class QueueStats(msgspec.Struct, kw_only=True):
     ended: int
     """Number of ended requests whose row in the request log is closed."""
     waiting_tokens: int = 0
-    """Number of prompt tokens of the waiting requests."""
+    """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
     """Total number of preemptions over all finished requests."""
     overload: str = ""
@@ -75,7 +75,7 @@ class QueueStatus(QueueStats, kw_only=True):
 
 
 class DatabaseStatus(WriterState, frozen=True, kw_only=True):
-    """One of the databases and its writer."""
+    """A database and its writer."""
 
     path: str
     stalled_s: float = 0.0
@@ -130,7 +130,7 @@ class Problem(msgspec.Struct, kw_only=True):
     at: float
     """When the problem last occurred, in unix seconds."""
     where: str
-    """Where the problem occurred: a front process, replica, database or socket."""
+    """Where the problem occurred: in a front process, replica, database or socket."""
     description: str
     count: int = 1
 
@@ -139,7 +139,7 @@ class CurrentProblem(msgspec.Struct, kw_only=True):
     """A current problem and its remedy."""
 
     where: str
-    """Where the problem occurs: a model, replica, front process, database, "audit" or "log"."""
+    """Where the problem occurs: in a model, replica, front process or database, or in "audit" or "log"."""
     description: str
     remedy: str
 

@@ -80,7 +80,7 @@ class Converter:
             if fields[name].required and name not in table:
                 self.add(
                     (*path, name),
-                    f"the setting {name!r} is missing in {dotted(path) or 'the file'}",
+                    f"the setting {name!r} is missing from {dotted(path) or 'the file'}",
                     f"add {name}",
                 )
         complete = all(name in values for name in names if fields[name].required)

@@ -12,7 +12,7 @@ Path = tuple[str, ...]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a setting was given."""
+    """Where a setting was specified."""
 
     source: str
     """A file path, the name of a flag such as "--listen", or "default"."""

@@ -274,7 +274,7 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
 
 
 class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Changes the number of replicas of models with `max_replicas`."""
+    """Adjusts the number of replicas of models with `max_replicas`."""
 
     cooldown_s: Seconds = 30.0
     """For this many seconds after a change, no replica is removed, and none is added because of late
@@ -300,12 +300,12 @@ class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=Tru
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The top-level settings."""
+    """The settings at the top level of a settings file, outside any table."""
 
     models: dict[str, ModelSettings] = {}
-    """The served models, by name."""
+    """The served models, keyed by name."""
     prices: dict[str, ModelPrices] = {}
-    """The prices, by model name."""
+    """The prices, keyed by model name."""
     listen: str | None = None
     """Address (HOST:PORT) for TCP clients, which must send a bearer key. HOST is an IP address or localhost.
     Default: only the Unix socket and the sockets that systemd passes to the service."""
@@ -335,7 +335,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     unix: UnixSettings = UnixSettings()
     admin: AdminSettings = AdminSettings()
     groups: dict[str, GroupSettings] = {}
-    """The model groups, by name."""
+    """The model groups, keyed by name."""
     on_demand: OnDemandSettings = OnDemandSettings()
     queue: QueueSettings = QueueSettings()
     limits: LimitSettings = LimitSettings()
