@@ -112,8 +112,8 @@ class AuditAction(msgspec.Struct, kw_only=True):
 
 
 class AuditPage(msgspec.Struct, kw_only=True):
-    """A page of the audit trail, newest actions first. Actions that are still in the spool come first, on the
-    first page."""
+    """A page of the audit trail, newest actions first. Actions still in the spool come first, on the first
+    page."""
 
     rows: list[AuditAction]
     next: int | None
@@ -268,7 +268,7 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     """Only lines from this process: "core", or the name of a front process or replica (including all its
     ranks)."""
     until: Time | None = None
-    """Only lines that were written at this time or before, in unix seconds."""
+    """Only lines written at this time or before, in unix seconds."""
 
 
 # ── usage ──

@@ -154,7 +154,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: str
     at: float
-    """Time at which the replica reported the step, in unix seconds."""
+    """Time when the replica reported the step, in unix seconds."""
     ms: float
     """Duration of the step."""
     mean_ms: float

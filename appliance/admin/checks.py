@@ -149,7 +149,7 @@ def examination_routes(checks: CheckRunner) -> list[ScopedRoute]:
             checks.verify,
             ChainReport,
             "Verify the audit chain against the heads in the state directory",
-            "The chain is verified in a separate process, which may take seconds. "
+            "Verification runs in a separate process and may take seconds. "
             "Concurrent callers share the result of one run.",
         ),
         route(
@@ -157,7 +157,7 @@ def examination_routes(checks: CheckRunner) -> list[ScopedRoute]:
             checks.findings,
             Examination,
             "Return the findings of appliance doctor on the service's machine",
-            f"The checks run in a separate process, which may take seconds. Findings may be up to "
+            f"The checks run in a separate process and may take seconds. Findings may be up to "
             f"{FINDINGS_KEPT_S:g} s old.",
         ),
     ]

@@ -22,7 +22,7 @@ from appliance.traffic.state import TrafficState
 from engine.rank_messages import BlockUse
 
 RECORDED_EVERY_S = 10.0
-"""Interval at which blocks are requested for the history while no operator uses the route."""
+"""How often blocks are requested for the history while no operator uses the route, in seconds."""
 
 
 class BlockMaps:

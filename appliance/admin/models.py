@@ -123,7 +123,7 @@ class ModelAdmin:
         for record in self.operations.registry.current.versions_of(name):
             unit = unit_name(name, record.version)
             if version in (None, record.version) and self.states.is_loaded(unit):
-                raise ConflictError(f"{unit} is loaded: unload it first with: appliance models unload {unit}")
+                raise ConflictError(f"{unit} is loaded; unload it first with: appliance models unload {unit}")
         for record in self.operations.registry.current.versions_of(name):
             if version in (None, record.version):
                 await self._withdraw(record)
@@ -229,7 +229,7 @@ class ModelAdmin:
         if not (replicas := self.manager.retry(unit)):
             if before[0] in ("available", "failed"):
                 raise ConflictError(
-                    f"{unit} is not loaded: load it with: appliance models load {asked.model}"
+                    f"{unit} is not loaded; load it with: appliance models load {asked.model}"
                 )
             raise ConflictError(f"{unit} is {before[0]}, and none of its replicas is waiting to start")
         return Effect(
@@ -269,7 +269,7 @@ class ModelAdmin:
         version = self._model(asked.name).previous_version
         if asked.name in self.operations.registry.current.splits:
             raise ConflictError(
-                f"the requests for {asked.name!r} are split: end the split with: appliance models split "
+                f"the requests for {asked.name!r} are split; end the split with: appliance models split "
                 f"{asked.name} --clear, or with: appliance models default NAME@VERSION"
             )
         if version is None:
@@ -304,7 +304,7 @@ class ModelAdmin:
             unit = _unit(self._record(asked.target, ""))
             if self.routing.unit_of(asked.name) and unit not in self.routing.usable:
                 raise ConflictError(
-                    f"alias {asked.name!r} is in use, but {asked.target} is not loaded: load it first with: "
+                    f"alias {asked.name!r} is in use, but {asked.target} is not loaded; load it first with: "
                     f"appliance models load {asked.target}"
                 )
         await committed(registry.set_alias(actor=actor, name=asked.name, target=asked.target))
@@ -326,8 +326,8 @@ class ModelAdmin:
         refused change in the error message, such as "loaded"."""
         if place := self.declared_in(name):
             raise ConflictError(
-                f"model {name!r} is declared in {place}, so it cannot be {changed} with this command: change "
-                "the declaration there and run: appliance config reload"
+                f"model {name!r} is declared in {place}, so it cannot be {changed} with this command; "
+                "change the declaration there and run: appliance config reload"
             )
 
     def _model(self, name: str) -> ModelRecord:

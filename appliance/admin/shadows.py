@@ -31,7 +31,7 @@ class ShadowAdmin:
         if asked.target is not None:
             if name not in routing.names():
                 raise UnknownModelError(
-                    f"there is no model or alias {name!r}: list them with: appliance models list"
+                    f"there is no model or alias {name!r}; list them with: appliance models list"
                 )
             target = complete_target(self.models, name, asked.target)
             unit = routing.target_unit(target)
@@ -41,7 +41,7 @@ class ShadowAdmin:
                 )
             if not routing.answers(unit):
                 raise ConflictError(
-                    f"{target} is not loaded: load it first with: appliance models load {unit} --wait"
+                    f"{target} is not loaded; load it first with: appliance models load {unit} --wait"
                 )
         await committed(registry.set_shadow(actor=actor, name=name, target=target, share=asked.share))
         self.results.end(name)

@@ -25,7 +25,7 @@ class SplitAdmin:
         self.models.check_declared(name, "split")
         if name not in registry.current.models and name not in registry.current.aliases:
             raise UnknownModelError(
-                f"there is no model or alias {name!r} in the registry: add it with: appliance models add "
+                f"there is no model or alias {name!r} in the registry; add it with: appliance models add "
                 f"{name}=FOLDER, or: appliance models alias {name} TARGET"
             )
         weights = None if asked.weights is None else self._targets(name, asked.weights)
@@ -62,7 +62,7 @@ class SplitAdmin:
         for target in targets:
             if not routing.answers(unit := routing.target_unit(target)):
                 raise ConflictError(
-                    f"model {name!r} answers requests, but {target} is not loaded: load it first with: "
+                    f"model {name!r} answers requests, but {target} is not loaded; load it first with: "
                     f"appliance models load {unit} --wait"
                 )
 

@@ -40,9 +40,8 @@ from store.trail import AuditTrail, TrailState
 from store.writer import Writer
 
 _ETA_EVERY_S = 1.0
-"""Interval in seconds at which drain durations are predicted again. A prediction examines every running
-request, and consoles may read several snapshots per second, so predictions are not made for every
-snapshot."""
+"""How often drain durations are predicted again, in seconds. A prediction examines every running request, and
+consoles may read several snapshots per second, so predictions are not made for every snapshot."""
 _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )

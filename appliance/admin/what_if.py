@@ -70,13 +70,13 @@ class WhatIf:
         if isinstance(asked, SetTenant):
             if (tenant := policies.tenants.get(asked.name)) is None:
                 raise LookupError(
-                    f"there is no tenant {asked.name!r}: list the tenants with: appliance tenants list"
+                    f"there is no tenant {asked.name!r}; list the tenants with: appliance tenants list"
                 )
             tenant = replaced(tenant, changes(asked, TenantRecord))
             check_tenant(tenant)
             return tenant
         if (key := policies.keys.get(asked.id)) is None:
-            raise LookupError(f"there is no key {asked.id!r}: list the keys with: appliance keys list")
+            raise LookupError(f"there is no key {asked.id!r}; list the keys with: appliance keys list")
         key = replaced(key, changes(asked, KeyFields))
         check_key(key, time.time())
         return key

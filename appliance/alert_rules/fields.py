@@ -22,13 +22,13 @@ RuleName = Annotated[
 
 
 class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A condition on a metric, that is, on a value in the service's snapshot. A rule with the name of a
-    built-in rule replaces that rule."""
+    """A condition on a metric: a value in the service's snapshot. A rule with the name of a built-in rule
+    replaces that rule."""
 
     name: RuleName
     """Name of the rule."""
     metric: str
-    """Name of the metric in the snapshot, such as "queue.waiting" or "gpus[*].temperature_c". `*` stands for
+    """Name of the metric in the snapshot, such as "queue.waiting" or "gpus[*].temperature_c". `*` matches
     every entry of a list; each entry raises a separate alert."""
     severity: Severity = "warning"
     """How urgent the alert is."""
@@ -73,7 +73,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """The operator's next step. {remedy} is replaced with the field `remedy` of the object that contains the
     metric."""
     unit: Literal["", "s", "ms", "%", "bytes", "°C", "/s", "requests", "tokens"] = ""
-    """Unit of the measure. With "%", the measure is a fraction that is shown as a percentage."""
+    """Unit of the measure. With "%", the measure is a fraction, shown as a percentage."""
 
 
 class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -82,7 +82,7 @@ class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     command: list[str] = []
     """Program and arguments. The alert is passed as JSON on standard input."""
     webhook: str = ""
-    """URL (http or https) to which the alert is posted as JSON."""
+    """URL (http or https). The alert is posted to it as JSON."""
     severity: Severity = "warning"
     """Minimum severity of alerts sent to the receiver."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0

@@ -113,7 +113,7 @@ class ContentKeeper:
         )
 
     def _days(self, tenant: str) -> float:
-        """Return how many days a tenant's contents are kept, or 0 if there is no limit."""
+        """Return how many days a tenant's contents are kept, or 0 for no limit."""
         known = self._policies().tenants.get(tenant)
         own = known.log_days if known is not None else None
         return self._rules().contents_days if own is None else own

@@ -42,7 +42,7 @@ class LevelKeeper:
         self.save()
 
     def save(self) -> None:
-        """Save the levels that have changed since the last save."""
+        """Save the levels changed since the last save."""
         levels, deleted = self._quotas.news(time.time())
         if (levels or deleted) and not self._log.save(levels, deleted):
             self._quotas.remember(deleted)

@@ -57,8 +57,8 @@ def reload_hooks(
         alerts.configure(settings)
 
     def nothing(settings: Settings) -> None:
-        """Do nothing: the hook for settings that are read whenever they are needed, or that are part of the
-        fronts' configuration."""
+        """Do nothing. This is the hook for settings that are read each time they are needed, or that are part
+        of the fronts' configuration."""
 
     return {
         "fronts": front_count,

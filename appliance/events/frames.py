@@ -39,9 +39,9 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     requests: list[UnfinishedRequest] = []
     """New requests, and requests with changes in fields other than tokens and times."""
     ended: list[str] = []
-    """Ids of the requests that have ended."""
+    """Ids of finished requests."""
     generated_tokens: dict[str, int] = {}
-    """For all other requests that have generated tokens: number of output tokens so far, by request id."""
+    """Output token counts so far, by request id, for all other requests that have generated tokens."""
 
 
 class MissingFrameError(Exception):

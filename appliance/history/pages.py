@@ -38,9 +38,9 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
     """1: values of a single second. Otherwise, numbers are means over an interval of this many seconds
     starting at `at`, and texts are those at its end."""
     previous: float | None
-    """Time of the preceding sample; null if there is none."""
+    """Time of the preceding sample, or null."""
     next: float | None
-    """Time of the following sample; null if there is none."""
+    """Time of the following sample, or null."""
     first: float
     """Time of the oldest recorded sample."""
     last: float

@@ -18,8 +18,8 @@ MAX_KEPT = 4096
 `WINDOW_S`; their `window_s` field gives the actual period."""
 _SHARES = (0.5, 0.9, 0.99)
 _REUSED_S = 0.9
-"""Time in seconds for which computed percentiles are reused, because sorting the latencies is the most
-expensive part of a snapshot."""
+"""How long computed percentiles are reused, in seconds. Sorting the latencies is the most expensive part of a
+snapshot."""
 
 
 class TenantCounts:

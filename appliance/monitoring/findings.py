@@ -21,14 +21,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """The result of the check, with the measured values."""
     remedy: str = ""
-    """Remedy for the problem; empty if there is none."""
+    """Remedy for the problem, or empty."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of one doctor run."""
 
     at: float
-    """Unix time at which the checks ran."""
+    """Unix time when the checks ran."""
     host: str
     run_dir: str
     state_dir: str

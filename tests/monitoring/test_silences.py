@@ -23,7 +23,7 @@ def test_silences_are_limited_and_an_ended_one_makes_space() -> None:
     manager = AlertManager(effective_rules([], []), nothing, nothing, clock=lambda: now[0])
     for _ in range(MAX_SILENCES):
         manager.silence("*", "*", 60.0, "", "uid:0")
-    with pytest.raises(ValueError, match=f"already {MAX_SILENCES} silences: end one with"):
+    with pytest.raises(ValueError, match=f"already {MAX_SILENCES} silences; end one with"):
         manager.silence("*", "*", 60.0, "", "uid:0")
     now[0] += 61
     assert manager.silence("*", "*", 60.0, "", "uid:0").until == now[0] + 60

@@ -18,7 +18,7 @@ from appliance.snapshot import AlertEvent
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
-"""Time in seconds for which an ended alert can still be the cause of other alerts."""
+"""How long an ended alert can still be the cause of other alerts, in seconds."""
 GROUP_S = 30.0
 """If a rule raises several alerts within this many seconds, the later ones are grouped under the first."""
 

@@ -104,7 +104,7 @@ class AlertManager:
         ValueError if it has already been acknowledged."""
         alert = self._evaluator.alerts.get(alert_id)
         if alert is None or alert.ended_at is not None or not alert.announced:
-            raise LookupError(f"no active alert has id {alert_id!r}: see the ids in: appliance alerts list")
+            raise LookupError(f"no active alert has id {alert_id!r}; list ids with: appliance alerts list")
         if (known := self._acknowledged.get(alert_id)) is not None:
             raise ValueError(f"alert {alert_id} has already been acknowledged by {known[0]}")
         self._acknowledged[alert_id] = (actor, self._clock())
@@ -121,7 +121,7 @@ class AlertManager:
         self._silences = {one.id: one for one in self._silences.values() if one.until > now}
         if len(self._silences) >= MAX_SILENCES:
             raise ValueError(
-                f"there are already {MAX_SILENCES} silences: end one with: appliance alerts unsilence ID"
+                f"there are already {MAX_SILENCES} silences; end one with: appliance alerts unsilence ID"
             )
         silence = Silence(
             id=secrets.token_hex(4),
@@ -140,7 +140,7 @@ class AlertManager:
         """End a silence. Raises LookupError for an unknown id."""
         silence = self._silences.pop(silence_id, None)
         if silence is None:
-            raise LookupError(f"no silence has id {silence_id!r}: see the ids in: appliance alerts list")
+            raise LookupError(f"no silence has id {silence_id!r}; list ids with: appliance alerts list")
         self._log.remove_silence(silence_id)
         return silence
 

@@ -41,7 +41,7 @@ MODELS = (
            "Requests that lost their replica and are waiting to resume.",
            lambda m: m.resuming),
     Metric("gauge", "appliance_running_requests", "requests",
-           "Unfinished requests that have been dispatched to a replica.",
+           "Unfinished requests already dispatched to a replica.",
            lambda m: m.running),
     Metric("gauge", "appliance_overload_step", "",
            "A model's current load shedding step, or 0 if it is not overloaded.",

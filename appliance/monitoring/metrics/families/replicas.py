@@ -71,7 +71,7 @@ REPLICAS = (
            "Used KV blocks with more than one reference.",
            lambda r: r.status.blocks_shared),
     Metric("counter", "appliance_kv_evictions_total", "blocks",
-           "Cached KV blocks that were overwritten because no block was free.",
+           "Cached KV blocks overwritten because no block was free.",
            lambda r: r.status.evictions),
     Metric("gauge", "appliance_credit_seqs", "sequences",
            "Sequences that a replica can start now.",
