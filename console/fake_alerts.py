@@ -14,7 +14,7 @@ import msgspec
 from appliance.actions.parameters import SilenceAlerts
 from appliance.alert_rules import BUILT_IN
 from appliance.monitoring.alerts.conditions import Condition, threshold
-from appliance.monitoring.alerts.texts import filled
+from appliance.monitoring.alerts.texts import filled, next_step
 from appliance.protocol import Silence
 from appliance.snapshot import Alert, Snapshot
 from console import units
@@ -65,7 +65,9 @@ class FakeAlerts:
         self._now = snapshot.at
         for one in _measured(snapshot):
             key = (one.rule, one.where)
-            condition = self._conditions.setdefault(key, Condition(_RULES[one.rule], one.where, frozenset()))
+            kind, _, name = one.where.partition(" ")
+            scope = frozenset({(kind, name)})
+            condition = self._conditions.setdefault(key, Condition(_RULES[one.rule], one.where, scope))
             result = condition.update(snapshot.at, one.value, one.text, "")
             if result:
                 alert = self._active[key] = _raised(condition, snapshot)
@@ -193,7 +195,7 @@ def _raised(condition: Condition, snapshot: Snapshot) -> Alert:
         where=condition.where,
         description=filled(rule, condition),
         cause=f"nothing else changed within the {minutes:.0f} min before the alert",
-        remedy=rule.remedy,
+        remedy=next_step(rule, condition),
         since=condition.since,
         value=condition.value,
         threshold=threshold(rule),

@@ -43,7 +43,7 @@ def page(former: str) -> str:
             f"`{rule.name}` ({rule.severity})",
             _condition(rule),
             rule.reason,
-            rule.remedy if rule.remedy != "{remedy}" else "as given for the problem",
+            rule.remedy.format(remedy="as given for the problem", tenant="TENANT", model="MODEL"),
         )
         parts.append(row(cells))
     parts += ["", "## Fields of `[[alerts.rules]]`", "", *_fields(AlertRule)]

@@ -54,7 +54,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=1.5,
         downstream_of=["gpu-xid", "gpus-unreadable"],
         description="{where} was restarted {value} times within 10 min",
-        remedy="drain the model (appliance drain -m MODEL), and look for the first error in the log",
+        remedy="drain the model (appliance drain -m {model}), and look for the first error in the log",
     ),
     BuiltInRule(
         name="model-failed",
@@ -314,7 +314,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=0.8,
         for_s=10.0,
         description="{where} has used {value} of its daily token limit",
-        remedy="raise the quota, or tell the tenant: appliance tenants set NAME --tokens-per-day N",
+        remedy="raise the quota, or tell the tenant: appliance tenants set {tenant} --tokens-per-day N",
         unit="%",
     ),
     # ── machine ──

@@ -71,7 +71,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """The alert's text. {where}, {value}, {threshold} and {text} are placeholders."""
     remedy: str = ""
     """The operator's next step. {remedy} is replaced with the field `remedy` of the object that contains the
-    metric."""
+    metric, {tenant} and {model} with the name of the tenant or model that the alert concerns."""
     unit: Literal["", "s", "ms", "%", "bytes", "°C", "/s", "requests", "tokens"] = ""
     """Unit of the measure. With "%", the measure is a fraction, shown as a percentage."""
 
@@ -92,6 +92,8 @@ class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     second."""
 
 
+NAMED_IN_REMEDY = ("tenant", "model")
+"""Kinds of objects whose names a rule's remedy can contain."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """All severities, from the least to the most urgent."""
 
@@ -121,7 +123,11 @@ def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
     if not rule.metric or rule.metric.count("[") != rule.metric.count("]"):
         description = f"rule {rule.name!r}: {rule.metric!r} is not the name of a metric"
         faults.append(RuleFault("metric", description, "use a name such as gpus[*].power_w"))
-    for field, allowed in (("description", ("where", "value", "threshold", "text")), ("remedy", ("remedy",))):
+    placeholders = {
+        "description": ("where", "value", "threshold", "text"),
+        "remedy": ("remedy", *NAMED_IN_REMEDY),
+    }
+    for field, allowed in placeholders.items():
         try:
             getattr(rule, field).format(**dict.fromkeys(allowed, ""))
         except (KeyError, IndexError, ValueError, AttributeError) as error:

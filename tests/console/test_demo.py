@@ -48,6 +48,8 @@ def test_alerts_begin_and_end_as_the_rules_of_the_product_say(
         assert {(one.since, one.description, one.value) for _, one in alerts} == {
             (first.since, first.description, first.value)
         }
+        if first.rule == "tenant-daily-quota":
+            assert f"appliance tenants set {first.where.removeprefix('tenant ')} --" in first.remedy
         states = [one.state for _, one in alerts]
         assert states == sorted(states), "an alert that has ended does not fire again"
         if last.ended_at is not None and first.rule == "gpu-hot":

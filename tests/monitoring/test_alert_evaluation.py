@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -183,6 +184,41 @@ def test_every_built_in_rule_is_complete_and_selects_a_metric() -> None:
     evaluator.step(Splitter().split(START, layout.tree([1.0] * len(layout.metrics))))
     selected = {rule.name for rule, metrics in evaluator._selected if metrics}
     assert selected == set(names)
+
+
+def remedy_of(rule: str, change: Callable[[int, dict[str, Any]], None]) -> str:
+    """Return the next step of the alert that a built-in rule raises during a minute."""
+    rules = [one for one in BUILT_IN if one.name == rule]
+    [raised] = [one for one in evaluate(rules, history(60, change)) if one.event == "raised"]
+    return raised.alert.remedy
+
+
+@pytest.mark.parametrize(("tenant", "word"), [("acme", "acme"), ("acme labs", "'acme labs'")])
+def test_the_next_step_for_a_daily_quota_names_the_tenant(tenant: str, word: str) -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["tenants"][0]["name"] = tenant
+        tree["tenants"][0]["usage"][0]["used"] = 950
+
+    expected = f"raise the quota, or tell the tenant: appliance tenants set {word} --tokens-per-day N"
+    assert remedy_of("tenant-daily-quota", change) == expected
+
+
+def test_the_next_step_for_a_replica_that_restarts_again_and_again_names_the_model() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["models"][0]["replicas"][0]["restarts"] = second // 10
+
+    assert "(appliance drain -m model-0)" in remedy_of("replica-crash-loop", change)
+
+
+def test_a_next_step_keeps_a_word_to_replace_if_the_alert_concerns_no_such_object() -> None:
+    rule = AlertRule(name="full", metric="queue.waiting", above=5.0, remedy="drain {model} or ask {tenant}")
+
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["queue"]["waiting"] = 10
+
+    assert faults_of_rule(rule) == []
+    [raised] = evaluate([rule], history(5, change))
+    assert raised.alert.remedy == "drain MODEL or ask TENANT"
 
 
 def test_rules_that_explain_each_other_are_found() -> None:

@@ -13,7 +13,7 @@ from appliance.alert_rules import AlertRule, Severity
 from appliance.monitoring.alerts.causes import CauseFinder
 from appliance.monitoring.alerts.conditions import Condition, threshold
 from appliance.monitoring.alerts.selection import Scope, Selected, related, select
-from appliance.monitoring.alerts.texts import filled
+from appliance.monitoring.alerts.texts import filled, next_step
 from appliance.snapshot import AlertEvent
 from store.samples import TelemetryLayout, TelemetrySample
 
@@ -156,7 +156,7 @@ class Evaluator:
             where=condition.where,
             description=filled(rule, condition),
             cause=self._causes.find(condition),
-            remedy=rule.remedy.format(remedy=condition.remedy),
+            remedy=next_step(rule, condition),
             since=condition.since,
             raised_at=at,
             value=condition.value,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+
 from appliance.alert_rules import AlertRule
+from appliance.alert_rules.fields import NAMED_IN_REMEDY
 from appliance.monitoring.alerts.conditions import Condition, threshold
 from appliance.quantities import of_measure
 
@@ -17,3 +20,13 @@ def filled(rule: AlertRule, condition: Condition) -> str:
         threshold=of_measure(limit, rule.unit),
         text=condition.text,
     )
+
+
+def next_step(rule: AlertRule, condition: Condition) -> str:
+    """Return an alert's next step with the names filled in, quoted for a shell. If the alert concerns no
+    object of a kind, or several, the text contains a word to replace, such as MODEL."""
+    names = {}
+    for kind in NAMED_IN_REMEDY:
+        found = [name for one, name in condition.scope if one == kind]
+        names[kind] = shlex.quote(found[0]) if len(found) == 1 else kind.upper()
+    return rule.remedy.format(remedy=condition.remedy, **names)
