@@ -115,7 +115,7 @@ def client_of(socket: Path) -> openai.OpenAI:
 
 
 def answer(client: openai.OpenAI, question: str) -> Iterator[str]:
-    """Ask a question, and yield the parts of the answer as they arrive."""
+    """Ask a question, and yield the answer's parts as they arrive."""
     stream = client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": question}],

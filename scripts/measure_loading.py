@@ -99,7 +99,7 @@ def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]
 
 
 def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
-    """Run the measurements on several ranks at once, one process per rank, and print a table."""
+    """Run the measurements on several ranks concurrently, one process per rank, and print a table."""
     rates: dict[str, list[float]] = {}
     os.environ |= {**RANK_ENVIRONMENT, **os.environ}
     with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +235,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the shape has")
+    parser.add_argument("--layers", type=int, help="number of layers (default: all of the shape's)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks that load concurrently")
     parser.add_argument("--fp8", action="store_true", help="quantise the weights while loading")

@@ -101,7 +101,7 @@ class AlertReader:
 
     def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
         """Return up to `limit` alerts, newest first, that were active at the given time (unix seconds) or
-        ended in the `ended_s` seconds before it. Suppressed alerts are omitted."""
+        ended up to `ended_s` seconds earlier. Suppressed alerts are omitted."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) AND suppressed_by = '' "
             "ORDER BY since DESC LIMIT ?",

@@ -50,7 +50,8 @@ class MetricColumns(NamedTuple):
     resolution: Resolution
     at: list[float]
     metrics: dict[str, list[float]]
-    """Each metric's values, keyed by metric name: one per second, or the mean of each interval."""
+    """Each metric's values, keyed by metric name. A value is a one-second sample, or the mean of an
+    interval."""
 
 
 class StoredSample(NamedTuple):

@@ -292,7 +292,7 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Name of the limit, a field of `store.policies.Quota`. For "kv_share", amounts are KV cache tokens of
     the model in which the tenant's or key's share is largest."""
     capacity: int
-    """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
+    """The limit's capacity: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
     used: int
     """Capacity used and not yet refilled, including the maximum that running requests may use."""

@@ -174,7 +174,7 @@ class Status(msgspec.Struct, kw_only=True):
     log_dropped_lines: int = 0
     """Number of the core's log lines dropped since startup because standard error was not being read."""
     current_problems: list[CurrentProblem] = []
-    """The current problems. `appliance doctor` also reports them."""
+    """Current problems, which `appliance doctor` also reports."""
     problems: list[Problem]
     """Recent problems, newest first."""
     drains: list[DrainStatus] = []

@@ -284,8 +284,8 @@ class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=Tru
 
 
 class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Alerts. The tables `[[alerts.rules]]` and `[[alerts.sinks]]` and the built-in rules are described in
-    [alerts.md](alerts.md)."""
+    """Alerts. See [alerts.md](alerts.md) for the tables `[[alerts.rules]]` and `[[alerts.sinks]]` and the
+    built-in rules."""
 
     disabled: list[str] = []
     """Names of built-in rules to turn off."""

@@ -146,7 +146,7 @@ def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
 
 
 def builtin_reference(purposes: list[Purpose]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) pairs for docstrings of C code, which are not in any Python source file."""
+    """Yield (title, text) pairs for docstrings in C code, which no Python source file contains."""
     for module_name in sorted({purpose.module for purpose in purposes}):
         module = _import(module_name)
         if module is None:

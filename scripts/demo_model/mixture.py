@@ -108,8 +108,8 @@ def export(student: Any, dense: Path, out: Path) -> None:
 
 
 def _divergence(student: Any, teacher: Any, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean divergence from the teacher (the dense model), over the tokens marked in `known` [rows,
-    length], and the load-balancing loss."""
+    """Return two losses: the mean divergence from the teacher (the dense model) over the tokens marked in
+    `known` [rows, length], and the load-balancing loss."""
     with torch.no_grad():
         wanted = teacher(tokens, attention_mask=known).logits.log_softmax(-1)
     out = student(tokens, attention_mask=known, output_router_logits=True)

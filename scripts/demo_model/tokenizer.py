@@ -40,8 +40,8 @@ _SPLIT = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with `VOCABULARY` entries, which include `SPECIAL_TOKENS` (first) and
-    every single byte."""
+    """Train a byte-level BPE tokenizer with `VOCABULARY` entries. `SPECIAL_TOKENS` come first, and every
+    single byte has an entry."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

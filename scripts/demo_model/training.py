@@ -126,7 +126,7 @@ def heldout_windows(tokenizer: Tokenizer, text: str, length: int) -> Tensor:
 
 @torch.no_grad()
 def heldout_loss(model: Llama, windows: Tensor, device: torch.device) -> float:
-    """Return the mean loss over the result of `heldout_windows`, in nats per token."""
+    """Return the mean loss over windows from `heldout_windows`, in nats per token."""
     losses = []
     for batch in windows.split(16):
         with _autocast(device):
