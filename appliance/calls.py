@@ -79,7 +79,7 @@ class Call(NamedTuple, Generic[Answer]):
                 raise AdminError(
                     status,
                     f"{place} sent a response to {self.method} {self.path} that this version of the "
-                    f"command cannot parse ({error}): after an update, restart the service",
+                    f"command cannot parse ({error}): if the command was updated, restart the service",
                 ) from error
         try:
             message = msgspec.json.decode(content, type=ErrorBody).message

@@ -131,8 +131,7 @@ class ModelStates:
         ]
 
     def _shares(self, unit: str) -> dict[str, float]:
-        """Return the fraction of requests that this model or version gets, for each name whose requests are
-        split."""
+        """For each name whose requests are split, return the fraction that this model or version gets."""
         return {
             route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
             / sum(arm.weight for arm in route.arms)

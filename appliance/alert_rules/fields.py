@@ -57,8 +57,8 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """For text metrics: the texts that raise the alert. `*` matches any characters. Such a rule has no
     threshold."""
     clear_texts: list[str] = []
-    """The texts that end the alert. Default: all texts that do not raise it. With this setting, the alert is
-    raised only after one of these texts has been seen."""
+    """The texts that end the alert. Default: all texts that do not raise it. If set, the alert is raised only
+    after one of these texts has been seen."""
     for_s: Seconds = 0.0
     """How long the condition must last before the alert is raised, in seconds."""
     clear_for_s: Seconds = 30.0

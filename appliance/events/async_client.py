@@ -74,8 +74,8 @@ class AsyncAdminClient:
                         yield value
                 if len(rest) > _MAX_LINE_BYTES:
                     raise ServiceNotRunningError(
-                        f"{self.socket} sent a line of more than {_MAX_LINE_BYTES} bytes: after an update, "
-                        "restart the service"
+                        f"{self.socket} sent a line of more than {_MAX_LINE_BYTES} bytes: if the command "
+                        "was updated, restart the service"
                     )
             if response.status != 200:
                 call.decode(response.status, rest, str(self.socket))

@@ -95,8 +95,8 @@ class SnapshotAssembler:
 def _unreadable(reason: str) -> AdminError:
     return AdminError(
         200,
-        f"the service sent a snapshot that this version of the command cannot read ({reason}): after an "
-        "update, restart the service",
+        f"the service sent a snapshot that this version of the command cannot read ({reason}): if the "
+        "command was updated, restart the service",
     )
 
 

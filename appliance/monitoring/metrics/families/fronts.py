@@ -7,7 +7,7 @@ from appliance.monitoring.metrics.metric import Metric
 # fmt: off
 FRONTS = (
     Metric("gauge", "appliance_front_state", "",
-           "1 for the front process's current state.",
+           "Always 1. The label state is the front process's current state.",
            lambda f: {f.state: 1}, ("state",)),
     Metric("counter", "appliance_front_restarts_total", "",
            "Restarts of a front process.",

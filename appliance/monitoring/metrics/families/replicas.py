@@ -32,7 +32,7 @@ def _steps(read: Callable[[StepTotal], float]) -> Callable[[ReplicaSource], Mapp
 # fmt: off
 REPLICAS = (
     Metric("gauge", "appliance_replica_state", "",
-           "1 for the replica's current state.",
+           "Always 1. The label state is the replica's current state.",
            lambda r: {r.status.state: 1}, ("state",)),
     Metric("counter", "appliance_replica_restarts_total", "",
            "Restarts of a replica.",
@@ -53,7 +53,8 @@ REPLICAS = (
            "Host memory that holds a sleeping GPU replica's weights.",
            lambda r: r.status.host_bytes),
     Metric("gauge", "appliance_replica_breaker", "",
-           "1 for the current state of a replica's circuit breaker: closed, open or half-open.",
+           "Always 1. The label state is the current state of a replica's circuit breaker: closed, open or "
+           "half-open.",
            lambda r: {r.status.breaker: 1}, ("state",)),
     Metric("gauge", "appliance_sequences", "sequences",
            "Running and waiting sequences on a replica.",
