@@ -15,9 +15,9 @@ from console.simulated import KEY_NAMES, key_id
 from console.simulation import Simulation
 from console.source import ListName, ListRow, Row
 
-DEMO_OPERATOR = "uid:1000 (demo)"
+DEMO_OPERATOR = "uid:1000"
 """The operator of the demo's console."""
-OTHER_OPERATOR = "uid:1001 (ops)"
+OTHER_OPERATOR = "uid:1001"
 """The operator who performs actions in the demo."""
 _SETTINGS = (
     ("run_dir", "/run/appliance", "/etc/appliance/appliance.toml:2"),
@@ -48,12 +48,12 @@ class FakeRows:
         self.head = ""
         now = simulation.now
         for offset, action, target, actor in (
-            (81_000, "config.reload", "", "uid:0 (root)"),
+            (81_000, "config.reload", "", "uid:0"),
             (77_500, "tenants.set", "search", OTHER_OPERATOR),
             (52_200, "keys.create", "docs-rag", OTHER_OPERATOR),
             (30_400, "drain", "qwen3-8b", OTHER_OPERATOR),
             (30_100, "resume", "qwen3-8b", OTHER_OPERATOR),
-            (9_700, "keys.rotate", "key_3f1a", "key:admin-ci"),
+            (9_700, "keys.rotate", "key_3f1a", f"{OTHER_OPERATOR} key:key_ad31"),
             (1_260, "requests.cancel", "req-41c08d22a7e5", OTHER_OPERATOR),
         ):
             self._add(now - offset, action, target, actor)

@@ -9,7 +9,9 @@ import time
 import pytest
 
 from appliance.actions.parameters import DrainService, ResumeService, SuspendTenant
+from appliance.admin.callers import Caller
 from appliance.alert_rules import BUILT_IN
+from appliance.protocol import Silence
 from appliance.snapshot import Alert, Snapshot
 from console.fake import FIXED_TIME, FakeSource
 from console.lines import plain
@@ -101,7 +103,7 @@ def test_an_action_is_in_the_log() -> None:
     asyncio.run(fake.act(SuspendTenant(name="mobile")))
     newest = asyncio.run(fake.rows("logs"))[0]
     assert isinstance(newest, ListRow)
-    assert newest.text == "tenants.suspend by uid:1000 (demo): ok"
+    assert newest.text == "tenants.suspend by uid:1000: ok"
 
 
 def test_the_recording_begins_before_the_start_of_the_console() -> None:
@@ -168,3 +170,13 @@ def test_the_demo_keeps_the_grace_period_of_a_drain_and_holds_requests() -> None
     asyncio.run(fake.act(ResumeService()))
     after = fake.step()
     assert after.state == "ready" and not after.drains and after.queue.running >= drain.held > 0
+
+
+def test_operators_are_named_as_in_the_audit_chain_of_a_service() -> None:
+    fake = demo()
+    rows = [row for row in asyncio.run(fake.rows("audit")) if isinstance(row, ListRow)]
+    silences = [row for row in asyncio.run(fake.rows("silences")) if isinstance(row, Silence)]
+    assert rows and silences
+    for actor in (*(one.actor for one in rows), *(one.created_by for one in silences)):
+        uid, _, key = actor.removeprefix("uid:").partition(" key:")
+        assert actor == Caller(int(uid), frozenset(), "", key).actor.name

@@ -151,7 +151,7 @@ def test_braces_jump_to_operator_actions_which_are_marks_on_the_timeline() -> No
         await pilot.press("left_square_bracket")
         await until(pilot, lambda: "HISTORY" in shown(app))
         await pilot.press("left_curly_bracket")
-        await until(pilot, lambda: "uid:1000 (demo): drain qwen3-8b: ok" in shown(app))
+        await until(pilot, lambda: "uid:1000: drain qwen3-8b: ok" in shown(app))
         assert past_at(app) == pytest.approx(acted_at, abs=1.0)
         assert "▲" in shown(app)
         await enter_past(pilot, app, acted_at - 5)
