@@ -156,7 +156,7 @@ def examination_routes(checks: CheckRunner) -> list[ScopedRoute]:
             "/findings",
             checks.findings,
             Examination,
-            "Return the findings of appliance doctor on the service's machine",
+            "Return the findings of `appliance doctor` on the service's machine",
             f"The checks run in a separate process and may take seconds. Findings may be up to "
             f"{FINDINGS_KEPT_S:g} s old.",
         ),

@@ -103,8 +103,8 @@ class ModelAdmin:
         known = self.routing.names() - {asked.name}
         if fallback is not None and fallback not in known:
             raise ValueError(
-                f"fallback = {fallback!r} does not name another model or alias: use one of "
-                f"{', '.join(sorted(known)) or 'none, because there is no other model'}"
+                f"fallback = {fallback!r} does not name another model or alias; available names: "
+                f"{', '.join(sorted(known)) or 'none'}"
             )
 
     async def _check(self, asked: AddModel) -> list[str]:

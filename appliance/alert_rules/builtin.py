@@ -40,7 +40,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear_for_s=5.0,
         downstream_of=["gpu-xid", "gpus-unreadable"],
         description="{where} cannot start",
-        remedy="see the replica's last error in appliance status and fix its cause; the service then retries",
+        remedy="fix the cause of the replica's last error, which 'appliance status' shows; the service then "
+        "retries",
     ),
     BuiltInRule(
         name="replica-crash-loop",
@@ -64,7 +65,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         texts=["failed"],
         downstream_of=_DEAD,
         description="{where} refuses all requests",
-        remedy="fix the cause that appliance status shows for the model",
+        remedy="fix the cause that 'appliance status' shows for the model",
     ),
     BuiltInRule(
         name="front-down",
@@ -143,7 +144,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear_for_s=60.0,
         downstream_of=["gpu-hot"],
         description="{where} reduces its clocks: {text}",
-        remedy="check the cooling and the power supply; nvidia-smi -q -d PERFORMANCE shows the reasons",
+        remedy="check the cooling and the power supply; 'nvidia-smi -q -d PERFORMANCE' shows the reasons",
     ),
     # ── KV cache ──
     BuiltInRule(
@@ -211,7 +212,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="class-late",
         reason="Load shedding tries to keep waiting times within the target. If the oldest request has "
-        "exceeded the target by 50% for 30 seconds, load shedding is not succeeding.",
+        "exceeded the target by 50% for 30 seconds, load shedding is not keeping up.",
         metric="queue.classes[*].oldest_wait_s",
         per="target_s",
         above=1.5,

@@ -86,8 +86,8 @@ class DetailEncoder:
     def encode(
         self, snapshot: Snapshot, blocks: Mapping[str, BlockMap] = _NO_BLOCKS
     ) -> tuple[bool, bytes] | None:
-        """Encode the next frame. `blocks` are each replica's KV blocks. Return whether the frame is full, and
-        its bytes, which are None if the frame is too large to record."""
+        """Encode the next frame. `blocks` are each replica's KV blocks. Return two values: whether it is a
+        full frame, and its bytes, or None if it is too large to record."""
         maps = {name: self._known(name, one) for name, one in blocks.items()}
         requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
         self._number += 1

@@ -25,8 +25,8 @@ MAX_PROBLEMS = 100
 _NICENESS = 10
 """This process's nice value, which gives the service priority for CPU time."""
 _NO_JOURNAL = (
-    "the service cannot read the journal: to verify the chain against it, run appliance audit verify on the "
-    "service's machine"
+    "the service cannot read the journal: to verify the chain against it, run 'appliance audit verify' on "
+    "the service's machine"
 )
 
 

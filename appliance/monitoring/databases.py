@@ -52,8 +52,8 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
                 subject=name,
                 level="problem" if running else "ok",
                 text=f"{path} does not exist" + ("" if running else ": it is created at the first start"),
-                remedy="wait: the service restores the file within seconds; if it does not, appliance status "
-                "shows the reason"
+                remedy="wait: the service restores the file within seconds; if it does not, 'appliance "
+                "status' shows the reason"
                 if running
                 else "",
             )

@@ -96,7 +96,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
             subject="api.sock",
             level="ok" if api.ready else "warning",
             text=f"{run_dir / 'api.sock'} responds {how}",
-            remedy="" if api.ready else "if a model is loading, wait; appliance status shows the progress",
+            remedy="" if api.ready else "if a model is loading, wait; 'appliance status' shows the progress",
         )
     if running:
         yield Finding(
@@ -113,8 +113,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
             subject="service.lock",
             level="problem",
             text=f"process {holder} uses the run directory {run_dir} but does not respond on admin.sock",
-            remedy=f"see the process's log; if the process hangs, stop it with kill {holder} or kill -9 "
-            f"{holder} (log entries already written are kept)",
+            remedy=f"see the process's log; if the process hangs, stop it with 'kill {holder}' or 'kill -9 "
+            f"{holder}' (log entries already written are kept)",
         )
     elif not running:
         for name in _SOCKETS:
