@@ -35,7 +35,7 @@ Query = TypeVar("Query", bound=msgspec.Struct)
 
 
 def telemetry_routes(history: Path, threads: ThreadPoolExecutor) -> list[ScopedRoute]:
-    """Return the routes. They read `history.db`, whose path is `history`, in these threads."""
+    """Return the routes. `history` is the path of `history.db`, and `threads` run the queries."""
     past = PastReader(history, limit_s=MAX_READ_S)
 
     def route(

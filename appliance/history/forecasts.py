@@ -27,8 +27,8 @@ class TenantForecast(msgspec.Struct, frozen=True, kw_only=True):
     """The outcomes of a replay with the current limits. Their difference from `recorded` shows the replay's
     accuracy."""
     predicted: Outcome
-    """The outcomes with the new limits, computed by adding to `recorded` the difference between the replays
-    with the new and the current limits."""
+    """The outcomes with the new limits: `recorded` plus the difference between the replays with the new and
+    the current limits."""
 
 
 class QuotaForecast(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,2 +1,2 @@
-"""Downloads models from a Hugging Face hub. Only the command line imports this package, because it loads
+"""Downloads models from a Hugging Face hub. Only the command line imports this package, which loads
 huggingface_hub and connects to the network."""

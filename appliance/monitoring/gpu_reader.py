@@ -55,7 +55,7 @@ class GpuReader:
         self._events: Any = None
         """The NVML event set that receives Xid errors."""
         self._xids: dict[int, int] = {}
-        """Each GPU's latest Xid error, or 0. GPUs that cannot report Xid errors are missing."""
+        """Each GPU's latest Xid error, or 0. GPUs that cannot report Xid errors are omitted."""
         self._without_xids: set[int] = set()
         """The GPUs that cannot report Xid errors."""
         self._links: dict[int, _LinkBytes] = {}

@@ -124,8 +124,7 @@ class CounterSampler:
         return cached_tokens / prompt_tokens, now.at - then.at
 
     def _count_engines(self) -> None:
-        """Add the replicas' counts since the previous sample. A replica's counts restart at 0 when it
-        restarts."""
+        """Add the replicas' counts since the previous sample. A restarted replica counts from 0 again."""
         latest: dict[str, tuple[int, ReplicaStats]] = {}
         for replica in self._replicas():
             report = replica.latest_report
