@@ -39,7 +39,7 @@ class CheckError(Exception):
 
 class CheckRunner:
     """Runs checks in separate processes, one at a time. A caller who requests a check that is already running
-    or waiting gets the result of that run. Must be used on the event loop's thread."""
+    or waiting gets the result of that run. Must be used on the event loop thread."""
 
     def __init__(
         self,

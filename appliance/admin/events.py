@@ -34,7 +34,7 @@ ReadSnapshot = Callable[[], Awaitable[Snapshot]]
 
 
 class EventFeed:
-    """Encodes each frame once for all readers at the same rate. Must be used on the event loop's thread."""
+    """Encodes each frame once for all readers at the same rate. Must be used on the event loop thread."""
 
     def __init__(self, read: ReadSnapshot, interval_s: float) -> None:
         self._read = read

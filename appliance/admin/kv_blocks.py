@@ -26,7 +26,7 @@ RECORDED_EVERY_S = 10.0
 
 
 class BlockMaps:
-    """Reads all replicas' KV blocks. Must be used on the event loop's thread."""
+    """Reads all replicas' KV blocks. Must be used on the event loop thread."""
 
     def __init__(self, replicas: Callable[[], Iterable[Replica]], traffic: TrafficState) -> None:
         self._replicas = replicas

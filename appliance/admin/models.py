@@ -60,7 +60,7 @@ class ModelAdmin:
     routing: Routing
     fronts: FrontRoutes
     check: Check
-    """Runs all checks on a model. Blocks, so it must not be called on the event loop's thread."""
+    """Runs all checks on a model. Blocks, so it must not be called on the event loop thread."""
     settings: Callable[[], Settings]
     declared_in: Callable[[str], str]
     """Returns the settings file or command-line flag that declares a model, or an empty string."""

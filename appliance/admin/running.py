@@ -15,7 +15,7 @@ from store.policies import Policies
 
 
 class RunningRequests:
-    """Reads the unfinished requests. Must be used on the event loop's thread."""
+    """Reads the unfinished requests. Must be used on the event loop thread."""
 
     def __init__(
         self, traffic: TrafficState, progress: ProgressReader, policies: Callable[[], Policies]

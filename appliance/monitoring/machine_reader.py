@@ -25,7 +25,7 @@ class MachineStats(NamedTuple):
 
 class MachineReader:
     """Keeps the machine's latest measurements, so that callers never wait for an unresponsive disk or driver.
-    Must be used on the event loop's thread."""
+    Must be used on the event loop thread."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads

@@ -196,7 +196,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
 
 
 def _missing(path: Path) -> Path | None:
-    """Return the outermost missing directory of `path`."""
+    """Return the topmost directory in `path` that does not exist."""
     found = None
     for part in (path, *path.parents):
         if os.path.lexists(part):

@@ -36,7 +36,7 @@ class CounterSample(NamedTuple):
 
 
 class CounterSampler:
-    """Keeps the samples of the last minute. Must be used on the event loop's thread."""
+    """Keeps the samples of the last minute. Must be used on the event loop thread."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class Receivers(Protocol):
 
 
 class AlertManager:
-    """Manages alerts and silences. All methods must be called on the event loop's thread."""
+    """Manages alerts and silences. All methods must be called on the event loop thread."""
 
     def __init__(
         self,

@@ -79,13 +79,13 @@ TIMES = (
 )
 ARMS = (
     Metric("counter", "appliance_arm_requests_total", "requests",
-           "Finished requests, by the model or version that they were sent to.",
+           "Finished requests, by the model or version they were sent to.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("histogram", "appliance_arm_time_to_first_token_seconds", "seconds",
-           "Time to first token, by the model or version that the requests were sent to.",
+           "Time to first token, by the model or version the requests were sent to.",
            lambda row: _seconds(row.ttft_ms), bounds=FIRST_TOKEN_BOUNDS_S),
     Metric("histogram", "appliance_arm_request_seconds", "seconds",
-           "End-to-end latency of successful requests, by the model or version that they were sent to.",
+           "End-to-end latency of successful requests, by the model or version they were sent to.",
            _successful_seconds, bounds=REQUEST_BOUNDS_S),
 )
 FALLBACKS = (
