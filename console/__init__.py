@@ -1,3 +1,2 @@
-"""The operator console. Screens are plain functions that turn a snapshot into lines of text
-(`console.screens`). `console.app` shows the lines in a terminal with Textual, and `console.top` prints them
-once, without Textual."""
+"""The operator console. Screens (`console.screens`) turn a snapshot into lines of text. `console.app` shows
+these lines in a terminal, using Textual; `console.top` prints them once, without Textual."""

@@ -1,5 +1,5 @@
-"""The dialog that confirms an action: its impact, its parameters, and the equivalent CLI command. The dialog
-is derived from the action's entry in the registry. The dialog's default is to cancel."""
+"""The confirmation dialog for an action. It shows the action's impact, parameters and equivalent CLI command,
+and is built from the action's registry entry. The default button cancels."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from console.parameters import (
 from console.present import absent_text
 
 _MIN_FORM, _MAX_FORM = 4, 20
-"""Minimum and maximum height of an action's form, in lines."""
+"""Minimum and maximum height of the form, in lines."""
 _WHAT_IF = "Replay the requests of the last 15 minutes with these limits. Nothing is changed."
-"""Explanation of the button that forecasts the effect of new limits."""
+"""Help text of the button that forecasts the effect of new limits."""
 
 
 class Switch(Checkbox):
-    """A checkbox drawn with ASCII characters, which shows its state by a letter as well as by colour."""
+    """An ASCII checkbox that shows its state with a letter as well as with colour."""
 
     def render(self) -> Content:
-        """Return the checkbox as text."""
+        """Render the checkbox as text."""
         return Content("[X]" if self.value else "[ ]")
 
 
@@ -54,8 +54,7 @@ class Confirmed(NamedTuple):
 
 
 class ActionDialog(Dialog[Confirmed | None]):
-    """Asks for the parameters of an action and for confirmation. The dialog's result is None if the operator
-    cancels."""
+    """Asks for an action's parameters and for confirmation. The result is None if the operator cancels."""
 
     DEFAULT_CSS = """
     ActionDialog #form { height: auto; }
@@ -87,11 +86,11 @@ class ActionDialog(Dialog[Confirmed | None]):
         earlier: Sequence[str] = (),
         again: Values | None = None,
     ) -> None:
-        """`impact` describes what the action affects, and detects changes of the target. `what_if` forecasts
-        the effect of the parameters, and is None if the action has no forecast. If the action has several
-        targets, `place` is the position of this target, such as "2 of 3". `earlier` lists earlier failures.
-        If the action has failed with the values of this dialog, `again` contains these values, so that the
-        operator can correct them."""
+        """`impact` describes what the action affects, and detects changes to the target. `what_if` forecasts
+        the parameters' effect; it is None for actions without a forecast. If the action has several targets,
+        `place` is this target's position, such as "2 of 3". `earlier` lists the failures so far. If the
+        action failed with values entered in this dialog, `again` contains them, so that the operator can
+        correct them."""
         super().__init__()
         self._action = action
         self._values = values
@@ -101,7 +100,7 @@ class ActionDialog(Dialog[Confirmed | None]):
         self._impact = impact
         self._impact_lines: list[str] = []
         self._present: Mapping[str, Any] = {}
-        """The current values of the fields."""
+        """The fields' current values."""
         self._what_if = what_if
         self._place = place
         self._earlier = earlier
@@ -131,7 +130,7 @@ class ActionDialog(Dialog[Confirmed | None]):
 
     def buttons(self) -> Iterator[Button]:
         action = self._action
-        # Next to a button such as "Cancel request", "Cancel" would be ambiguous.
+        # "Cancel" would be ambiguous next to a button such as "Cancel request".
         ends_something = action.title.startswith("Cancel")
         yield Button("Back" if ends_something else "Cancel", id="cancel", compact=True)
         if self._what_if is not None:
@@ -148,11 +147,11 @@ class ActionDialog(Dialog[Confirmed | None]):
         return [one._replace(more=" and explain") if one.key == "tab" else one for one in hints]
 
     def on_mount(self) -> None:
-        """Focus the first field that must be filled in or corrected. If there is none, focus the button that
-        cancels."""
+        """Focus the first field that must be filled in or corrected, or the cancel button if there is no such
+        field."""
         super().on_mount()
         if not self.query("#cancel"):
-            return  # The console exits before the dialog has been built.
+            return  # The console is exiting before the dialog has been built.
         fields = (one for one in fields_of(self._action, self._values) if one.required)
         empty = (one for one in fields if self._filled.get(one.name, "@").endswith("@"))
         first = next(empty, None)
@@ -164,8 +163,8 @@ class ActionDialog(Dialog[Confirmed | None]):
         self._refresh()
 
     def fit_body(self, space: int, width: int) -> bool:
-        """Limit the height of the form so that the texts above and below it stay visible. If the form would
-        become too small, the texts scroll with it instead."""
+        """Limit the form's height so that the texts above and below it stay visible. If that would make the
+        form too small, the texts scroll with it instead."""
         body, form = self.query_one("#body"), self.query_one("#form")
         form.styles.max_height = None
         left = space - sum(self.height_of(one, width) for one in body.children if one is not form)
@@ -175,13 +174,13 @@ class ActionDialog(Dialog[Confirmed | None]):
         return super().fit_body(space, width) or form_scrolls
 
     def wanted(self) -> Widget | None:
-        """Return the field that has the focus. If no field has it, return the first field with a value from
-        the command line, except in small terminals, where the texts above that field would be scrolled out of
+        """Return the focused field. If no field is focused, return the first one with a value from the
+        command line, except in small terminals, where this would scroll the texts above that field out of
         view."""
         return super().wanted() or (None if self.is_small else next(self._filled_fields(), None))
 
     def _filled_fields(self) -> Iterator[Widget]:
-        """Return the fields that contain a value at first."""
+        """Return the fields with an initial value."""
         return (field for name in self._filled for field in self.query(f"#field-{name}"))
 
     def _field(self, field: Parameter) -> ComposeResult:
@@ -194,7 +193,7 @@ class ActionDialog(Dialog[Confirmed | None]):
                 yield Static(text(field.description), classes="help")
             else:
                 shown = _default_text(field) if value is None else str(value)
-                # A value such as "llama@" is incomplete: the operator appends the version number.
+                # A value such as "llama@" is incomplete: the operator still has to add the version number.
                 is_begun = shown.endswith("@")
                 yield Input(shown, id=f"field-{field.name}", compact=True, select_on_focus=not is_begun)
                 now = hidden(f"now-{field.name}")
@@ -202,15 +201,15 @@ class ActionDialog(Dialog[Confirmed | None]):
                 yield now
 
     def _typed(self) -> str:
-        """Return the text that the operator must type to confirm an action that cannot be undone."""
+        """Return the text that the operator must type to confirm an irreversible action."""
         return self._action.typed_text(self._named(self._collected()) or "")
 
     def _target(self) -> str:
         return self._action.shown_target(self._named(self._values)).removesuffix("@")
 
     def _collected(self) -> Values:
-        """Return the given values of parameters without a field, and the field values that differ from their
-        defaults."""
+        """Return the given values of parameters that have no field, and all field values that differ from
+        their defaults."""
         values = dict(self._values)
         for field in entered(self._action):
             for widget in self.query(f"#field-{field.name}"):
@@ -230,16 +229,16 @@ class ActionDialog(Dialog[Confirmed | None]):
     @on(Input.Changed)
     @on(Checkbox.Changed)
     def _refresh(self) -> None:
-        """Show the CLI command and the impact of the current values."""
+        """Show the CLI command and the impact for the current values."""
         self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
         self.show_error("")
         self.show_impact()
         self._show_present()
 
     def show_impact(self) -> None:
-        """Show what the action would currently affect."""
+        """Show the action's current impact."""
         if not self.query("#impact"):
-            return  # The dialog has not been built yet, or it has been closed.
+            return  # The dialog is not built yet or already closed.
         target = self._named(self._collected())
         if (lines := self._impact.lines(target)) != self._impact_lines:
             self._impact_lines = lines
@@ -250,7 +249,7 @@ class ActionDialog(Dialog[Confirmed | None]):
             self._show_present()
 
     def _show_present(self) -> None:
-        """Show the current values: inside empty fields, and beside fields that contain text."""
+        """Show the current values inside empty fields, and beside fields that contain text."""
         for field in entered(self._action):
             for one in self.query(f"Input#field-{field.name}").results(Input):
                 absent = absent_text(self._action, field, self._present)
@@ -259,12 +258,12 @@ class ActionDialog(Dialog[Confirmed | None]):
                 show_text(self.query_one(f"#now-{field.name}", Static), text(absent if is_beside else ""))
 
     def _named(self, values: Values) -> str | None:
-        """Return the name of the target in an action's values."""
+        """Return the target's name from an action's values."""
         return values.get(self._action.named_by) if self._action.named_by else None
 
     @on(events.DescendantFocus)
     def _explain(self, event: events.DescendantFocus) -> None:
-        """Explain the field that has the focus. The explanation of a checkbox is always shown beside it."""
+        """Explain the focused field. Checkboxes always show their explanation beside them."""
         name = event.widget.id or ""
         explained = _WHAT_IF if name == "what-if" else ""
         field = parameters_of(self._action).get(name.removeprefix("field-"))
@@ -323,14 +322,14 @@ class ActionDialog(Dialog[Confirmed | None]):
 
 
 def fields_of(action: Action, values: Values) -> list[Parameter]:
-    """Return the parameters for which an action's dialog has fields. A target that is already complete in
-    `values` has no field."""
+    """Return the parameters that have fields in an action's dialog. A target that is complete in `values`
+    needs no field."""
     is_named = not values.get(action.named_by, "@").endswith("@")
     return [one for one in entered(action) if not (is_named and one.name == action.named_by)]
 
 
 def _default_text(field: Parameter) -> str:
-    """Return the default of a parameter as text, with its unit, or an empty string if it has no default."""
+    """Return a parameter's default as text, with its unit, or an empty string if it has no default."""
     default = field.default
     if default in (None, msgspec.UNSET, msgspec.NODEFAULT):
         return ""

@@ -1,4 +1,4 @@
-"""Performs actions: determines their targets, asks for confirmation in a dialog, and shows their results."""
+"""Performs actions: determines the targets, asks for confirmation in a dialog, and shows the results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from console.app import ConsoleApp
 
 _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias")
-"""Actions that create a new object. Their dialogs ask for the object's name."""
+"""Actions that create an object. Their dialogs ask for the object's name."""
 _WITH_FORECAST = ("tenants.set", "keys.set")
 """Actions that change limits. Their dialogs can forecast the effect by replaying the last few minutes."""
 _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key": "keys", "peer": "keys"}
-"""Kinds of objects that must be chosen before an action starts, each with the screen that lists these
-objects. Actions on other kinds apply to the whole service if no object is chosen."""
+"""Maps each kind of object that must be selected before an action starts to the screen that lists these
+objects. Without a selection, actions on other kinds apply to the whole service."""
 _WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
-"""Actions whose results are visible on the screens."""
+"""Actions whose results the screens show."""
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 
@@ -39,12 +39,12 @@ OutcomeKind = Literal["done", "no longer listed", "failed", "cancelled", "not tr
 
 
 class ActionOutcome(NamedTuple):
-    """What happened to one target of an action."""
+    """An action's outcome for one of its targets."""
 
     target: str | None
     kind: OutcomeKind
     reason: str = ""
-    """Reason why the action failed, or an empty string."""
+    """Why the action failed, or an empty string."""
 
     @property
     def text(self) -> str:
@@ -53,28 +53,28 @@ class ActionOutcome(NamedTuple):
 
 
 def counted_outcomes(outcomes: Sequence[ActionOutcome]) -> str:
-    """Return how many targets have each outcome, such as "1 of 3 done, 1 failed, 1 not tried"."""
+    """Count the targets with each outcome, such as "1 of 3 done, 1 failed, 1 not tried"."""
     counts = Counter(one.kind for one in outcomes)
     others = [f", {counts[kind]} {kind}" for kind in get_args(OutcomeKind)[1:] if counts[kind]]
     return f"{counts['done']} of {len(outcomes)} done{''.join(others)}"
 
 
 class ActionRunner:
-    """Lets a console perform actions."""
+    """Performs actions for a console."""
 
     def __init__(self, app: ConsoleApp) -> None:
         self._app = app
         self.confirming: Action | None = None
         """The action whose dialog is open or about to open."""
         self._asking = asyncio.Lock()
-        """Held while a dialog is open, so that the next dialog for several targets waits for it to close."""
+        """Held while a dialog is open, so that dialogs for several targets open one after another."""
 
     def lists(self) -> tuple[ListName, ...]:
-        """Return the lists on which the impact in the open dialog depends."""
+        """Return the lists that the impact in the open dialog depends on."""
         return () if self.confirming is None else required_lists(self.confirming)
 
     def choose(self) -> None:
-        """Offer the actions that apply to the objects on this screen."""
+        """Offer the actions that apply to this screen's objects."""
         if self._app.session.past is not None:
             self._app.session.say(self._past_is_fixed, "warn")
             return
@@ -100,7 +100,7 @@ class ActionRunner:
         )
 
     def resume(self) -> None:
-        """End the drain that the banner shows. If there are several drains, let the operator choose one."""
+        """End the drain shown in the banner. If there are several drains, let the operator choose one."""
         session, action = self._app.session, action_named("resume")
         if not self._may_act():
             return
@@ -130,7 +130,7 @@ class ActionRunner:
         self._app.push_screen(ChoiceDialog("Choose the drain to end", choices), chosen)
 
     def _may_act(self) -> bool:
-        """Return whether actions are permitted. If they are not, show the reason."""
+        """Return whether actions are permitted, and show the reason if they are not."""
         session = self._app.session
         if not session.context.write:
             session.say(_READ_ONLY if session.past is None else self._past_is_fixed, "warn")
@@ -138,14 +138,14 @@ class ActionRunner:
 
     @property
     def _past_is_fixed(self) -> str:
-        """The reason why a past state cannot be changed."""
+        """Why a past state cannot be changed."""
         return FILE_IS_FIXED if self._app.source.kind == "replay" else PAST_IS_FIXED
 
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
-        """Open the dialog for an action. Unless the command line names a target, the action applies to the
-        marked rows, or to the row under the cursor if no rows are marked. `given` is true if the
-        operator typed the command line. If a typed line names no target and the action requires none, the
-        action applies to the whole service."""
+        """Open the dialog for an action. If the command line names no target, the action applies to the
+        marked rows or, if no rows are marked, to the row under the cursor. `given` means that the operator
+        typed the command line. If a typed line names no target and the action requires none, the action
+        applies to the whole service."""
         if not self._may_act():
             return
         named = given and (action.named_by in values or not action.is_target_required)
@@ -156,14 +156,14 @@ class ActionRunner:
         self._app.run_worker(self._confirm(action, values, names), group="actions", exit_on_error=True)
 
     def _targets_on_screen(self, action: Action) -> list[str]:
-        """Return the names of the marked objects, or of the object under the cursor, if the action applies to
-        objects of their kind."""
+        """If the action applies to this kind of object, return the names of the marked objects, or of the
+        object under the cursor."""
         view = self._app.session.view
         is_named = action.named_by and (action.name not in _CREATING or action.target == "tenant")
         return view.targets(action, self._app.session.context) if is_named and view.accepts(action) else []
 
     async def _confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
-        """Show the dialog for each target, and perform the confirmed actions. If the operator cancels, the
+        """Show a dialog for each target, and perform the confirmed actions. If the operator cancels, the
         remaining targets are left unchanged."""
         if self.confirming is not None:
             return
@@ -177,7 +177,7 @@ class ActionRunner:
             place = f"{len(outcomes) + 1} of {len(targets)}" if len(targets) > 1 else ""
             chosen = dict(values) if name is None else {**values, action.named_by: name}
             if action.name == "models.default" and "@" not in chosen.get("model", "@"):
-                chosen["model"] += "@"  # The operator must enter the version.
+                chosen["model"] += "@"  # The operator must add the version.
             earlier = [one.text for one in outcomes if one.kind == "failed"]
             outcomes.append(ActionOutcome(name, *await self._confirm_one(action, chosen, place, earlier)))
             if outcomes[-1].kind == "cancelled":
@@ -187,8 +187,8 @@ class ActionRunner:
         self._app.redraw()
 
     async def _report(self, action: Action, outcomes: list[ActionOutcome]) -> None:
-        """Show what happened to each target, if there are several targets or if nothing was done. The result
-        of an action on a single target has already been shown."""
+        """Show what happened to each target, if there are several or if nothing was done. The result for a
+        single target has already been shown."""
         kinds = {one.kind for one in outcomes}
         if not kinds & {"done", "failed", "no longer listed"}:
             self._app.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
@@ -204,7 +204,7 @@ class ActionRunner:
         self, action: Action, values: dict[str, Any], place: str, earlier: list[str]
     ) -> tuple[OutcomeKind, str]:
         """Show the dialog for one target, perform the action, and return its outcome. If the action fails,
-        show the dialog again with the entered values, unless there are several targets or no fields."""
+        reopen the dialog with the entered values, unless there are several targets or no fields."""
         again: dict[str, Any] | None = None
         can_correct = not place and any(one.kind != "switch" for one in fields_of(action, values))
         failure = ""
@@ -235,9 +235,9 @@ class ActionRunner:
         earlier: list[str],
         again: dict[str, Any] | None,
     ) -> Confirmed | None:
-        """Show the dialog for one target, and return the confirmed parameters. `place` is the target's place
-        among several targets, such as "1 of 2". `earlier` lists earlier failures, and `again` contains the
-        values with which the action has failed."""
+        """Show the dialog for one target, and return the confirmed parameters. With several targets, `place`
+        is this target's position, such as "1 of 2". `earlier` lists the failures so far. If the action
+        failed, `again` contains the values entered."""
         async with self._asking:
             self.confirming = action
             try:
@@ -260,13 +260,13 @@ class ActionRunner:
                 self.confirming = None
 
     def show_impact(self) -> None:
-        """Update the impact in an open dialog."""
+        """Update the impact in the open dialog."""
         for screen in self._app.screen_stack:
             if isinstance(screen, ActionDialog):
                 screen.show_impact()
 
     async def _forecast(self, parameters: msgspec.Struct) -> list[str]:
-        """Return the forecast effect of new limits, or the reason why no forecast is available."""
+        """Return the forecast effect of new limits, or the reason for not having one."""
         try:
             forecast = await self._app.source.what_if(parameters)
         except SourceError as error:
@@ -274,8 +274,8 @@ class ActionRunner:
         return forecast_lines(forecast, parameters.name if isinstance(parameters, SetTenant) else None)
 
     async def _perform(self, action: Action, parameters: msgspec.Struct, place: str) -> None:
-        """Perform an action, and show its result. The result is shown before the lists have been read again,
-        because it alone contains the secret of a new key. Raises SourceError."""
+        """Perform an action, and show its result. The result is shown before the lists are reread, because
+        nothing else contains the secret of a new key. Raises SourceError."""
         result = await self._app.source.act(parameters)
         self._app.read_again(self._app.session.view.lists())
         if isinstance(result, Done):
@@ -287,7 +287,7 @@ class ActionRunner:
             await self._app.push_screen_wait(TextDialog(title.rstrip(), result_lines(result)))
 
     def _say(self, action: Action, parameters: msgspec.Struct, text: str, role: str, place: str) -> None:
-        """Show the state of an action in the footer."""
+        """Show an action's state in the footer."""
         target = action.target_name(parameters)
         name = f"{action.title} {target}".rstrip() + (f" ({place})" if place else "")
         self._app.session.say(f"{name}: {text}", role)
@@ -295,6 +295,6 @@ class ActionRunner:
 
 
 def _missing(action: Action) -> str:
-    """Return a message that tells the operator how to choose a target for an action."""
+    """Return a message that explains how to choose the action's target."""
     command = f":{action.name.replace('.', ' ')} {action.named_by.upper()}"
     return f"select a {action.target} first (:{_LISTED_ON[action.target]} lists them), or type {command}"

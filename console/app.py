@@ -1,5 +1,5 @@
-"""The console as a Textual application. It shows a session's frames, and feeds snapshots and lists to the
-session."""
+"""The console as a Textual application. It shows a session's frames, and feeds the session with snapshots and
+lists."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from console.travel import TimeTravel
 from console.widget import FrameWidget
 
 _RETRY_S = 0.5
-"""Delay after a failed read. It is short so that the console reconnects soon after the service returns."""
+"""Delay after a failed read. It is short so that the console reconnects quickly once the service is back."""
 _ROWS_EVERY_S = 3.0
 _DIALOG_ROWS_EVERY_S = 0.5
-"""Interval at which a list is reread while a dialog shows an impact that depends on the list."""
+"""Interval for rereading a list while an open dialog shows an impact that depends on it."""
 _CHAIN_IS_PRESENT = "only the current audit chain can be verified: return to live with the command :live"
 
 
@@ -54,8 +54,8 @@ class ConsoleApp(App[int]):
     COMMANDS: ClassVar = {ConsoleCommands}
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = NO_KEY
-    """Disables Textual's own key for the command palette. The key table assigns a key to the palette instead,
-    so that a keymap can change it."""
+    """Disables Textual's own key for the command palette. The key table defines this key instead, so that a
+    keymap can change it."""
     ESCAPE_TO_MINIMIZE = False
 
     def __init__(
@@ -84,12 +84,12 @@ class ConsoleApp(App[int]):
         self._exported = ExportedFiles()
 
     def compose(self) -> ComposeResult:
-        """Build the screen: the frame, and the input line for commands and filters."""
+        """Create the frame, and the input line for commands and filters."""
         yield self.frame_widget
         yield self.prompt
 
     def on_mount(self) -> None:
-        """Start reading from the source."""
+        """Start reading the source."""
         for name in THEMES:
             self.register_theme(textual_theme(name))
         self.theme = f"console-{self.session.theme}"
@@ -105,13 +105,13 @@ class ConsoleApp(App[int]):
             self.push_screen(TextDialog("Keymap not loaded: using the default keys", self._keymap_problems))
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle each key completely before the next one. Keys that arrive together then have the same effect
-        as keys that arrive one by one: characters after `:` or `/` go to the command line, and keys after
+        """Finish handling each key before the next one, so that keys arriving together have the same effect
+        as keys arriving one by one: characters after `:` or `/` go to the command line, but keys after
         `enter` do not."""
         if not isinstance(event, events.Key) or event.is_forwarded:
             await super().on_event(event)
             return
-        if event.key in QUIT_KEYS:  # In a dialog, these keys would have other meanings.
+        if event.key in QUIT_KEYS:  # These keys have other meanings in a dialog.
             self.exit(0)
             return
         if self.focused is self.frame_widget:
@@ -127,7 +127,7 @@ class ConsoleApp(App[int]):
     # ── drawing ──────────────────────────────────────────────────────────────────────────────
 
     def redraw(self) -> None:
-        """Draw the differences from the previous frame."""
+        """Draw what has changed since the previous frame."""
         width, height = self.size
         self.session.state.footer = not self.prompt.display or bool(self.session.state.message)
         self.frame_widget.show(
@@ -147,7 +147,7 @@ class ConsoleApp(App[int]):
 
     @work(exclusive=True, group="feed", exit_on_error=True)
     async def feed(self) -> None:
-        """Show each snapshot as it arrives. If the service does not answer, retry until it does."""
+        """Show each snapshot as it arrives. If the service does not respond, retry until it does."""
         while True:
             try:
                 self.source.reads_blocks = self.session.view.reads_blocks or (
@@ -170,7 +170,7 @@ class ConsoleApp(App[int]):
 
     @work(group="charts", exit_on_error=True)
     async def read_past(self) -> None:
-        """Fill the charts with the values recorded in the minutes before the console started. Without a
+        """Fill the charts with values recorded in the minutes before the console started. Without a
         recording, the charts start empty."""
         first = self.session.newest().history.points[0].at
         earlier = History()
@@ -189,7 +189,7 @@ class ConsoleApp(App[int]):
 
     @work(group="lists", exit_on_error=True)
     async def read_list(self, name: ListName) -> None:
-        """Read one of the screen's lists, and reread it periodically while the screen is shown."""
+        """Read one of the screen's lists now, and periodically while the screen is shown."""
         await self.read_rows(name)
         self.action_runner.show_impact()
         self.redraw()
@@ -198,20 +198,20 @@ class ConsoleApp(App[int]):
 
     @work(group="lists", exit_on_error=True)
     async def read_again(self, names: Sequence[ListName]) -> None:
-        """Read lists that an action may have changed."""
+        """Reread the lists that an action may have changed."""
         for name in names:
             await self.read_rows(name)
         self.redraw()
 
     async def read_rows(self, name: ListName) -> None:
-        """Read a list and store its rows. If the list cannot be read, store the reason."""
+        """Read a list and store its rows or, if it cannot be read, the reason."""
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
             self.session.take_rows(name, [], str(error))
 
     def _completed_lists(self) -> tuple[ListName, ...]:
-        """Return the lists whose rows the open command line can complete as targets."""
+        """Return the lists whose rows the open command line offers as targets."""
         completing = self.prompt.display and self.prompt.kind == ":"
         return ("callers", "silences", "rules") if completing else ()
 
@@ -258,8 +258,8 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     def _jump(self, event: events.Key) -> bool:
-        """Handle a key press in jump mode. The letter of a row or panel moves the cursor there; any other key
-        only leaves jump mode. Return False outside jump mode."""
+        """Handle a key in jump mode. A row's or panel's letter moves the cursor there; any other key only
+        leaves jump mode. Return False if jump mode is not active."""
         if not self.session.context.jumping:
             return False
         self.session.jump(event.character or "")
@@ -267,7 +267,7 @@ class ConsoleApp(App[int]):
         return True
 
     def run_line(self, text: str) -> None:
-        """Run a line that the operator typed after `:`."""
+        """Run the command line that the operator typed after `:`."""
         word, _, rest = text.strip().partition(" ")
         if not word:
             return
@@ -295,7 +295,8 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     def _begin_verifying(self) -> None:
-        """Show the audit screen, and start to verify the audit chain, unless a verification is running."""
+        """Show the audit screen, and start verifying the audit chain unless a verification is already
+        running."""
         if self.session.past is not None:
             self.session.say(_CHAIN_IS_PRESENT, "warn")
             return
@@ -306,8 +307,8 @@ class ConsoleApp(App[int]):
 
     @work(group="verify", exit_on_error=True)
     async def verify(self, context: Context) -> None:
-        """Verify the audit chain, and show the result on the audit screen. `context` is the live screens'
-        input."""
+        """Verify the audit chain, and show the result on the audit screen. `context` is the input of the live
+        screens."""
         context.chain = "verifying the audit chain…"
         self.redraw()
         try:
@@ -348,7 +349,7 @@ class ConsoleApp(App[int]):
         self._read_lists()
 
     def _targets(self) -> Targets:
-        """Return the targets of each kind, for completion."""
+        """Return each kind's targets, for completion."""
         context = self.session.context
         snapshot = context.snapshot
         if snapshot is None:
@@ -373,7 +374,7 @@ class ConsoleApp(App[int]):
 
     @on(PromptLine.Choices)
     def _show_choices(self, event: PromptLine.Choices) -> None:
-        """Show the possible completions above the command line."""
+        """Show possible completions above the command line."""
         self.session.say(listed(event.texts, self.size.width - 2), "dim")
         self.redraw()
 
@@ -417,7 +418,7 @@ class ConsoleApp(App[int]):
     # ── exit paths ───────────────────────────────────────────────────────────────────────────
 
     def _handle_signals(self) -> None:
-        """Restore the terminal when a signal ends the console."""
+        """Restore the terminal if a signal ends the console."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
@@ -425,9 +426,9 @@ class ConsoleApp(App[int]):
         self._resume_only_if_suspended()
 
     def _resume_only_if_suspended(self) -> None:
-        """Ignore SIGCONT unless the console was suspended. The kernel sends SIGHUP and SIGCONT when a
-        terminal is lost. Textual would react to SIGCONT by starting a second input thread, which would keep
-        the process running without a terminal."""
+        """Ignore SIGCONT unless the console was suspended. When a terminal is lost, the kernel sends SIGHUP
+        and SIGCONT. On SIGCONT, Textual would start a second input thread that keeps the process running
+        without a terminal."""
         suspend, resume = signal.getsignal(signal.SIGTSTP), signal.getsignal(signal.SIGCONT)
         if not callable(suspend) or not callable(resume):
             return
@@ -448,7 +449,7 @@ class ConsoleApp(App[int]):
         signal.signal(signal.SIGCONT, on_continue)
 
     async def on_unmount(self) -> None:
-        """Release the source's connections once nothing is reading from the source."""
+        """Release the source's connections once nothing reads from it any more."""
         if self._feeding is not None:
             self._feeding.cancel()
             with contextlib.suppress(WorkerError):

@@ -1,10 +1,9 @@
-"""Measures the resources that the console uses: `python -m console.bench`. It shows a load of 500 requests,
-16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40 characters. The load consists of
-encoded snapshots of the demo, which the console decodes; no service runs. It prints each measurement beside
-its limit: the time to the first frame with measured values and, for each screen, the CPU share of the
-console's process, the bytes per second sent to the terminal, and the time from a keypress to the first byte
-of output. The exit code is 1 if a limit is exceeded. `scripts/bench_events` measures the cost of the event
-stream to the core."""
+"""`python -m console.bench`: measures the console's resource usage. The console runs on a pseudo-terminal of
+120×40 characters and shows 500 requests, 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz. It decodes prepared
+snapshots of the demo; no service is involved. Each measurement is printed beside its limit: the time to the
+first frame with measured values and, for each screen, the console's CPU usage, the bytes per second sent to
+the terminal, and the time from a key press to the first byte of output. The exit code is 1 if a limit is
+exceeded. `scripts/bench_events` measures what the event stream costs the core."""
 
 from __future__ import annotations
 
@@ -28,31 +27,31 @@ from console.keys import SCREENS
 _COLUMNS, _ROWS = 120, 40
 _SETTLE_S = 3.0
 _START_S = 120.0
-"""Time limit for the first frame. It allows for a busy machine."""
+"""Timeout for the first frame. It allows for a busy machine."""
 _TABLES = ("requests", "gpus", "models", "tenants", "audit", "logs")
-"""Screens whose tables have several rows."""
+"""Screens whose tables have more than one row."""
 _ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
-"""Keys that always change the screen. A key that changes nothing produces no output, so the measurement would
-wait for the output of the next snapshot."""
+"""Keys that always change the screen. After a key that changes nothing, the measurement would wait for the
+next snapshot's output."""
 _LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
 _START_LIMITS_S = {"total": 1.2, "after imports": 0.5}
 _IMPORTED = re.compile(rb"imports ended")
-"""The child process prints this text after its imports."""
+"""The child process prints this once its imports are done."""
 _MEASURED = re.compile(rb"waiting \xc2\xb7 [1-9][0-9,]* running")
-"""Matches a measured value on the screen Overview: the number of running requests. The frames that the
-console draws before it has received a snapshot contain no such value."""
+"""Matches a measured value on the Overview screen: the number of running requests. Frames drawn before the
+first snapshot do not contain it."""
 
 
 _MAX_TEXT_BYTES = 100
-"""Maximum length, in bytes, of a text that `Terminal.wait_for` can find."""
+"""Length, in bytes, of the longest text that `Terminal.wait_for` can find."""
 
 
 class ScreenCosts(NamedTuple):
-    """The measured costs of showing one screen."""
+    """The measured costs of one screen."""
 
     screen: str
     cpu: float
-    """CPU time that the console's process uses, in seconds per second."""
+    """The console's CPU usage, in seconds per second."""
     bytes_per_s: float
     echo_p95_ms: float
 
@@ -80,8 +79,8 @@ class Terminal:
         return count
 
     def wait_for(self, text: re.Pattern[bytes]) -> None:
-        """Read until output arrives that matches `text`. Raises OSError if the console ends, and TimeoutError
-        after `_START_S` seconds."""
+        """Read until the output matches `text`. Raises OSError if the console exits, and TimeoutError after
+        `_START_S` seconds."""
         end, read = time.monotonic() + _START_S, b""
         while text.search(read) is None:
             if not select.select([self._descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -94,7 +93,7 @@ class Terminal:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def press(self, key: str) -> float:
-        """Press a key, and return the time until the console sends output, in milliseconds."""
+        """Press a key, and return the milliseconds until the console sends output."""
         while select.select([self._descriptor], [], [], 0.02)[0]:
             os.read(self._descriptor, 1 << 16)
         start = time.monotonic()
@@ -112,7 +111,7 @@ class Terminal:
 
 
 def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[ScreenCosts]:
-    """Measure the given screens. `screens` maps each screen's name to the key that opens it."""
+    """Measure these screens. `screens` maps each screen's name to the key that opens it."""
     terminal = Terminal("console.bench", "--child", theme)
     terminal.wait_for(_MEASURED)
     results = []
@@ -124,8 +123,7 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
         span = time.monotonic() - start
         cpu = (terminal.cpu_s() - cpu) / span
         keys = _ROW_KEYS if name in _TABLES else _PAUSE_KEYS
-        # Each press of the pause key pauses or resumes updates. An even number of presses leaves the updates
-        # running.
+        # An even number of presses of the pause key leaves updates running.
         echoes = [terminal.press(keys[number % 2]) for number in range(presses + presses % 2)]
         results.append(ScreenCosts(name, cpu, count / span, statistics.quantiles(echoes, n=20)[-1]))
     terminal.close()
@@ -133,8 +131,8 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
 
 
 def start_times(theme: str, starts: int) -> dict[str, float]:
-    """Return the median times to the first frame of `appliance console --demo` that shows a measured value,
-    in seconds: measured from the start of its process, and measured from the end of its imports."""
+    """Return two median times, in seconds, until `appliance console --demo` first shows a measured value:
+    since its process started, and since its imports ended."""
     found: dict[str, list[float]] = {name: [] for name in _START_LIMITS_S}
     for _ in range(starts):
         began = time.monotonic()
@@ -152,7 +150,7 @@ def start_times(theme: str, starts: int) -> dict[str, float]:
 
 
 def _start(theme: str) -> None:
-    """Run the console of `appliance console --demo`, and report the end of its imports."""
+    """Run `appliance console --demo`, and report the end of its imports."""
     from console.fake import FakeSource
     from console.run import run
 
@@ -161,7 +159,7 @@ def _start(theme: str) -> None:
 
 
 def _child(theme: str) -> None:
-    """Run a console with recorded snapshots, so that only the console's own work is measured."""
+    """Run a console on prepared snapshots, so that only the console's own work is measured."""
     import asyncio
     from collections.abc import Sequence
 
@@ -203,11 +201,11 @@ def _child(theme: str) -> None:
 
 
 def main() -> int:
-    """Print the measurements, and return 1 if a limit is exceeded."""
+    """Print the measurements. Return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--theme", default="ansi")
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
-    parser.add_argument("--presses", type=int, default=40, help="number of keys to press")
+    parser.add_argument("--presses", type=int, default=40, help="number of key presses to measure")
     parser.add_argument("--starts", type=int, default=5, help="number of starts to measure")
     parser.add_argument("--child", metavar="THEME", help=argparse.SUPPRESS)
     parser.add_argument("--start", metavar="THEME", help=argparse.SUPPRESS)

@@ -1,5 +1,5 @@
-"""The console's command line. It accepts the commands of the key table and, in the CLI's syntax, the actions
-of the registry: `drain --model demo --grace-s 60`, `tenants set acme --tokens-per-minute 1000`."""
+"""The console's command line. It accepts the commands in the key table, and the registry's actions in CLI
+syntax: `drain --model demo --grace-s 60`, `tenants set acme --tokens-per-minute 1000`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ WORDS: dict[str, str] = {
     "live": "live: return to live",
     "quit": "quit: quit the console",
 }
-"""Commands of the console itself, with their usage."""
+"""The console's own commands, with their usage."""
 ALTERNATES = ("finished", "usage", "keys", "silences")
-"""Commands that show a screen without a tab. Each command has the name of its screen."""
+"""Commands that show a screen without a tab. Each command is named after its screen."""
 
 
 Targets = dict[str, dict[str, str]]
-"""The targets that can be completed: for each kind, the names or ids with a short description of each."""
+"""The targets that completion offers: for each kind, the names or ids, each with a short description."""
 
 
 def kind_of_target(action: Action) -> str:
-    """Return the kind of target that an action takes, as a key of `Targets`."""
+    """Return the kind of an action's target, as a key of `Targets`."""
     if action.name == "alerts.unsilence":
         return "silence"
     return "rule" if action.named_by == "rule" else action.target
@@ -69,15 +69,15 @@ def completions(text: str, targets: Targets) -> list[str]:
 
 
 def shared_beginning(found: list[str]) -> str:
-    """Return the longest common prefix of the command lines."""
+    """Return the command lines' longest common prefix."""
     first, last = min(found), max(found)
     size = next((at for at, letter in enumerate(first) if not last.startswith(letter, at)), len(first))
     return first[:size]
 
 
 def described(found: list[str], targets: Targets) -> list[str]:
-    """Return each command line without the words that all command lines share. A command line that names a
-    target is followed by the target's description."""
+    """Return each command line without the words common to all of them. Lines that name a target are followed
+    by its description."""
     notes = {name: note for kind in targets.values() for name, note in kind.items() if note}
     shared = shared_beginning(found).rfind(" ") + 1
     texts = []
@@ -88,8 +88,7 @@ def described(found: list[str], targets: Targets) -> list[str]:
 
 
 def listed(texts: list[str], width: int) -> str:
-    """Return the texts on one line. If they do not all fit, the line ends with the number of omitted
-    texts."""
+    """Join the texts into one line. If they do not all fit, the line ends with the number left out."""
     whole = "  ".join(texts)
     if cells(whole) <= width:
         return whole
@@ -101,8 +100,8 @@ def listed(texts: list[str], width: int) -> str:
 
 
 def parse_action(text: str) -> tuple[Action, Values] | None:
-    """Return the action named by a command line, with its parameters as text, or None if the command line
-    names no action. Raises CommandError."""
+    """Return the action that a command line names, with its parameters as text, or None if it names no
+    action. Raises CommandError."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -115,7 +114,7 @@ def parse_action(text: str) -> tuple[Action, Values] | None:
 
 
 def flags(action: Action) -> list[str]:
-    """Return the options of an action."""
+    """Return an action's options."""
     return [one.flag for one in entered(action) if one.name not in positional(action)]
 
 

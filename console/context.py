@@ -1,5 +1,5 @@
-"""The input of the screens: the newest snapshot, the recent past, and the operator's choices that apply to
-all screens."""
+"""The screens' input: the newest snapshot, recent history, and the operator's choices that apply to all
+screens."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class Compared(NamedTuple):
-    """The snapshot at one of two compared times."""
+    """The snapshot for one of two compared times."""
 
     snapshot: Snapshot
     resolution_s: int
 
     @property
     def at(self) -> float:
-        """Time of the snapshot, in unix seconds."""
+        """The snapshot's time, in unix seconds."""
         return self.snapshot.at
 
 
 @dataclass
 class Context:
-    """The input of all screens. Screens only read it."""
+    """The input for all screens, which only read it."""
 
     snapshot: Snapshot | None = None
-    """The newest snapshot, or None before the first one."""
+    """The newest snapshot, or None if none has arrived yet."""
     history: History = field(default_factory=History)
     glyphs: GlyphSet = "braille"
     keys: KeyTable = KEYS
     """The commands, with the operator's key assignments."""
     rows: dict[ListName, Sequence[Row]] = field(default_factory=dict)
-    """Lists that have been read so far."""
+    """The lists read so far."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
-    """For each list that could not be read, the reason why."""
+    """For each list that could not be read, the reason."""
     chain: ChainReport | str | None = None
-    """The result of the latest verification of the audit chain, or a message if there is no result. None if
-    no verification was requested."""
+    """The result of the latest audit chain verification, a message if there is no result, or None if no
+    verification was requested."""
     compared: Compared | None = None
-    """The snapshot at the first time of a comparison, or None if no first time has been chosen."""
+    """The snapshot at a comparison's first time, or None if no first time has been chosen."""
     jumping: bool = False
-    """Whether jump mode is active: rows and panels show letters, and the next key jumps to one of them."""
+    """Whether jump mode is active. Rows and panels then show letters, and the next key jumps to one of
+    them."""
     write: bool = False
     """Whether actions are permitted."""
     is_past: bool = False
     """Whether the snapshot and the lists show a past time."""
 
     def rows_of(self, name: ListName, kind: type[RowT]) -> list[RowT]:
-        """Return the rows of a list that have the type `kind`. The result is empty if the list has not been
-        read."""
+        """Return a list's rows of type `kind`, or an empty list if it has not been read."""
         return [row for row in self.rows.get(name, ()) if isinstance(row, kind)]

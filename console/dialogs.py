@@ -1,4 +1,4 @@
-"""The base of all dialogs, and the dialogs that show a list or a text."""
+"""The base class of all dialogs, and the dialogs that show a list or a text."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ from console.screens.base import MIN_HEIGHT, MIN_WIDTH
 
 R = TypeVar("R")
 _MIN_BODY = 2
-"""Minimum height of a dialog's body, in lines."""
+"""Minimum height of the dialog body, in lines."""
 _BORDER = 2
-"""Height of a dialog's border, in lines."""
+"""Height of the dialog border, in lines."""
 _GAP = "  "
 
 
 def text(value: str) -> Content:
-    """Return `value` as content that has no markup and no control characters."""
+    """Return `value` as content without markup or control characters."""
     return Content(span(value).text)
 
 
 def lines_of(texts: Sequence[str]) -> Content:
-    """Return texts as lines, without markup and control characters."""
+    """Return texts as lines without markup or control characters."""
     return Content("\n").join([text(one) for one in texts])
 
 
 def hidden(name: str) -> Static:
-    """Return a text widget that takes no space until `show_text` shows a text in it."""
+    """Return a text widget that takes up no space until `show_text` gives it a text."""
     found = Static("", id=name)
     found.display = False
     return found
 
 
 def show_text(widget: Static, content: Content) -> None:
-    """Show a text in a widget. An empty text takes no space."""
+    """Show a text in a widget. An empty text takes up no space."""
     widget.update(content)
     widget.display = bool(content.plain)
 
 
 class KeyHint(NamedTuple):
-    """A key and its effect, for the last line of a dialog."""
+    """A key and its effect, for a dialog's last line."""
 
     key: str
     does: str
     more: str = ""
-    """Completes `does` if there is enough space for it."""
+    """Continuation of `does`, shown if there is enough space."""
 
 
 class ScrollArea(VerticalScroll, can_focus=False):
-    """A part of a dialog that scrolls if it does not fit."""
+    """Part of a dialog that scrolls if it does not fit."""
 
     def __init__(self, resized: Callable[[], None], *, id: str) -> None:
-        """`resized` is called once the area has its new size. Until then, Textual computes scroll positions
-        from the old size."""
+        """`resized` is called once the area has its new size; until then, Textual computes scroll positions
+        from the old one."""
         super().__init__(id=id)
         self._resized = resized
         self.is_scrolled = False
-        """Whether the operator has scrolled since the focus has moved."""
+        """Whether the operator has scrolled since the focus last moved."""
 
     def on_resize(self) -> None:
         """Report the new size."""
@@ -90,14 +90,13 @@ class ScrollArea(VerticalScroll, can_focus=False):
 
 
 class Dialog(ModalScreen[R]):
-    """A dialog with a title, a body, buttons and a line with the keys. The body scrolls if it does not fit;
-    the other parts are always visible.
-
-    A dialog closes only once: otherwise, pressing `enter` twice would also close the screen below the dialog.
+    """A dialog with a title, a body, buttons and a line of key hints. The body scrolls if it does not fit;
+    everything else is always visible. A dialog closes only once: otherwise, pressing `enter` twice would also
+    close the screen below it.
     """
 
     AUTO_FOCUS = ""
-    """Prevents Textual from focusing the first field before the dialog sets the focus."""
+    """Keeps Textual from focusing the first field before the dialog sets the focus."""
     BINDINGS: ClassVar = [
         ("escape", "cancel", "Cancel"),
         ("up,left", "app.focus_previous", "Previous field"),
@@ -125,7 +124,7 @@ class Dialog(ModalScreen[R]):
     """
     _shown_keys = ""
     _width = 0
-    """Number of columns between the borders when the dialog was last fitted."""
+    """Width between the borders, in columns, when the dialog was last fitted."""
 
     def compose(self) -> ComposeResult:
         """Build the dialog."""
@@ -143,7 +142,7 @@ class Dialog(ModalScreen[R]):
         raise NotImplementedError
 
     def body(self) -> ComposeResult:
-        """Build the part between the title and the buttons. The widget with the id "body" scrolls."""
+        """Build the part between the title and the buttons. The widget whose id is "body" scrolls."""
         raise NotImplementedError
 
     def buttons(self) -> Iterator[Button]:
@@ -151,7 +150,7 @@ class Dialog(ModalScreen[R]):
         yield from ()
 
     def key_hints(self) -> list[KeyHint]:
-        """Return the keys of the dialog, the most important ones first."""
+        """Return the dialog's keys, most important first."""
         focused = self.focused
         hints = [KeyHint("esc", "cancel"), KeyHint("tab", "move")]
         if isinstance(focused, Button):
@@ -169,7 +168,7 @@ class Dialog(ModalScreen[R]):
         self.fit()
 
     def on_resize(self) -> None:
-        """Fit the dialog into the new size."""
+        """Fit the dialog to the new size."""
         self.fit()
 
     @on(events.DescendantFocus)
@@ -179,15 +178,14 @@ class Dialog(ModalScreen[R]):
         self.fit()
 
     def show_wanted(self) -> None:
-        """Scroll to the field that the operator needs, unless the operator has scrolled away from this
-        field."""
+        """Scroll to the field that the operator needs, unless the operator has scrolled away from it."""
         if self.display and not any(area.is_scrolled for area in self.query(ScrollArea)):
             wanted = self.wanted()
             if wanted is not None:
                 wanted.scroll_visible(animate=False)
 
     def wanted(self) -> Widget | None:
-        """Return the field that has the focus."""
+        """Return the focused field."""
         return self.focused if isinstance(self.focused, Input | Checkbox) else None
 
     @property
@@ -202,7 +200,7 @@ class Dialog(ModalScreen[R]):
 
     def _fit(self) -> None:
         if not self.display or not self.query("#keys"):
-            return  # The dialog has been closed since this call was scheduled.
+            return  # The dialog was closed after this call was scheduled.
         small = self.is_small
         self.set_class(small, "-small")
         dialog = self.query_one("#dialog")
@@ -219,7 +217,7 @@ class Dialog(ModalScreen[R]):
             self.fit()  # The class "-small" may have changed the width and the heights.
 
     def height_of(self, widget: Widget, width: int) -> int:
-        """Return the number of lines that a widget needs at this width. Textual knows the size only of
+        """Return the number of lines that a widget needs at this width. Textual knows only the sizes of
         visible widgets."""
         if not widget.display:
             return 0
@@ -230,22 +228,21 @@ class Dialog(ModalScreen[R]):
         return height + widget.styles.margin.height
 
     def fit_body(self, space: int, width: int) -> bool:
-        """Limit the height of the body to `space` lines. `width` is its number of columns. Return whether the
-        body scrolls."""
+        """Limit the body, which is `width` columns wide, to `space` lines. Return whether it scrolls."""
         return self.limit(self.query_one("#body"), space, width)
 
     def limit(self, area: Widget, lines: int, width: int) -> bool:
-        """Limit the height of an area, and return whether it scrolls."""
+        """Limit an area's height, and return whether it scrolls."""
         area.styles.max_height = None
         scrolls = self.height_of(area, width) > lines
         area.styles.max_height = lines
-        # A scroll bar that appears during an intermediate layout would narrow the texts, which would then
-        # wrap and no longer fit without the scroll bar.
+        # A scroll bar that appears during an intermediate layout would narrow the texts. They would then
+        # wrap, and no longer fit without the scroll bar.
         area.styles.overflow_y = "auto" if scrolls else "hidden"
         return scrolls
 
     def _show_keys(self, width: int, *, scrolls: bool) -> None:
-        """Show the keys. The last keys are left out if they do not fit."""
+        """Show the keys, leaving out the last ones if they do not fit."""
         hints = [*self.key_hints(), *([KeyHint("pgdn", "scroll")] if scrolls else [])]
         full = [f"{one.key} {one.does}{one.more}" for one in hints]
         brief = [f"{one.key} {one.does}" for one in hints]
@@ -270,27 +267,27 @@ class Dialog(ModalScreen[R]):
         self.dismiss(None)
 
     def dismiss(self, result: R | None = None) -> AwaitComplete:
-        """Close the dialog with this result, unless it has been closed already."""
+        """Close the dialog with this result, unless it is already closed."""
         return super().dismiss(result) if self.is_current else AwaitComplete.nothing()
 
 
 def _button_width(button: Button, *, small: bool) -> int:
-    """Return the number of columns that a button and its margin occupy."""
+    """Return the width of a button and its margin, in columns."""
     label = cells(str(button.label)) + 2
     return label + 1 if small else max(12, label) + 2
 
 
 class Choice(NamedTuple):
-    """An entry of a list to choose from."""
+    """An entry in a list of choices."""
 
     name: str
-    """The result of the dialog if the entry is chosen."""
+    """The dialog's result if this entry is chosen."""
     title: str
     note: str = ""
 
 
 class ChoiceDialog(Dialog[str | None]):
-    """Offers a list to choose from. Typed text narrows the list."""
+    """Offers a list of choices. Typing narrows the list."""
 
     BINDINGS: ClassVar = [
         ("up", "cursor('up')", "Up"),
@@ -370,9 +367,8 @@ class ChoiceDialog(Dialog[str | None]):
 
 
 class TextDialog(Dialog[None]):
-    """Shows a result that must not be missed, such as a new key, until the operator closes the dialog. The
-    key `enter` does not close the dialog, because an operator may press `enter` twice when confirming the
-    action."""
+    """Shows a result that must not be missed, such as a new key, until the operator closes the dialog.
+    `enter` does not close it, because operators may press `enter` twice when confirming the action."""
 
     BINDINGS: ClassVar = [("q", "cancel", "Close"), ("up", "line(-1)", "Up"), ("down", "line(1)", "Down")]
     DEFAULT_CSS = "TextDialog #dialog { width: 90; }"

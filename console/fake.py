@@ -1,5 +1,5 @@
-"""A source with a simulated service, for `appliance console --demo` and the tests. In tests, the clock is
-simulated too, so the same seed gives the same snapshots."""
+"""A source backed by a simulated service, for `appliance console --demo` and the tests. In tests, the clock
+is simulated too, so that the same seed gives the same snapshots."""
 
 from __future__ import annotations
 
@@ -65,32 +65,32 @@ FIXED_TIME = 1_790_000_000.0
 
 _RATE_WINDOW_S = 10.0
 _PAST_S = 120
-"""Number of seconds that the demo simulates before it starts, to fill its charts and its recording."""
+"""Seconds that the demo simulates before it starts, to fill its charts and recording."""
 
 
 _DRAIN_AFTER_S, _DRAIN_S, _DRAIN_EVERY_S = _PAST_S + 6.0, 42.0, 360.0
-"""Times of the drains that another operator performs. The first one begins soon after the demo has opened. No
-drain overlaps with the incidents of `console.fake_machine`, which heat a GPU of the same model."""
+"""Timing of the drains that another operator performs. The first drain begins soon after the demo opens.
+Drains never overlap with the incidents in `console.fake_machine`, which overheat a GPU of the same model."""
 
 
 class _Counters(NamedTuple):
-    """The counters at one point in time, for computing rates."""
+    """Counter values at one time, for computing rates."""
 
     at: float
     totals: ServiceTotals
     tokens: dict[str, int]
-    """Prompt and output tokens of each tenant."""
+    """Each tenant's prompt and output tokens."""
 
 
 class _Prompts(NamedTuple):
-    """The prompt tokens of each replica, and how many of them were cached, at one point in time."""
+    """Each replica's prompt tokens at one time, and how many of them were cached."""
 
     at: float
     tokens: dict[str, tuple[int, int]]
 
 
 class FakeSource:
-    """Delivers the snapshots of a simulated service."""
+    """Delivers a simulated service's snapshots."""
 
     label = "demo"
     kind: Literal["demo"] = "demo"
@@ -106,8 +106,8 @@ class FakeSource:
         interval_s: float = 0.5,
         now: float | None = None,
     ) -> None:
-        """If `now` is given, the simulated clock starts at this time, each snapshot is exactly `interval_s`
-        later than the previous one, and `next` does not wait."""
+        """If `now` is given, the simulated clock starts there, snapshots are exactly `interval_s` apart, and
+        `next` does not wait."""
         self.interval_s = interval_s
         self.reads_blocks = True
         self._real_time = now is None
@@ -117,7 +117,7 @@ class FakeSource:
         )
         self._began = self.simulation.now
         self._scheduled: SimDrain | None = None
-        """The newest drain that another operator began."""
+        """The other operator's newest drain."""
         self._was_due = False
         self._past: deque[_Counters] = deque()
         self._prompts: deque[_Prompts] = deque()
@@ -131,7 +131,7 @@ class FakeSource:
         if self._real_time and self._first:
             await asyncio.to_thread(self._run_past)
         elif self._real_time:
-            # After a delay, the simulation catches up with the real time.
+            # After a delay, the simulation catches up with real time.
             due = self.simulation.now + self.interval_s
             await asyncio.sleep(max(0.0, due - time.time()))
         self._first = False
@@ -145,7 +145,7 @@ class FakeSource:
         return snapshot
 
     def _run_past(self) -> None:
-        """Simulate and record the minutes before the start. As in the history of a service, individual KV
+        """Simulate and record the minutes before the start. As in a real service's history, individual KV
         blocks are not recorded."""
         for _ in range(_PAST_S):
             self._advance(1.0)
@@ -166,7 +166,7 @@ class FakeSource:
             self._prompts.popleft()
 
     def _drain_for_a_while(self) -> None:
-        """Begin and end the drains that another operator of the simulated service performs."""
+        """Begin and end the other operator's drains."""
         sim, model = self.simulation, self.simulation.replicas[-1].model
         if model == sim.replicas[0].model:
             return  # The service has only one model.
@@ -181,7 +181,7 @@ class FakeSource:
         self._was_due = due
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return one of the simulated service's lists."""
+        """Return a list of the simulated service."""
         if name == "rules":
             return self._alerts.rules()
         return self._alerts.silences() if name == "silences" else self._rows.of(name)
@@ -195,8 +195,7 @@ class FakeSource:
         raise SourceError("the demo does not replay requests: connect to a running service")
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Perform an action on the simulated service. Raises SourceError for actions that are not
-        simulated."""
+        """Perform an action on the simulated service. Raises SourceError if the action is not simulated."""
         sim, action = self.simulation, action_of(parameters)
         match parameters:
             case CancelRequest(request_id=request_id):
@@ -244,7 +243,7 @@ class FakeSource:
             raise SourceError(str(error)) from error
 
     def recording(self) -> FakeRecording:
-        """Return the recording of the minutes since the demo started."""
+        """Return the demo's recording."""
         return self._recording
 
     async def close(self) -> None:
@@ -272,7 +271,7 @@ class FakeSource:
         )
 
     def _snapshot(self, *, blocks: bool = True) -> Snapshot:
-        """Return a snapshot of the current state, with or without individual KV blocks."""
+        """Return the current state, with or without individual KV blocks."""
         sim = self.simulation
         totals = self._past[-1].totals
         snapshot = Snapshot(
@@ -446,7 +445,7 @@ class FakeSource:
         )
 
     def _hit_rate(self, replica: SimReplica) -> float | None:
-        """Return the share of the prompt tokens of the last minute that came from the prefix cache."""
+        """Return the share of the last minute's prompt tokens that the prefix cache provided."""
         before = self._prompts[0].tokens[replica.name]
         prompt, cached = replica.prompt_tokens - before[0], replica.cached_tokens - before[1]
         return cached / prompt if prompt else None

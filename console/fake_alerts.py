@@ -1,5 +1,5 @@
-"""The alerts of the simulated service: built-in rules of the product, evaluated on its snapshots. The
-conditions and texts are those of the product, so an alert starts and ends as it would in a service."""
+"""The simulated service's alerts: the product's built-in rules, evaluated on simulated snapshots. Conditions
+and texts are the product's own, so alerts start and end as in a real service."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from console.source import ListRow
 
 _RULES = {rule.name: rule for rule in BUILT_IN}
 _SETTLE_S = 60.0
-"""Number of seconds after its end during which an alert still explains other alerts."""
+"""How long, in seconds, an ended alert still explains other alerts."""
 _SHOWN_ENDED = 50
 _CAUSE_WINDOW_S = 300.0
 
 
 class _Measured(NamedTuple):
-    """The current value of a metric that a rule checks."""
+    """The current value of the metric that a rule checks."""
 
     rule: str
     where: str
@@ -39,7 +39,7 @@ class _Measured(NamedTuple):
 
 
 class FakeAlerts:
-    """Evaluates rules on the snapshots of the simulated service."""
+    """Evaluates rules on simulated snapshots."""
 
     def __init__(self, log: FakeLog, now: float) -> None:
         self._log = log
@@ -60,8 +60,8 @@ class FakeAlerts:
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
 
     def observe(self, snapshot: Snapshot) -> list[Alert]:
-        """Evaluate the rules, and return the active and the ended alerts, newest first. Snapshots must be
-        passed in chronological order."""
+        """Evaluate the rules, and return active and ended alerts, newest first. Pass snapshots in
+        chronological order."""
         self._now = snapshot.at
         for one in _measured(snapshot):
             key = (one.rule, one.where)
@@ -123,7 +123,7 @@ class FakeAlerts:
         raise LookupError(f"no silence has id {silence_id!r}: choose a silence from the list")
 
     def _with_silence(self, alert: Alert) -> Alert:
-        """Return an alert as silenced if an active silence matches it."""
+        """Mark an alert as silenced if an active silence matches it."""
         end_times = [
             one.until
             for one in self.silences()
@@ -148,7 +148,7 @@ class FakeAlerts:
         return sorted([*shown, *self._ended], key=lambda one: -(one.since or 0.0))
 
     def _explanation(self, alert: Alert, at: float) -> Alert | None:
-        """Return the alert that explains this alert, or None if no alert explains it."""
+        """Return the alert that explains this one, or None."""
         causes = _RULES[alert.rule].downstream_of
         recent = [one for one in self._ended if at - (one.ended_at or 0.0) <= _SETTLE_S]
         return next(

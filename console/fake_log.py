@@ -1,5 +1,4 @@
-"""The log of the simulated service. Its lines describe the simulation, worded like the lines of the real
-service's log."""
+"""The simulated service's log. Its lines describe the simulation in the wording of the real service's log."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from console.simulation import Simulation
 from console.source import MAX_ROWS, ListRow
 
 _MIN_PAUSE_S, _PAUSES_S = 40, 80
-"""Shortest pause between two log lines about denied requests, and the number of different pauses."""
+"""Minimum interval between log lines about denied requests, and the number of different intervals."""
 
 
 class FakeLog:
-    """The newest lines of the log."""
+    """The newest log lines."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.lines: deque[ListRow] = deque(maxlen=MAX_ROWS)
@@ -23,7 +22,7 @@ class FakeLog:
         self._simulation = simulation
         self._number = 0
         self._denied_at = simulation.now + _MIN_PAUSE_S
-        """Time of the next line about denied requests."""
+        """When the next line about denied requests is due."""
         start = simulation.started
         for socket in ("api", "admin"):
             text = f"listening on {socket}: /run/appliance/{socket}.sock (opened by the service manager)"
@@ -52,7 +51,7 @@ class FakeLog:
         )
 
     def advance(self) -> None:
-        """Add the lines about requests that the fronts have denied since the previous call."""
+        """Add lines about requests that the fronts have denied since the previous call."""
         while self._simulation.now >= self._denied_at:
             number = zlib.crc32(f"{self._denied_at - self._simulation.started:.0f}".encode())
             text = (

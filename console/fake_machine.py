@@ -1,4 +1,4 @@
-"""The GPUs, the host and the front processes of the simulated service."""
+"""The simulated service's GPUs, host and front processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _INCIDENT_EVERY_S, _INCIDENT_S = 180.0, 75.0
 
 
 def incident(simulation: Simulation) -> bool:
-    """Return whether the last GPU currently reduces its clocks because of its temperature."""
+    """Return whether the last GPU is currently thermally throttled."""
     return (simulation.now - simulation.started - STARTUP_S) % _INCIDENT_EVERY_S < _INCIDENT_S
 
 
 def gpus_of(simulation: Simulation) -> list[Gpu]:
-    """Return the telemetry of all GPUs."""
+    """Return telemetry for all GPUs."""
     return [
         _gpu(simulation, number, replica)
         for replica in simulation.replicas
@@ -48,7 +48,7 @@ def _gpu(simulation: Simulation, number: int, replica: SimReplica) -> Gpu:
         max_sm_clock_mhz=1980,
         memory_clock_mhz=3201,
         throttle_reasons=["temperature"] if hot else [],
-        # A GPU without a link to another GPU does not support link counters.
+        # A GPU that is not linked to another one has no link counters.
         unsupported=[] if ranks > 1 else ["nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"],
         nvlink_tx_bytes_per_s=random.uniform(8e9, 12e9) if ranks > 1 else None,
         nvlink_rx_bytes_per_s=random.uniform(8e9, 12e9) if ranks > 1 else None,
@@ -67,7 +67,7 @@ def _gpu(simulation: Simulation, number: int, replica: SimReplica) -> Gpu:
 
 
 def fronts_of(sim: Simulation) -> list[FrontStatus]:
-    """Return the state of the front processes."""
+    """Return the front processes' state."""
     tokens = sum(one.generated_tokens for one in sim.replicas)
     running = sum(len(one.running) for one in sim.replicas)
     return [
@@ -89,7 +89,7 @@ def fronts_of(sim: Simulation) -> list[FrontStatus]:
 
 
 def host_of(sim: Simulation) -> Host:
-    """Return the statistics of the machine and its processes."""
+    """Return statistics about the machine and its processes."""
     random = sim.random
     processes = [
         Process(name="core", role="core", pid=4711, cpu_percent=random.uniform(6, 9), memory_bytes=187 << 20)

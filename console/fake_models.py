@@ -1,4 +1,4 @@
-"""The models, replicas and drains of the simulated service."""
+"""The simulated service's models, replicas and drains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from console.simulation import Simulation
 
 
 def models_of(sim: Simulation) -> list[ModelStatus]:
-    """Return the state of all models."""
+    """Return all models' state."""
     found = []
     for name in dict.fromkeys(one.model for one in sim.replicas):
         drains = sim.drains_of(name)
@@ -30,7 +30,7 @@ def models_of(sim: Simulation) -> list[ModelStatus]:
 
 
 def drain_of(sim: Simulation, model: str | None, drain: SimDrain) -> DrainStatus:
-    """Return the state of the drain of a model, or of the service if `model` is None."""
+    """Return the state of a model's drain, or of the service's drain if `model` is None."""
     left = sim.drained(model)
     until = sim.now if drain.completed_at is None else drain.completed_at
     return DrainStatus(
@@ -95,7 +95,7 @@ def _replica(one: SimReplica) -> ReplicaStatus:
 
 
 def _drain_eta_s(sim: Simulation, model: str | None) -> float:
-    """Return the time until the longest running request has generated all its output tokens."""
+    """Return the time until the last running request has generated all its output tokens."""
     replicas = [one for one in sim.replicas if model in (None, one.model)]
     left_ms = [
         (request.output - request.generated) * one.decode_ms for one in replicas for request in one.running

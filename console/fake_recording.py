@@ -1,4 +1,4 @@
-"""The simulated service's recent past: one snapshot per second of the last 15 minutes, in memory."""
+"""The simulated service's history: one snapshot per second for the last 15 minutes, in memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from console.source import ListName, ListRow, Row, SourceError, UnsupportedListE
 
 _EVERY_S = 1.0
 _KEPT = 900
-"""Maximum number of snapshots kept. Each takes about 20 kB."""
+"""Maximum number of snapshots to keep, at about 20 kB each."""
 _VALID_S = 2.5
 
 
 class FakeRecording:
-    """Keeps and delivers the snapshots of the demo."""
+    """Keeps the demo's snapshots and delivers them."""
 
     label = "demo"
     begin: float | None = None
@@ -39,7 +39,7 @@ class FakeRecording:
         self._alerts: dict[str, Mark] = {}
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot, unless the previous one is less than a second old."""
+        """Keep a snapshot if at least a second has passed since the previous one."""
         if self._times and snapshot.at < self._times[-1] + _EVERY_S - 0.01:
             return
         self._times.append(snapshot.at)
@@ -53,7 +53,7 @@ class FakeRecording:
                 )
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the state of the service at a time, or the newest state if `at` is None."""
+        """Return the service's state at a time, or the newest state if `at` is None."""
         times = list(self._times)
         index = len(times) - 1 if at is None else bisect_right(times, at) - 1
         if index < 0 or (at is not None and at > times[index] + _VALID_S):
@@ -70,7 +70,7 @@ class FakeRecording:
         )
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Change the chart history so that it ends at the given time."""
+        """Update the chart history so that it ends at this time."""
         history.points.clear()
         history.points.extend([one for one in self._history.points if one.at <= until][-HISTORY_POINTS:])
         history.batches = {
@@ -80,7 +80,7 @@ class FakeRecording:
         history.batches = {replica: slices for replica, slices in history.batches.items() if slices}
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a period of recorded history."""
+        """Return an overview of a recorded period."""
         values = [
             (point.at, point.generated_tokens_per_s)
             for point in self._history.points
@@ -95,7 +95,7 @@ class FakeRecording:
         return PastTimeline(since, until, values, sorted(marks))
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a given time, newest rows first."""
+        """Return a list as of a past time, newest rows first."""
         if name in ("settings", "findings", "models", "tenants", "callers", "silences", "rules"):
             raise UnsupportedListError(NOT_RECORDED)
         if name == "usage":
@@ -111,7 +111,7 @@ class FakeRecording:
 
 
 def _time(row: Row) -> float | None:
-    """Return the time of a row. For a request, this is the time at which it finished."""
+    """Return a row's time. For a request, this is when it finished."""
     if isinstance(row, ListRow):
         return row.at
     return row.finished_at if isinstance(row, NamedRequest) else None

@@ -1,4 +1,4 @@
-"""The request log and the usage of the simulated service."""
+"""The simulated service's request log and usage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _STATUS = {"cancelled": 499, "error": 429}
 _PROMPT_PRICE, _CACHED_PRICE, _OUTPUT_PRICE = 0.6, 0.15, 1.8
 """Prices per million tokens."""
 _MAX_TOKENS_PER_S = 900
-"""Mean number of tokens per second, on earlier days, of the tenant with the highest weight."""
+"""Mean tokens per second on earlier days for the tenant with the highest weight."""
 
 
 def finished_requests(simulation: Simulation) -> list[NamedRequest]:
-    """Return the newest finished requests, most recently finished first."""
+    """Return finished requests, most recently finished first."""
     return [_logged(number, one) for number, one in enumerate(simulation.finished)][::-1]
 
 
@@ -60,8 +60,7 @@ def _logged(number: int, one: SimRequest) -> NamedRequest:
 
 
 def usage_rows(simulation: Simulation) -> list[UsageRow]:
-    """Return the usage of the last days by day, tenant and key, newest day first. The same day always has the
-    same usage."""
+    """Return recent usage by day, tenant and key, newest day first. A given day always has the same usage."""
     today = datetime.fromtimestamp(simulation.now, UTC)
     rows = []
     for back in range(USAGE_DAYS):

@@ -1,4 +1,4 @@
-"""The lists of the simulated service: audit trail, log, settings and findings."""
+"""The simulated service's lists: audit trail, log, settings and findings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from console.simulation import Simulation
 from console.source import ListName, ListRow, Row
 
 DEMO_OPERATOR = "uid:1000"
-"""The operator of the demo's console."""
+"""The operator who uses the demo's console."""
 OTHER_OPERATOR = "uid:1001"
-"""The operator who performs actions in the demo."""
+"""The simulated operator who performs actions."""
 _SETTINGS = (
     ("run_dir", "/run/appliance", "/etc/appliance/appliance.toml:2"),
     ("state_dir", "/var/lib/appliance", "/etc/appliance/appliance.toml:3"),
@@ -39,7 +39,7 @@ _FINDINGS = (
 
 
 class FakeRows:
-    """The rows of the lists, including audit rows for the actions that operators perform in the demo."""
+    """The lists' rows, including audit rows for actions performed in the demo."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -59,12 +59,12 @@ class FakeRows:
             self._add(now - offset, action, target, actor)
 
     def record(self, action: str, target: str, operator: str = DEMO_OPERATOR) -> None:
-        """Add the audit row of an action."""
+        """Add an audit row for an action."""
         self._add(self._simulation.now, action, target, operator)
         self.log.write(self._simulation.now, "core", "auditing", f"{action} by {operator}: ok")
 
     def verify(self) -> ChainReport:
-        """Verify the hashes of the audit rows."""
+        """Verify the audit rows' hashes."""
         before, broken = "", None
         for number, row in enumerate(self.audit, 1):
             before = _row_hash(before, number, row.subject, row.target)
@@ -115,7 +115,7 @@ class FakeRows:
         return list(reversed(self.log.lines))
 
     def _models(self) -> list[RegisteredModel]:
-        """Return two versions of each model: the one that serves requests, and its predecessor."""
+        """Return two versions of each model: the serving version and its predecessor."""
         found: list[RegisteredModel] = []
         for name in dict.fromkeys(one.model for one in self._simulation.replicas):
             replicas = [one for one in self._simulation.replicas if one.model == name]
@@ -146,7 +146,7 @@ class FakeRows:
         return found
 
     def _callers(self) -> list[Key | PeerMapping]:
-        """Return three keys of each tenant, and two local users."""
+        """Return three keys per tenant, and two local users."""
         tenants = list(self._simulation.tenants)
         peers = [
             PeerMapping(kind="uid", number=0, tenant=tenants[0], source="settings"),

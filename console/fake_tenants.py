@@ -1,4 +1,4 @@
-"""The tenants of the simulated service."""
+"""The simulated service's tenants."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from console.simulated import WINDOW_S, SimTenant
 from console.simulation import Simulation
 
 _KEYS, _PEERS = 3, 0
-"""Number of keys and of mapped users and groups of each tenant."""
+"""Number of keys, and of mapped users and groups, per tenant."""
 
 
 def tenant_record(one: SimTenant, created_at: float) -> Tenant:
-    """Return the fields of a tenant that operators can change."""
+    """Return the tenant fields that operators can change."""
     quota = {limit.name: limit.capacity for limit in one.limits} | {"concurrent_requests": one.concurrent}
     fields = {
         "name": one.name,
@@ -34,8 +34,8 @@ def tenant_record(one: SimTenant, created_at: float) -> Tenant:
 
 
 def tenants_of(sim: Simulation, tokens_per_s: Mapping[str, float | None]) -> list[TenantUse]:
-    """Return the usage of all tenants. `tokens_per_s` contains their current rates."""
-    # Unfinished requests count with their maximum number of tokens.
+    """Return all tenants' usage. `tokens_per_s` contains their current rates."""
+    # Unfinished requests count as their maximum number of tokens.
     held: Counter[str] = Counter()
     for request in sim.unfinished():
         held[request.tenant] += request.max_tokens
@@ -52,9 +52,8 @@ def tenants_of(sim: Simulation, tokens_per_s: Mapping[str, float | None]) -> lis
 def _tenant_use(
     one: SimTenant, held: int, service: float, all_service: float, active: float, tokens_per_s: float | None
 ) -> TenantUse:
-    """Return the usage of one tenant. `service` is the tenant's number of weighted tokens in the last minute,
-    `all_service` is the number for all tenants, and `active` is the total weight of the tenants that have
-    requests."""
+    """Return one tenant's usage. `service` is the tenant's weighted tokens in the last minute, `all_service`
+    the weighted tokens of all tenants, and `active` the total weight of tenants that have requests."""
     usage = []
     left_s = []
     for limit in one.limits:

@@ -1,4 +1,4 @@
-"""The files that operators name in the console, and the files to which it exports tables."""
+"""Files that operators name in the console, and files to which it exports tables."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _Identity = tuple[int, int, int, int]
 
 
 class FileError(ValueError):
-    """Raised for a file that cannot be used. The message names the file and the remedy."""
+    """Raised if a file cannot be used. The message names the file and the remedy."""
 
 
 def path_of(name: str) -> Path:
-    """Return the absolute path of a file that an operator named. A name may begin with `~` or `~user`. Raises
+    """Return the absolute path of a file named by an operator. The name may start with `~` or `~user`. Raises
     FileError."""
     try:
         return Path(name).expanduser().absolute()
     except RuntimeError as error:
-        raise FileError(f"cannot use {name}: there is no such user; enter the whole path") from error
+        raise FileError(f"cannot use {name}: no such user; enter the full path") from error
 
 
 class ExportedFiles:
@@ -27,11 +27,11 @@ class ExportedFiles:
 
     def __init__(self) -> None:
         self._written: dict[Path, _Identity] = {}
-        """The files that have been written, each with its state after the last write."""
+        """The files written, each with its state after the last write."""
 
     def write(self, path: Path, text: str) -> None:
-        """Write a file that only this user can read. Raises FileError if another program has written the
-        existing file, and OSError if the file cannot be written."""
+        """Write a file that only this user can read. Raises FileError if the file exists and was written by
+        another program, and OSError if it cannot be written."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -41,11 +41,11 @@ class ExportedFiles:
                 file.write(text)
                 file.flush()
             finally:
-                # An incomplete file, for example on a full disk, can be overwritten later.
+                # A file left incomplete, for example by a full disk, can be overwritten later.
                 self._written[path] = _identity(os.fstat(descriptor))
 
     def _own(self, path: Path) -> int:
-        """Open and empty a file that this console wrote earlier and that has not changed since."""
+        """Open and empty a file that this console wrote and that has not changed since."""
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             if _identity(os.fstat(descriptor)) == self._written.get(path):
@@ -53,7 +53,7 @@ class ExportedFiles:
                 return descriptor
             os.close(descriptor)
         raise FileError(
-            f"{path} already exists, and this console did not write it: choose another name, as in "
+            f"{path} exists, but was not written by this console: choose another name, as in "
             "export csv NAME, or remove the file"
         )
 

@@ -1,15 +1,13 @@
-"""The filter language of tables. Terms are separated by spaces, and a row must match all of them:
+"""The filter language for tables. Terms are separated by spaces, and a row must match all of them: - `text`:
+a column contains the text; - `field:text`: the column `field` contains the text; `!field:text`: it does not;
+- `field=text`: the column equals the text or number; `!field=text`: it does not. `field="two words"` compares
+  with a text that contains spaces;
+- `field>100`, `field<=2.5k`, `field>350ms`: compare the column's value, in the units shown. The number may
+  contain thousands separators, and a space before its unit. Times are times of day or dates;
+- `>100`: compare the value of the column that the table is sorted by.
 
-- `text`: a column contains the text;
-- `field:text`: the column `field` contains the text, and `!field:text`: the column does not contain the text;
-- `field=text`: the column is equal to the text or the number, and `!field=text`: it is not equal.
-  `field="two words"` compares with a text that contains spaces;
-- `field>100`, `field<=2.5k`, `field>350ms`: compare the value in the column, in the units that it shows. A
-  value may contain thousands separators, and a space before its unit. A time is a time of day or a date;
-- `>100`: compare the value in the column that the table is sorted by.
-
-A field is the heading of a column, in upper or lower case and with `_` for spaces, or the name of the column
-in exports.
+A field is a column's heading, in upper or lower case and with `_` for spaces, or the column's name in
+exports.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _COMPARE = re.compile(
     rf"(?:(?P<field>{_FIELD})(?P<sign>>=|<=|>|<)(?P<value>.*)"
     r"|(?P<bare_sign>>=|<=|>|<|=)(?P<bare_value>-?[0-9.].*))$"
 )
-"""Matches a comparison. A term without a field is a comparison only if a number follows the sign."""
+"""Matches a comparison. Without a field, a term is a comparison only if a number follows the operator."""
 _PART = re.compile(r"([0-9.]+)([A-Za-zµ°%]*)")
 _VALUE = re.compile(r"-?[0-9.][0-9.A-Za-zµ°%]*")
 _SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -39,7 +37,7 @@ _DAY = re.compile(r"\d{2}-\d{2}(T.*)?")
 _CONTAINS = re.compile(rf"(?P<negation>!?)(?P<field>{_FIELD}):(?P<text>.*)$")
 _EQUALS = re.compile(rf"(?P<negation>!?)(?P<field>{_FIELD})=(?P<text>.*)$")
 _WORD = re.compile(rf'!?{_FIELD}="[^"]*"(?!\S)|\S+')
-"""Matches a word of a filter. Only a text to compare with may be quoted."""
+"""Matches a word in a filter. Only the text to compare with may be quoted."""
 _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
@@ -56,24 +54,24 @@ _UNITS: dict[str, dict[str, float]] = {
     "W": {"W": 1.0},
     "°C": {"°C": 1.0, "°": 1.0, "C": 1.0},
 }
-"""For each unit of a column's value: the units that can be entered, with their factors."""
+"""For each unit of a column: the units that can be entered, with their factors."""
 
 
 class FilterField(NamedTuple):
     """A column by which rows can be filtered."""
 
     names: tuple[str, ...]
-    """Names of the column in lower case. Messages show the first one."""
+    """The column's names in lower case. Messages show the first one."""
     value: Callable[[Any], Cell]
     text: Callable[[Any], str]
     """Returns the text that the column shows."""
     unit: str = ""
-    """The unit of the value, as in `_UNITS`, or "time". A value in "%" is a fraction, and a time is in unix
+    """The value's unit, as in `_UNITS`, or "time". Values in "%" are fractions, and times are in unix
     seconds."""
 
 
 class FilterError(ValueError):
-    """Raised for a filter that names an unknown column or has an invalid number."""
+    """Raised if a filter names an unknown column or contains an invalid number."""
 
 
 class _Comparison(NamedTuple):
@@ -85,8 +83,8 @@ class _Comparison(NamedTuple):
 def matcher(
     text: str, fields: Sequence[FilterField], sorted_by: str, now: float = 0.0
 ) -> Callable[[Any], bool]:
-    """Return a function that decides whether a row matches a filter. `sorted_by` is a name of the column that
-    the table is sorted by, or empty. A time of day means its latest occurrence before `now` (unix seconds).
+    """Return a function that tests whether a row matches a filter. `sorted_by` names the column that the
+    table is sorted by, or is empty. A time of day means its latest occurrence before `now` (unix seconds).
     Raises FilterError."""
     terms: list[str] = []
     for word in _WORD.findall(text):
@@ -99,7 +97,7 @@ def matcher(
 
 
 def _comparison(term: str, fields: Sequence[FilterField], sorted_by: str) -> _Comparison | None:
-    """Return the comparison that a term stands for, or None if the term is not a comparison."""
+    """Parse a term as a comparison. Return None if it is not one."""
     if found := _EQUALS.match(term):
         return None if found["negation"] else _Comparison(_field(found["field"], fields), "=", found["text"])
     found = _COMPARE.match(term)
@@ -111,7 +109,7 @@ def _comparison(term: str, fields: Sequence[FilterField], sorted_by: str) -> _Co
 
 
 def _continues(comparison: _Comparison, word: str) -> bool:
-    """Return whether a word continues the comparison before it: a unit after a number, or a time of day after
+    """Return whether a word continues the preceding comparison: a unit after a number, or a time of day after
     a date."""
     if not comparison.value[-1:].isdigit():
         return False
@@ -145,8 +143,8 @@ def _term(term: str, fields: Sequence[FilterField], sorted_by: str, now: float) 
 
 
 def _equal(comparison: _Comparison, now: float) -> Callable[[Any], bool]:
-    """Return a function that decides whether a row matches an equality term: its value is equal to the term's
-    number, or its value or its displayed text is equal to the term's text, ignoring case."""
+    """Return a function that tests whether a row matches an equality term. It does if its value equals the
+    term's number, or if its value or displayed text equals the term's text, ignoring case."""
     field, wanted = comparison.field, comparison.value.removeprefix('"').removesuffix('"').strip().lower()
     try:
         limit = _limit(comparison, now)
@@ -163,8 +161,8 @@ def _equal(comparison: _Comparison, now: float) -> Callable[[Any], bool]:
 
 
 def _limit(comparison: _Comparison, now: float) -> float:
-    """Return the value of a comparison, such as 12,345, 350ms, 2m30s or 2026-11-20T14:03, in the unit of the
-    column. Raises FilterError."""
+    """Convert a comparison's value, such as 12,345, 350ms, 2m30s or 2026-11-20T14:03, to the column's unit.
+    Raises FilterError."""
     field, name, text = comparison.field, comparison.field.names[0], comparison.value
     as_text = f"; to compare text, use {name}=TEXT or {name}:TEXT"
     if field.unit == "time":
@@ -178,7 +176,7 @@ def _limit(comparison: _Comparison, now: float) -> float:
     known, number = _UNITS[field.unit], _SEPARATOR.sub("", text)
     parts = _PART.findall(number) if _VALUE.fullmatch(number) else []
     try:
-        # Only durations may consist of several parts, such as 2m30s.
+        # Only durations may have several parts, such as 2m30s.
         if len(parts) == 1 or (parts and field.unit == "s"):
             total = sum(float(digits) * (known[unit] if unit else 1.0) for digits, unit in parts)
             return -total if number.startswith("-") else total
@@ -192,7 +190,7 @@ def _limit(comparison: _Comparison, now: float) -> float:
 
 
 def _time(text: str, now: float) -> float:
-    """Return a time in unix seconds. A date without the year is the most recent one. Raises ValueError."""
+    """Return a time in unix seconds. A date without a year means the most recent one. Raises ValueError."""
     if _VALUE.fullmatch(text) and text[-1:].isdigit():
         return float(text)
     if not _DAY.fullmatch(text):
@@ -210,7 +208,7 @@ def _field(name: str, fields: Sequence[FilterField]) -> FilterField:
 
 
 def sort_rows(rows: Sequence[Any], get: Callable[[Any], Cell], *, reverse: bool) -> list[Any]:
-    """Return rows sorted by a column. Rows without a known value come last in both directions."""
+    """Return rows sorted by a column. Unknown values come last in both directions."""
     known = [row for row in rows if get(row) is not None]
     unknown = [row for row in rows if get(row) is None]
     # A column may contain both numbers and text. Numbers come first.

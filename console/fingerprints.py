@@ -1,4 +1,4 @@
-"""Detects whether the target of an action has changed while the action's dialog is open."""
+"""Detects changes to an action's target while the action's dialog is open."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from console.source import ListName
 
 Facts = dict[str, str]
 _NOT_COMPARED = {"id", "prefix", "created_at", "usage"}
-"""Fields of a key that operators do not change."""
+"""Key fields that operators do not change."""
 _TENANT_SETTINGS = (
     "default_class",
     "default_max_tokens",
@@ -28,22 +28,23 @@ _TENANT_SETTINGS = (
     "context_tokens",
     "kv_share",
 )
-"""Fields of a tenant that a snapshot does not contain."""
+"""Tenant fields that are not in snapshots."""
 _TIMES = ("expires_at", "revoked_at")
 _SHOWN_CHANGES = 3
 """Maximum number of changes that fit in a dialog of 24 lines."""
 
 
 class Fingerprint(NamedTuple):
-    """The part of a target's state on which the operator's decision depends."""
+    """The part of a target's state that matters for the operator's decision."""
 
     observed: Facts
     """Facts from the snapshot, by name."""
     listed: Facts | None
-    """Fields from the lists that `required_lists` names, such as keys. None if they have not been read."""
+    """Fields from the lists returned by `required_lists`, such as keys. None if the lists have not been
+    read."""
 
     def changes(self, later: Fingerprint) -> str:
-        """Return a description of what has changed, or an empty string."""
+        """Describe what has changed. Return an empty string if nothing has."""
         found = _changes(self.observed, later.observed)
         if self.listed is not None and later.listed is not None:
             found += _changes(self.listed, later.listed)
@@ -52,7 +53,7 @@ class Fingerprint(NamedTuple):
 
 
 def required_lists(action: Action) -> tuple[ListName, ...]:
-    """Return the lists that describe the targets of an action in more detail than the snapshot."""
+    """Return the lists that describe an action's targets in more detail than the snapshot does."""
     match action.target:
         case "model":
             return ("models",)
@@ -66,24 +67,24 @@ def required_lists(action: Action) -> tuple[ListName, ...]:
 
 
 def registered(name: str, context: Context) -> RegisteredModel | None:
-    """Return the model with this name or alias, if the list of models has been read."""
+    """Return the model with this name or alias, if the model list has been read."""
     models = context.rows_of("models", RegisteredModel)
     found = next((one for one in models if one.name == name), None)
     return found or next((one for one in models if name in one.aliases), None)
 
 
 def alerts_of(rule: str | None, snapshot: Snapshot) -> list[Alert]:
-    """Return the alerts of the rules that a pattern matches, or of all rules if it is empty."""
+    """Return the alerts whose rules match a pattern, or all alerts if it is empty."""
     return [one for one in snapshot.alerts if fnmatchcase(one.rule, rule or "*")]
 
 
 def peer_name(peer: PeerMapping) -> str:
-    """Return the name by which commands refer to a mapped user or group, such as "uid:1000" or "any"."""
+    """Return the name of a mapped user or group in commands, such as "uid:1000" or "any"."""
     return "any" if peer.kind == "any" else f"{peer.kind}:{peer.number}"
 
 
 def silenced_alerts(silence: Silence, snapshot: Snapshot) -> list[Alert]:
-    """Return the active alerts that a silence matches."""
+    """Return the active alerts matched by a silence."""
     return [
         one
         for one in alerts_of(silence.rule, snapshot)
@@ -92,21 +93,20 @@ def silenced_alerts(silence: Silence, snapshot: Snapshot) -> list[Alert]:
 
 
 def silence_with(silence_id: str | None, context: Context) -> Silence | None:
-    """Return the silence with this id, if the list of silences has been read."""
+    """Return the silence with this id, if the silences have been read."""
     return next((one for one in context.rows_of("silences", Silence) if one.id == silence_id), None)
 
 
 def is_drained(target: str, drained: str | None, context: Context) -> bool:
-    """Return whether the model `drained`, which is being drained, is the target. An empty target and None as
-    `drained` stand for the whole service. A name or an alias as the target also matches the version that
-    answers requests for this name."""
+    """Return whether the target is `drained`, the model being drained. An empty target, or None as `drained`,
+    means the whole service. A name or alias also matches the version that serves its requests."""
     model = registered(target, context)
     names = {target} if model is None else {target, model.name, f"{model.name}@{model.default}"}
     return (drained or "") in (names if target else {""})
 
 
 def fingerprint(action: Action, target: str | None, context: Context) -> Fingerprint:
-    """Return the target's current fingerprint."""
+    """Return the target's fingerprint."""
     snapshot = context.snapshot
     if snapshot is None:
         return Fingerprint({}, None)
@@ -131,8 +131,8 @@ def fingerprint(action: Action, target: str | None, context: Context) -> Fingerp
 def _tenant(tenant: TenantUse | None) -> Facts:
     if tenant is None:
         return {"state": "absent"}
-    # The service converts the limit on the share of the KV cache to tokens of the model whose cache the
-    # tenant uses most. This number of tokens can change without any operator action, so it is not compared.
+    # The service converts the KV cache share limit to tokens of the model whose cache the tenant uses most.
+    # The token count can change without any operator action, so it is not compared.
     limits = {
         one.limit.replace("_", " "): "set" if one.limit == "kv_share" else f"{one.capacity:,}"
         for one in tenant.usage
@@ -192,7 +192,7 @@ def _listed(action: Action, target: str | None, context: Context, now: float) ->
 
 
 def _tenant_settings(tenant: Tenant | None) -> Facts:
-    """Return the fields of a tenant that a snapshot does not contain."""
+    """Return the tenant fields that are not in snapshots."""
     if tenant is None:
         return {}
     values = msgspec.structs.asdict(tenant) | msgspec.structs.asdict(tenant.quota)

@@ -1,5 +1,5 @@
-"""The frame around all screens: header, tabs, drain banner, body and footer. A frame is a list of lines,
-which `console.app` shows and `console.top` prints."""
+"""The frame around every screen: header, tabs, drain banner, body and footer. A frame is a list of lines that
+`console.app` shows and `console.top` prints."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from console.screens.table import TableView
 from console.timeline import PastState, badge_text, timeline_lines
 
 _RESTARTED_S = 60.0
-"""Time for which the RESTARTED badge is shown, in seconds."""
+"""How long the RESTARTED badge is shown, in seconds."""
 _MIN_SCREEN = (20, 5)
 _MAX_MESSAGE_ROWS = 4
 _IMPORTANT_KEYS = ("help", "quit", "command", "actions", "variant")
-"""Commands that the footer shows even if the terminal is too narrow for the others."""
+"""Commands shown in the footer even if the terminal is too narrow for the others."""
 
 
 @dataclass
 class FrameState:
-    """The information that the frame shows around the screen."""
+    """What the frame shows around the screen."""
 
     context: Context
     view: View
@@ -36,13 +36,13 @@ class FrameState:
     demo: bool = False
     now: float = 0.0
     stale_s: float | None = None
-    """Age of the snapshot if the snapshot is stale, otherwise None."""
+    """Age of the snapshot if it is stale, otherwise None."""
     error: str = ""
-    """The reason why the source delivers no snapshots."""
+    """Why the source delivers no snapshots."""
     restarted_at: float | None = None
     paused: bool = False
     past: PastState | None = None
-    """The displayed time while viewing history, or None while the console is live."""
+    """The displayed past state, or None if the console is live."""
     help: bool = False
     help_scroll: int = 0
     message: str = ""
@@ -52,8 +52,8 @@ class FrameState:
     """Whether the terminal was too small for panels when the frame was last drawn."""
     badges: list[str] = field(default_factory=list)
     frozen: tuple[tuple[View, int, int], list[Line]] | None = None
-    """While jump mode is active: the screen, the terminal's size and the screen's lines when jump mode began.
-    Rows and letters stay in place until the operator has typed a letter."""
+    """In jump mode: the screen, the terminal's size and the screen's lines when jump mode began. Rows and
+    letters stay in place until the operator types a letter."""
 
     @property
     def has_panels(self) -> bool:
@@ -62,7 +62,7 @@ class FrameState:
 
 
 def frame(state: FrameState, width: int, height: int) -> list[Line]:
-    """Return all lines of the terminal."""
+    """Return all of the terminal's lines."""
     state.small = width < MIN_WIDTH or height < MIN_HEIGHT
     top = [_header(state, width)]
     if not state.small:
@@ -79,7 +79,7 @@ def frame(state: FrameState, width: int, height: int) -> list[Line]:
 
 
 def _frozen(state: FrameState, width: int, height: int, space: int) -> list[Line]:
-    """Return the lines of the screen in jump mode. The lines change only if the terminal's size changes."""
+    """Return the screen's lines in jump mode. They change only if the terminal's size changes."""
     drawn = (state.view, width, height)
     if state.frozen is None or state.frozen[0] != drawn:
         state.frozen = drawn, _body(state, width, space)
@@ -172,7 +172,7 @@ def _tabs(state: FrameState, width: int) -> Line:
     wide = tabs("title")
     if width_of(wide) <= width:
         return wide
-    # In a narrow terminal, the spaces around the titles are omitted.
+    # Narrow terminals omit the spaces around the titles.
     spans: Line = []
     for view in views:
         action, key = f"screen {view.key}", _key_of_view(state, view)
@@ -183,7 +183,7 @@ def _tabs(state: FrameState, width: int) -> Line:
         spans.append(Span(" "))
     if width_of(spans) <= width + 1:
         return spans
-    # In an even narrower terminal, only the current tab has a title.
+    # Even narrower terminals show only the current tab's title.
     spans = []
     for view in views:
         action, key = f"screen {view.key}", _key_of_view(state, view)
@@ -211,8 +211,8 @@ def _banners(state: FrameState, width: int) -> list[Line]:
 
 
 def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
-    """Return a banner for each drain. `key` is the name of the key that ends a single drain or, if there are
-    several, offers them for choice. `key` is empty if there is no such key."""
+    """Return a banner for each drain. `key` is the name of the key that ends a drain or, if there are
+    several, offers a choice. It is empty if there is no such key."""
     lines = []
     description = "to resume" if len(snapshot.drains) == 1 else "to resume one"
     remedy = [span(f" press {key} {description} ", "badge", "act resume")] if key else []
@@ -240,7 +240,7 @@ def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
 
 
 def _banner(text: str, remedy: Line, width: int) -> list[Line]:
-    """Return a text and, to its right, its remedy. A long text continues on the lines below."""
+    """Return a text with its remedy on the right. Long texts continue on the lines below."""
     space = max(_MIN_SCREEN[0], width - width_of(remedy))
     first, *others = wrap(text, space, "badge", " ")
     lines = [[span(fit(first[0].text, space), "badge"), *remedy]]
@@ -250,8 +250,7 @@ def _banner(text: str, remedy: Line, width: int) -> list[Line]:
 
 
 def _footer(state: FrameState, width: int) -> list[Line]:
-    """Return the message, on several lines if it is long. If there is no message, return the line with the
-    keys."""
+    """Return the message, on several lines if it is long, or the key hints if there is no message."""
     if state.message:
         one = [span(f" {state.message}", state.message_role)]
         fits = width_of(one) <= width
@@ -270,7 +269,7 @@ def _footer(state: FrameState, width: int) -> list[Line]:
     common = [(key.command, key.footer if present else key.past) for key in table]
     common = [one for one in common if one[1]]
     common.sort(key=lambda one: one[0] not in ("help", "quit"))
-    # While viewing history, the time-navigation keys take precedence over the screen's own keys.
+    # While viewing history, time-navigation keys take precedence over the screen's own keys.
     ordered = [*common[:1], *hints, *common[1:]] if present else [*common, *hints]
     keys = [(key_of(table, command), text, command) for command, text in ordered]
     important = _IMPORTANT_KEYS if present else ()
@@ -286,9 +285,9 @@ def _footer(state: FrameState, width: int) -> list[Line]:
 def _fitting(
     keys: Sequence[tuple[str, str, str]], important: Sequence[str], width: int
 ) -> list[tuple[str, str, str]]:
-    """Return the keys of the footer that fit in the given width. The keys of the commands in `important` are
-    included first. Each key is a tuple: its name, its text, and its command."""
-    left, fitting = width + 1, set[int]()  # No spaces precede the first key.
+    """Return the footer keys that fit in this width, giving priority to the commands in `important`. Each key
+    is a tuple of its name, text and command."""
+    left, fitting = width + 1, set[int]()  # The first key has no spaces before it.
     for index in sorted(range(len(keys)), key=lambda one: keys[one][2] not in important):
         name, text, _ = keys[index]
         size = len("  ") + cells(f"{name} {text}")

@@ -1,5 +1,5 @@
-"""Bars and charts drawn with characters. The three glyph sets differ in resolution and in what they require
-of the terminal: braille and block need a font with these characters, whereas ascii works everywhere."""
+"""Bars and charts drawn with characters. The three glyph sets differ in resolution and font support: braille
+and block need a font that contains these characters; ascii works everywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GlyphSet = Literal["braille", "block", "ascii"]
 GLYPH_SETS: tuple[GlyphSet, ...] = ("braille", "block", "ascii")
 
 _PARTS = {"braille": "█▓▒", "block": "█▓▒", "ascii": "#=+"}
-"""The characters of a bar's parts, from left to right. They distinguish the parts even without colours."""
+"""Characters for a bar's parts, from left to right, so that parts are distinguishable without colour."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#@"
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
@@ -25,8 +25,8 @@ Values = Sequence[float | None]
 
 
 def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Line:
-    """Return a horizontal bar. `parts` are at most three fractions of the width with their roles, from left
-    to right."""
+    """Return a horizontal bar. `parts` contains up to three fractions of the width, with their roles, from
+    left to right."""
     if width <= 0:
         return []
     empty = "-" if glyphs == "ascii" else "░"
@@ -35,7 +35,7 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Lin
     for index, (fraction, role) in enumerate(parts):
         total = min(1.0, total + max(0.0, fraction))
         end = round(total * width)
-        # Show at least one character of each non-empty part.
+        # Show at least one character for each non-empty part.
         if fraction > 0 and end == done and done < width:
             end = done + 1
         letter = _PARTS[glyphs][index]
@@ -48,12 +48,12 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Lin
 
 
 def bar_legend(names: Sequence[str], glyphs: GlyphSet) -> str:
-    """Return the names of a bar's parts, each with its character."""
+    """Return a bar's legend: the name of each part, with its character."""
     return ", ".join(f"{letter} {name}" for letter, name in zip(_PARTS[glyphs], names, strict=False))
 
 
 def unknown_bar(width: int) -> Line:
-    """Return the bar for an unknown value."""
+    """Return a bar for an unknown value."""
     return [Span("·" * max(0, width), "track")]
 
 
@@ -65,14 +65,14 @@ def meter(fraction: float | None, width: int, glyphs: GlyphSet, role: str = "") 
 
 
 def level(fraction: float | None, warn: float = 0.8, bad: float = 0.95) -> str:
-    """Return the role of a utilisation: good, warn or bad."""
+    """Return the role for a utilisation: good, warn or bad."""
     if fraction is None:
         return "dim"
     return "bad" if fraction >= bad else "warn" if fraction >= warn else "good"
 
 
 def per_cell(glyphs: GlyphSet) -> int:
-    """Return the number of values that one column of a chart shows."""
+    """Return the number of values in one chart column."""
     return 2 if glyphs == "braille" else 1
 
 
@@ -86,11 +86,10 @@ def chart(
     *,
     phase: int = 0,
 ) -> list[Line]:
-    """Return the newest values as a chart whose right edge is now. `top` is the value at the upper edge, by
-    default the largest value, rounded up. Unknown values are gaps; times before the first value are empty.
-
-    `phase` is the index of the newest value. With `phase`, the same two values keep sharing a braille
-    character while the chart moves, so the whole chart is redrawn only at every second value.
+    """Return a chart of the newest values, ending now at the right edge. `top` is the value at the upper
+    edge; by default, it is the largest value, rounded up. Unknown values are gaps, and times before the first
+    value are empty. `phase` is the index of the newest value. Given `phase`, the same two values keep sharing
+    a braille character as the chart moves, so the whole chart is redrawn only for every second value.
     """
     columns = per_cell(glyphs)
     size = width * columns - phase % columns
@@ -115,8 +114,8 @@ def chart(
 
 
 def rounded_up(value: float) -> float:
-    """Return the next value of the series 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15 … as the upper edge of a chart, so
-    that the scale rarely changes."""
+    """Round up to the next value in the series 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15 …, so that a chart's scale
+    rarely changes."""
     if value <= 0:
         return 0.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -130,8 +129,8 @@ def _steps(value: float, top: float, steps: int) -> int:
 
 
 def _letter(pair: Sequence[int | None], row: int, glyphs: GlyphSet) -> str:
-    """Return the character of one cell. In `pair`, -1 means a time before the first value and None means an
-    unknown value."""
+    """Return one cell's character. In `pair`, -1 means a time before the first value, and None an unknown
+    value."""
     if all(mark is None for mark in pair):
         return _UNKNOWN[glyphs] if row == 0 else " "
     if all(mark == -1 for mark in pair):

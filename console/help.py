@@ -1,4 +1,4 @@
-"""A screen's help: its keys, and its fields and metrics with their units and windows."""
+"""A screen's help: keys, fields and metrics, with units and windows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from console.screens.table import TableView
 
 _NAME_WIDTH = 18
 _KEY = re.compile(r"\{(\w+)\}")
-"""Matches a command name in a screen's help. The help replaces the name with the command's key."""
+"""Matches a command name in a screen's help text, where the command's key replaces it."""
 
 
 def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
-    """Return the help of a screen. `keys` contains the commands with the operator's key assignments."""
+    """Return a screen's help. `keys` contains the commands with the operator's key assignments."""
     doc = _KEY.sub(lambda found: key_of(keys, found[1]), " ".join((view.help_text or "").split()))
     closing = key_of(keys, "back") or key_of(keys, "help")
     lines = [
@@ -34,7 +34,7 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
         lines += [BLANK, heading("Filter", width, key_of(keys, "filter"))]
         lines += wrap(
             "Rows must match all terms, separated by spaces: text and field:text (contains the text), "
-            'field=text (is equal to the text; field="two words" if it has spaces), !field:text and '
+            'field=text (equals the text; field="two words" if it has spaces), !field:text and '
             "!field=text (all other rows), field>100, field<=2.5k, field>350ms; >100 applies to the column "
             "that the table is sorted by. "
             f"Fields: {names}.",

@@ -1,4 +1,4 @@
-"""Recent values of a few metrics, for charts. The history has one point per snapshot and a bounded length."""
+"""Recent values of a few metrics, for charts: one point per snapshot, up to a maximum length."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from appliance.snapshot import Batch, Snapshot
 
 MAX_POINTS = 1200
 _MAX_STEPS = 3
-"""Distance of two points, in intervals, from which the time between them counts as a gap in the history."""
+"""Two points at least this many intervals apart have a gap between them."""
 HISTORY_METRICS = (
     "at,rates.*,queue.running,queue.waiting,latency.*.p99_ms,kv[*].blocks_total,kv[*].blocks_used,"
     "gpus[*].utilization_percent,host.cpu_percent,batches[*].*"
 )
-"""The recorded values that `add_columns` needs."""
+"""The recorded metrics that `add_columns` needs."""
 LATENCIES = ("ttft", "itl", "queue", "e2e")
 _NAME = re.compile(r"(kv|gpus|batches)\[(.*)\]\.(\w+)")
 _SUMS = ("steps", "decode_steps", "mixed_steps", "computed_tokens", "generated_tokens", "preemptions")
@@ -28,7 +28,7 @@ _BATCH_TYPES = get_type_hints(Batch)
 
 
 class Point(NamedTuple):
-    """The charted values of one snapshot. None means unknown."""
+    """One snapshot's charted values. None means unknown."""
 
     at: float
     prompt_tokens_per_s: float | None
@@ -37,12 +37,12 @@ class Point(NamedTuple):
     running: int | None
     waiting: int | None
     kv: float | None
-    """Share of the KV blocks in use, over all replicas."""
+    """Share of KV blocks in use, over all replicas."""
     cpu_percent: float | None
     latencies: tuple[float | None, ...]
-    """The 99th percentiles of `LATENCIES`, in milliseconds."""
+    """99th percentiles of `LATENCIES`, in milliseconds."""
     gpus: dict[int, float | None]
-    """Utilisation of each GPU by its number, in percent. GPUs without a recorded utilisation are missing."""
+    """Utilisation in percent, keyed by GPU number. GPUs without a recorded utilisation are missing."""
 
 
 def _unknown_point(at: float) -> Point:
@@ -50,7 +50,7 @@ def _unknown_point(at: float) -> Point:
 
 
 def _unknown_slice(before: Batch, at: float) -> Batch:
-    """Return a slice in which the replica of the slice `before` has reported no steps."""
+    """Return a slice in which the replica from `before` has reported no steps."""
     return Batch(
         model=before.model,
         replica=before.replica,
@@ -63,26 +63,26 @@ def _unknown_slice(before: Batch, at: float) -> Batch:
 
 
 class History:
-    """The points of the last few minutes. Gaps, in which the service delivered no snapshots or a replica
-    reported no steps, are filled with unknown values, so that all points stand for the same time."""
+    """Points for the last few minutes. If the service delivers no snapshots, or a replica reports no steps,
+    the gap is filled with unknown values, so that all points represent the same amount of time."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
         self.batches: dict[str, deque[Batch]] = {}
-        """The newest slices of each replica, oldest first. A slice is at least a second long."""
+        """Each replica's newest slices, oldest first. A slice covers at least a second."""
         self.resolution_s = 0
-        """Resolution of recorded history, in seconds; 0 if the points come from live snapshots."""
+        """Resolution of recorded history, in seconds; 0 for live snapshots."""
         self.interval_s = 1.0
-        """Interval of live snapshots, in seconds."""
+        """Interval between live snapshots, in seconds."""
 
     @property
     def step_s(self) -> float:
-        """The time for which a point stands, in seconds."""
+        """The time that one point represents, in seconds."""
         return self.resolution_s or max(1.0, self.interval_s)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add the values of a snapshot. If several snapshots fall within one second, only the newest is kept.
-        A snapshot whose time has already been added is ignored."""
+        """Add a snapshot's values. If several snapshots fall within a second, only the newest is kept. A
+        snapshot whose time has already been added is ignored."""
         if self.points and snapshot.at <= self.points[-1].at:
             return
         if self.points and int(self.points[-1].at) == int(snapshot.at):
@@ -109,7 +109,7 @@ class History:
         self._add_batches(snapshot.batches, snapshot.at)
 
     def _fill_gap(self, until: float) -> None:
-        """Add unknown points for the time since the newest point, if this time is long."""
+        """If the newest point is too old, add unknown points for the time since then."""
         if not self.points or until - self.points[-1].at < _MAX_STEPS * self.step_s:
             return
         last, step_s = self.points[-1].at, self.step_s
@@ -120,12 +120,12 @@ class History:
             self._add_batches([], at)
 
     def prepend(self, earlier: History) -> None:
-        """Add those points of another history that are older than all points of this one."""
+        """Add the points of another history that are older than all points in this one."""
         first = self.points[0].at if self.points else math.inf
         older = [point for point in earlier.points if int(point.at) < int(first)] if self.points else []
         self.points.extendleft(reversed(older[-(MAX_POINTS - len(self.points)) :]))
         for replica in earlier.batches.keys() - self.batches.keys():
-            # The replica had already stopped to report when this history began.
+            # The replica had already stopped reporting when this history began.
             self.batches[replica] = deque(earlier.batches[replica], maxlen=MAX_POINTS)
             for point in self.points:
                 self._add_unknown(replica, point.at)
@@ -134,8 +134,8 @@ class History:
             slices.extendleft(reversed(found[-(MAX_POINTS - len(slices)) :]))
 
     def continued_from(self, until: float, resolution_s: int, points: int) -> float:
-        """Prepare the history to hold the last `points` points up to the time `until` at this resolution.
-        Remove the points outside this period, and return the time from which points are missing."""
+        """Prepare the history for the last `points` points up to the time `until`, at this resolution. Remove
+        points outside this period, and return the time from which points are missing."""
         begin = until - points * resolution_s
         last = self.points[-1].at if self.points else float("-inf")
         short = len(self.points) and self.points[0].at > begin + resolution_s
@@ -153,8 +153,8 @@ class History:
         return self.points[-1].at + 0.01 if self.points else begin
 
     def add_columns(self, columns: TelemetryColumns) -> None:
-        """Add recorded values (`HISTORY_METRICS`), with the same result as calling `add` for each of the
-        snapshots."""
+        """Add recorded values (`HISTORY_METRICS`), with the same result as calling `add` for each
+        snapshot."""
         plain, lists = _grouped(columns)
         totals = [metrics["blocks_total"] for metrics in lists["kv"].values() if "blocks_total" in metrics]
         used = [metrics["blocks_used"] for metrics in lists["kv"].values() if "blocks_used" in metrics]
@@ -192,7 +192,7 @@ class History:
             )
 
     def complete(self, batches: list[Batch]) -> None:
-        """Replace the newest slices with complete ones. Slices read from recorded values lack their text
+        """Replace the newest slices with complete ones, since slices read from recorded values lack text
         fields."""
         for batch in batches:
             slices = self.batches.get(batch.replica)
@@ -218,7 +218,7 @@ class History:
             slices.append(_unknown_slice(slices[-1], at))
 
     def last(self, value: Callable[[Point], float | None], points: int) -> list[float | None]:
-        """Return the value of `value` for each of the newest `points` points, oldest first."""
+        """Return `value(point)` for each of the newest `points` points, oldest first."""
         skipped = max(0, len(self.points) - points)
         return [value(self.points[index]) for index in range(skipped, len(self.points))]
 
@@ -228,7 +228,7 @@ class History:
         return int(self.points[-1].at // max(1, self.resolution_s)) if self.points else 0
 
     def span_of(self, points: int = MAX_POINTS) -> float:
-        """Return how much time the newest points cover, in seconds."""
+        """Return the time that the newest points cover, in seconds."""
         first = max(0, len(self.points) - points)
         return self.points[-1].at - self.points[first].at if len(self.points) > 1 else 0.0
 
@@ -273,7 +273,7 @@ Column = list[float | None]
 
 
 def _grouped(columns: TelemetryColumns) -> tuple[dict[str, Column], dict[str, dict[str, dict[str, Column]]]]:
-    """Return two dicts: single values keyed by name, and values in lists keyed by list, entry and value
+    """Return two dicts: single values, keyed by name, and list values, keyed by list, entry and value
     name."""
     plain: dict[str, Column] = {}
     lists: dict[str, dict[str, dict[str, Column]]] = {"kv": {}, "gpus": {}, "batches": {}}

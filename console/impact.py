@@ -1,4 +1,4 @@
-"""Describes what an action would currently affect, for its dialog."""
+"""Describes an action's current impact, for its dialog."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from console.present import present_values
 from console.target_state import state_lines, unlisted
 
 _SHOWN_TENANTS = 3
-"""Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
+"""Number of tenant forecasts that fit in a dialog of 24 lines."""
 _UNLOADING = ("models.unload", "models.sleep", "models.default", "models.rollback")
 """Actions after which a loaded version finishes its requests and then releases its memory."""
 _UNNOTICED = ("keys.create", "tenants.resume")
@@ -34,25 +34,25 @@ _UNNOTICED = ("keys.create", "tenants.resume")
 _REPLACING = ("models.default", "models.rollback")
 """Actions that replace the default version of a model."""
 _ROUTING = ("models.split", "models.alias", "models.shadow")
-"""Actions that change which models get the requests for a name."""
+"""Actions that change which models serve requests for a name."""
 
 
 class Impact:
-    """The impact of an action, which its dialog shows and keeps up to date."""
+    """An action's impact, shown and kept up to date in its dialog."""
 
     def __init__(
         self, action: Action, context: Callable[[], Context], problem: Callable[[], str] = str
     ) -> None:
-        """`context` returns the newest state, and `problem` the reason why it is outdated, or an empty
-        string."""
+        """`context` returns the latest known state. `problem` returns why this state is out of date, or an
+        empty string if it is current."""
         self._action = action
         self._context = context
         self._problem = problem
         self._shown: dict[str | None, Fingerprint] = {}
-        """For each target: its state when the operator first saw the action's impact on it."""
+        """Each target's state when the operator first saw the action's impact on it."""
 
     def lines(self, target: str | None) -> list[str]:
-        """Return what the action affects: requests, tokens, tenants and memory."""
+        """Describe what the action affects: requests, tokens, tenants and memory."""
         context = self._context()
         now = fingerprint(self._action, target, context)
         before = self._shown.setdefault(target, now)
@@ -70,8 +70,8 @@ class Impact:
         return present_values(self._action, target, self._context())
 
     def changes(self, target: str | None) -> str:
-        """Return a message if the target's state has changed since the operator first saw the impact or since
-        the previous message, and an empty string otherwise."""
+        """Describe how the target's state has changed since the operator first saw the impact, or since the
+        previous message. Return an empty string if it has not."""
         now = fingerprint(self._action, target, self._context())
         changes = self._shown.get(target, now).changes(now)
         self._shown[target] = now
@@ -79,7 +79,7 @@ class Impact:
 
 
 def impact(action: Action, target: str | None, context: Context) -> list[str]:
-    """Return what the action affects: requests, tokens, tenants and memory."""
+    """Describe what the action affects: requests, tokens, tenants and memory."""
     snapshot = context.snapshot
     if snapshot is None:
         return ["current load unknown: no data received from the service yet"]
@@ -114,8 +114,7 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
 
 
 def _caller(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
-    """Return what an action on a tenant or a key affects, with a warning if the screens do not list the
-    target."""
+    """Describe what an action on a tenant or key affects. Warn if the screens do not list the target."""
     if action.target == "tenant":
         requests = [one for one in snapshot.requests if one.tenant == target]
         is_listed = any(one.name == target for one in snapshot.tenants)
@@ -130,7 +129,7 @@ def _caller(action: Action, target: str, context: Context, snapshot: Snapshot) -
 
 
 def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:
-    """Return what ending a silence affects."""
+    """Describe what ending a silence affects."""
     if silence is None:
         return []
     count = len(silenced_alerts(silence, snapshot))
@@ -154,12 +153,12 @@ def _request(action: Action, target: str | None, snapshot: Snapshot) -> list[str
     cache = next((cache for cache in snapshot.kv if cache.replica == one.replica), None)
     block_bytes = None if cache is None else units.ratio(cache.kv_bytes, cache.blocks_total)
     size = None if block_bytes is None or one.blocks is None else block_bytes * one.blocks
-    # Blocks that the request shares with other requests stay in use.
+    # Blocks shared with other requests stay in use.
     return [*lines, f"frees up to {units.count(one.blocks)} KV blocks ({units.size(size)})"]
 
 
 def _model(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
-    """Return what an action on the model `target` affects. An empty `target` stands for all models."""
+    """Describe what an action on the model `target` affects. An empty `target` means all models."""
     if action.name == "resume":
         held = [one for one in snapshot.drains if is_drained(target, one.model, context)]
         counts = [units.counted(one.held, "held request") for one in held]
@@ -182,7 +181,7 @@ def _model(action: Action, target: str, context: Context, snapshot: Snapshot) ->
 
 
 def _versions(action: Action, target: str, context: Context) -> list[str]:
-    """Return how the default version of a model changes."""
+    """Describe how a model's default version changes."""
     name, _, version = target.partition("@")
     entry = registered(name, context)
     if entry is None or action.name not in _REPLACING:
@@ -192,8 +191,8 @@ def _versions(action: Action, target: str, context: Context) -> list[str]:
 
 
 def _loaded(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[ModelStatus]:
-    """Return the loaded models that an action concerns. Versions in the registry are loaded under the name
-    NAME@VERSION. NAME stands for the default version, or for all versions if `action` removes them."""
+    """Return the loaded models that an action affects. Versions in the registry are loaded as NAME@VERSION.
+    NAME means the default version, or all versions if `action` removes them."""
     name, _, version = target.partition("@")
     if version and action.name not in _REPLACING:
         return [one for one in snapshot.models if one.name == target]
@@ -208,8 +207,8 @@ def _loaded(action: Action, target: str, context: Context, snapshot: Snapshot) -
 def _requests_of(
     models: Iterable[ModelStatus], target: str, context: Context, snapshot: Snapshot
 ) -> list[UnfinishedRequest]:
-    """Return the requests that run on replicas of these models, and the requests that wait for these models
-    under any of their names."""
+    """Return the requests running on these models' replicas, and the requests waiting for these models under
+    any of their names."""
     models = list(models)
     replicas = {replica.name for model in models for replica in model.replicas}
     names = {target, *(model.name for model in models)}
@@ -224,8 +223,8 @@ def _requests_of(
 
 
 def _load(requests: list[UnfinishedRequest], consequences: list[str] | None = None) -> list[str]:
-    """Describe requests: their number, tenants and tokens. If there are any requests, the lines in
-    `consequences` follow."""
+    """Describe requests: their number, tenants and tokens. If there are any, add the lines in
+    `consequences`."""
     if not requests:
         return ["no running or queued requests are affected"]
     tenants = sorted({one.tenant for one in requests})
@@ -244,17 +243,17 @@ def _load(requests: list[UnfinishedRequest], consequences: list[str] | None = No
 
 
 def _end(models: list[ModelStatus], snapshot: Snapshot) -> list[str]:
-    """Return when the unfinished requests of these models are expected to end if no more requests are
-    accepted. The models are assumed to work on their requests in parallel."""
+    """Describe when these models' unfinished requests are expected to end if no more are accepted. The models
+    are assumed to work in parallel."""
     etas = [one.drain_eta_s for one in models]
     known = [eta for eta in etas if eta is not None]
     if not known or len(known) < len(etas):
-        return [f"expected end: {units.UNKNOWN} (the models' rates have not been measured yet)"]
+        return [f"expected end: {units.UNKNOWN} (model rates have not been measured yet)"]
     return [f"expected end: in {units.seconds(max(known))}, at {units.clock(snapshot.at + max(known))}"]
 
 
 def _freed(action: Action, models: list[ModelStatus]) -> str:
-    """Describe the memory that the replicas of these models would release. Replicas report sums over their
+    """Describe the memory that these models' replicas would release. Replicas report totals over their
     ranks."""
     replicas = [replica for model in models for replica in model.replicas]
     awake = [one for one in replicas if one.state != "sleeping"]
@@ -275,7 +274,7 @@ def _freed(action: Action, models: list[ModelStatus]) -> str:
 
 
 def result_lines(result: msgspec.Struct) -> list[str]:
-    """Return a result's fields as lines. Unknown and empty values are left out."""
+    """Return a result's fields as lines, without unknown and empty values."""
     lines = _fields(result, "")
     return [*lines, "The key is shown only once: save it now."] if isinstance(result, NewKey) else lines
 
@@ -302,8 +301,8 @@ def _fields(result: msgspec.Struct, indent: str) -> list[str]:
 
 
 def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
-    """Describe what the new limits would have changed: the rejections avoided or added, and the latency of
-    other tenants. `concerned` is the tenant whose limits change, if known."""
+    """Describe what the new limits would have changed: rejections avoided or added, and other tenants'
+    latency. `concerned` is the tenant whose limits change, if known."""
     minutes = max(1, round((forecast.until - forecast.since) / 60))
     requests = units.counted(forecast.requests, "request")
     lines = [f"replay of {requests} (last {minutes} min), recorded → with the new limits:"]
@@ -333,7 +332,7 @@ def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
 
 
 def _latency_change(before: float | None, after: float | None) -> str:
-    """Return two latencies in milliseconds, and their difference."""
+    """Format two latencies, given in milliseconds, and their difference."""
     text = f"{units.ms(before)} → {units.ms(after)}"
     if before is None or after is None:
         return text

@@ -1,4 +1,4 @@
-"""The operator's keymap file, a TOML table that assigns keys to commands of the key table. An example:
+"""The operator's keymap file: a TOML table that assigns keys to commands in the key table. Example:
 
 "time back" = "b"
 "act models.load" = ["M", "ctrl+o"]
@@ -18,7 +18,7 @@ from console.files import FileError, path_of
 from console.keys import ALL_COMMANDS, CHARACTERS, KEYS, NO_KEY, KeyTable, shown_name
 
 _MODIFIERS = ("alt", "ctrl", "shift")
-"""Modifiers in the order in which Textual names them."""
+"""Modifiers, in Textual's order."""
 _MOVING = ("up", "down", "left", "right", "home", "end", "pageup", "pagedown", "insert", "delete")
 _EDITING = ("tab", "enter", "escape", "space", "backspace")
 _FUNCTION = tuple(f"f{number}" for number in range(1, 25))
@@ -30,9 +30,9 @@ _NAMES = {name: key for key, name in CHARACTERS.items()} | {
     "del": "delete",
     **{shown_name(key): key for key in ("up", "down", "left", "right", "backspace")},
 }
-"""Maps alternative names of keys (their characters, and the names that the help shows) to Textual's names."""
+"""Maps alternative key names (characters, and names shown in the help) to Textual's names."""
 _SAME_CODE = {"ctrl+i": "tab", "ctrl+m": "enter", "ctrl+h": "backspace", "ctrl+left_square_bracket": "escape"}
-"""Keys that terminals cannot distinguish from another key, because both send the same code."""
+"""Keys that terminals cannot tell apart from another key, because both send the same code."""
 QUIT_KEYS = ("ctrl+c", "ctrl+q")
 """Keys that always quit the console, so that no keymap can prevent quitting."""
 
@@ -43,35 +43,35 @@ class Keymap(NamedTuple):
     keys: KeyTable = KEYS
     """The commands, with their keys."""
     overrides: dict[str, str] = {}  # noqa: RUF012
-    """The commands whose keys differ from the default. The values are keys separated by commas, as Textual
+    """Commands whose keys differ from the default. Each value is a comma-separated list of keys, as Textual
     expects."""
     problems: tuple[str, ...] = ()
-    """The errors in the keymap file. If there are any, the file is not used."""
+    """Errors in the keymap file. If there are any, the file is not used."""
 
 
 DEFAULT_KEYMAP = Keymap()
 
 
 class _KeyError(ValueError):
-    """Raised for a key that terminals cannot send. The message says what to do."""
+    """Raised for keys that terminals cannot send. The message says what to do."""
 
 
 def default_path() -> Path:
-    """Return the path of this user's keymap file."""
+    """Return the path of the user's keymap file."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return path_of(base) / "appliance" / "keys.toml"
 
 
 def read_keymap(named: str | None = None) -> Keymap:
-    """Return the keymap from a file, by default from the user's file if it exists. If the file contains an
-    error, return the default keys and the problems."""
+    """Read a keymap file; by default, the user's file if it exists. If the file contains errors, return the
+    default keys along with the errors."""
     try:
         path = default_path() if named is None else path_of(named)
     except FileError as error:
         return _unusable(str(error))
     try:
         text = path.read_text()
-        table = tomllib.loads(text + "\n")  # Without "\n", an error on the last line has no line number.
+        table = tomllib.loads(text + "\n")  # Without "\n", errors on the last line have no line number.
     except FileNotFoundError:
         if named is None:
             return DEFAULT_KEYMAP
@@ -107,7 +107,7 @@ def _keymap(path: Path, text: str, table: dict[str, object]) -> Keymap:
             try:
                 key = _key(given)
                 if key in QUIT_KEYS and command != "quit":
-                    raise _KeyError("this key always ends the console: choose another key")
+                    raise _KeyError("this key always quits the console: choose another key")
             except _KeyError as error:
                 problems.append(f'{where}: "{command}" = {given!r}: {error}')
                 continue
@@ -122,8 +122,8 @@ def _keymap(path: Path, text: str, table: dict[str, object]) -> Keymap:
 
 
 def _applied(chosen: dict[str, tuple[str, ...]], used: set[str]) -> Keymap:
-    """Return the key table with the chosen keys. A command loses the default keys that are in `used`, because
-    other commands use these keys."""
+    """Return the key table with the chosen keys. Default keys in `used` are removed from their commands,
+    because other commands use them."""
     if "quit" in chosen:
         chosen["quit"] = tuple(dict.fromkeys((*chosen["quit"], *QUIT_KEYS)))
     bound, overrides = [], {}
@@ -169,12 +169,12 @@ _NAMED = frozenset((*_MOVING, *_EDITING, *_FUNCTION, *CHARACTERS))
 
 
 def _similar(name: str, known: set[str] | frozenset[str]) -> str:
-    """Return advice for an unknown name: the most similar known name, or where to find the names."""
+    """Suggest the most similar known name or, if none is similar, where to find the names."""
     close = difflib.get_close_matches(name, sorted(known), 1, 0.5)
     return f"did you mean {close[0]!r}?" if close else "see docs/keys.md for the names"
 
 
 def _line(text: str, command: str) -> int:
-    """Return the number of the line that assigns keys to a command."""
+    """Return the line number of a command's entry."""
     entry = re.compile(rf"""\s*\[?\s*["']?{re.escape(command)}["']?\s*[=.\]]""")
     return next((number for number, line in enumerate(text.splitlines(), 1) if entry.match(line)), 1)

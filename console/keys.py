@@ -1,5 +1,5 @@
-"""The key table. Key bindings, the help, the footer and `docs/keys.md` are derived from it. The operator's
-keymap file can change its keys (`console.keymap`)."""
+"""The key table, from which key bindings, the help, the footer and `docs/keys.md` are derived. The operator's
+keymap file (`console.keymap`) can change the keys."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from appliance.actions import ACTIONS, Action
 
 
 class KeyBinding(NamedTuple):
-    """One entry of the key table."""
+    """One entry in the key table."""
 
     command: str
-    """Description of what the keys do. It is also the name of the entry in a keymap file."""
+    """The command that the keys run. It is also the entry's name in keymap files."""
     keys: tuple[str, ...]
-    """The names of the keys in Textual."""
+    """Textual's names of the keys."""
     title: str
     group: str
     footer: str = ""
-    """Short text for the footer; empty if the footer does not show the key."""
+    """Short footer text; empty if the footer does not show the key."""
     past: str = ""
-    """Short text for the footer while viewing history."""
+    """Short footer text while viewing history."""
 
 
 SCREENS = (
@@ -134,7 +134,7 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding(
         "compare",
         ("c",),
-        "Compare two times: press once at each of them",
+        "Compare two times: press once at each time",
         "History",
         "",
         "compare",
@@ -186,11 +186,11 @@ KEYS: tuple[KeyBinding, ...] = (
 
 KeyTable = tuple[KeyBinding, ...]
 NO_KEY = "no-key"
-"""Key for Textual bindings that require a key but must never be triggered. No terminal sends it."""
+"""A key that no terminal sends, for Textual bindings that need a key but must never be triggered."""
 
 
 def offered() -> list[Action]:
-    """Return the actions that operators can choose in the console."""
+    """Return the actions available in the console."""
     return [action for action in ACTIONS if action.visibility == "shown"]
 
 
@@ -202,17 +202,17 @@ def _without_key() -> Iterator[KeyBinding]:
 
 
 ALL_COMMANDS: KeyTable = (*KEYS, *_without_key())
-"""All commands that can have keys: those of the key table, and the actions that have no key by default."""
+"""All commands that can have keys: those in the key table, and actions without default keys."""
 
 
 def key_of(keys: KeyTable, command: str) -> str:
-    """Return the name of a command's first key as shown in the help, or an empty string if the command has no
+    """Return the name, as shown in the help, of a command's first key, or an empty string if it has no
     key."""
     return next((shown_name(one.keys[0]) for one in keys if one.command == command and one.keys), "")
 
 
 def shown_name(key: str) -> str:
-    """Return the name of a key as shown in the help."""
+    """Return a key's name as shown in the help."""
     return {
         **CHARACTERS,
         "escape": "esc",

@@ -1,6 +1,5 @@
-"""Lines of styled text, which all screens produce. A style is a role such as "bad", to which themes assign a
-colour. Text from clients and operators becomes a span only through `span`, which removes control
-characters."""
+"""Lines of styled text, as produced by all screens. A style is a role, such as "bad", to which themes assign
+a colour. Text from clients and operators must pass through `span`, which removes control characters."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ class Span(NamedTuple):
     text: str
     role: str = "text"
     action: str = ""
-    """Command that a mouse click on the span runs, such as "screen 4", or an empty string."""
+    """Command to run when the span is clicked, such as "screen 4", or an empty string."""
 
 
 Line = list[Span]
@@ -29,8 +28,8 @@ _HEADING = Span("─ ", "rule")
 
 
 def span(text: object, role: str = "text", action: str = "") -> Span:
-    """Return a span that contains only printable characters, so that clients' escape sequences never reach
-    the terminal."""
+    """Return a span with only printable characters, so that escape sequences from clients never reach the
+    terminal."""
     value = str(text)
     if not value.isprintable():
         value = "".join(character if character.isprintable() else " " for character in value)
@@ -38,22 +37,22 @@ def span(text: object, role: str = "text", action: str = "") -> Span:
 
 
 def line(*parts: str | Span) -> Line:
-    """Return a line made of spans and plain text."""
+    """Build a line from spans and plain text."""
     return [part if isinstance(part, Span) else span(part) for part in parts]
 
 
 def width_of(spans: Iterable[Span]) -> int:
-    """Return the number of terminal columns that a line occupies."""
+    """Return a line's width in terminal columns."""
     return sum(cells(one.text) for one in spans)
 
 
 def cells(text: str) -> int:
-    """Return the number of terminal columns that `text` occupies."""
+    """Return the width of `text` in terminal columns."""
     return len(text) if text.isascii() else cell_len(text)
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
-    """Return `text` with exactly `width` columns: padded, or truncated with an ellipsis."""
+    """Pad `text` to `width` columns, or truncate it with an ellipsis."""
     have = cells(text)
     if have == width:
         return text
@@ -66,7 +65,7 @@ def fit(text: str, width: int, *, right: bool = False) -> str:
 
 
 def clip(spans: Sequence[Span], width: int) -> Line:
-    """Return a line with exactly `width` columns: padded with spaces, or truncated with an ellipsis."""
+    """Pad a line with spaces to `width` columns, or truncate it with an ellipsis."""
     left, result = width, []
     for one in spans:
         size = cells(one.text)
@@ -82,8 +81,8 @@ def clip(spans: Sequence[Span], width: int) -> Line:
 
 
 def spread(left: Sequence[Span], right: Sequence[Span], width: int) -> Line:
-    """Return a line with one part at the left edge and one at the right edge. If they do not both fit, the
-    right part is kept."""
+    """Return a line with one part at the left edge and one at the right. If both do not fit, the left part is
+    truncated."""
     space = width - width_of(right)
     if space <= 0:
         return clip(right, width)
@@ -91,12 +90,12 @@ def spread(left: Sequence[Span], right: Sequence[Span], width: int) -> Line:
 
 
 def heading(title: str, width: int, note: str = "") -> Line:
-    """Return the title line of a panel. `note` names the unit or the window of its values."""
+    """Return a panel's title line. `note` names the unit or window of the panel's values."""
     start = [_HEADING, span(title, "title"), Span(" ", "rule")]
     end = [Span(" ", "rule"), span(note, "dim"), Span(" ─", "rule")] if note else []
     space = width - width_of(start) - width_of(end)
     if space < 0 and end:
-        # If space is short, the note is truncated first, and the title only if that is not enough.
+        # If space is short, the note is truncated first, then the title.
         have = width - width_of(start) - 3
         return heading(title, width, fit(note, have).rstrip() if have > 4 else "")
     return clip([*start, Span("─" * max(0, space), "rule"), *end], width)
@@ -121,8 +120,7 @@ def beside(
 
 
 def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Line]:
-    """Wrap text between words into lines of at most `width` columns. Longer words, such as paths, are
-    divided."""
+    """Wrap text at words into lines of at most `width` columns. Longer words, such as paths, are split."""
     rows: list[str] = []
     current = ""
     space = width - len(indent)
@@ -138,7 +136,7 @@ def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Li
 
 
 def _pieces(word: str, width: int) -> Iterator[str]:
-    """Divide a word into pieces of at most `width` columns."""
+    """Split a word into pieces of at most `width` columns."""
     while cells(word) > max(1, width):
         size = max(1, len(set_cell_size(word, max(1, width)).rstrip()))
         yield word[:size]
@@ -148,8 +146,8 @@ def _pieces(word: str, width: int) -> Iterator[str]:
 
 
 def fact_lines(facts: Sequence[tuple[str, str]], width: int) -> list[Line]:
-    """Return names and values as lines. The names form a column, and long values span several lines. Wide
-    terminals show two columns of facts."""
+    """Format facts as lines, with the names in a column. Long values span several lines. Wide terminals show
+    two facts side by side."""
     if width >= _TWO_COLUMNS and len(facts) > 3:
         middle, size = (len(facts) + 1) // 2, (width - 2) // 2
         left, right = fact_column(facts[:middle], size), fact_column(facts[middle:], size)
@@ -158,7 +156,7 @@ def fact_lines(facts: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 
 def fact_column(facts: Iterable[tuple[str, str]], width: int, name_width: int = _NAME_WIDTH) -> list[Line]:
-    """Return names and values as lines, in one column even if the terminal is wide."""
+    """Format facts as lines, one below the other even in wide terminals."""
     lines = []
     for name, value in facts:
         first, *others = wrap(value, width - name_width) or [BLANK]
@@ -168,13 +166,13 @@ def fact_column(facts: Iterable[tuple[str, str]], width: int, name_width: int = 
 
 
 def titles(*columns: tuple[str, int]) -> Line:
-    """Return the titles of a table's columns, each with its width. A negative width aligns the title at the
-    left edge of its column."""
+    """Return a table's title line from each column's title and width. A negative width aligns the title to
+    the left."""
     return [
         span(f"{title:<{-width}}" if width < 0 else f"{title:>{width}}", "label") for title, width in columns
     ]
 
 
 def plain(spans: Iterable[Span]) -> str:
-    """Return a line without its styles."""
+    """Return a line's text without styles."""
     return "".join(one.text for one in spans).rstrip()

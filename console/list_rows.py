@@ -1,4 +1,4 @@
-"""Converts audit actions, log lines and doctor's findings to rows for the console."""
+"""Converts audited actions, log lines and doctor findings to console rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from console.source import ListRow
 
 
 def audit_row(action: AuditAction) -> ListRow:
-    """Return an audited action as a row. An action that has not been written to the chain yet has no number,
-    so its time and target identify it."""
+    """Return an audited action as a row. Actions not yet written to the chain have no number, so their time,
+    action and target identify them."""
     params = action.params if isinstance(action.params, dict) else {}
     target = next(
         (str(params[name]) for name in ("name", "id", "request_id", "model", "peer") if params.get(name)), ""

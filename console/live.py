@@ -1,4 +1,4 @@
-"""A source that reads the event stream and the lists of a running service through the admin socket."""
+"""A source that reads a running service's event stream and lists through the admin socket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BLOCKS_EVERY_S = 1.0
 
 
 class LiveSource:
-    """Delivers snapshots of the service that uses the given run directory. If the stream ends, the next call
+    """Delivers snapshots of the service in this run directory. If the event stream ends, the next call
     reopens it."""
 
     kind: Literal["live"] = "live"
@@ -43,13 +43,12 @@ class LiveSource:
     def __init__(
         self, run_dir: Path, *, write: bool = False, key: str | None = None, interval_s: float = 0.5
     ) -> None:
-        """The service refuses actions unless `write` is true. Only users who are not operators need a
-        `key`."""
+        """The service refuses actions unless `write` is true. Operators need no `key`."""
         self.label = str(run_dir)
         self.interval_s = interval_s
         self.reads_blocks = False
         self._blocks: dict[str, BlockMap] = {}
-        """The blocks of each replica, as last read."""
+        """Each replica's blocks, as last read."""
         self._blocks_at = -math.inf
         self._reading: asyncio.Task[list[ReplicaBlocks]] | None = None
         self._run_dir, self._key = run_dir, key
@@ -71,8 +70,8 @@ class LiveSource:
             with _explained():
                 self._read_blocks()
                 snapshot = await anext(self._stream)
-                # The service sends at least one frame per second. If the refresh interval is longer, skip
-                # frames. The operator may change the interval in the meantime.
+                # The service sends at least one frame per second. Skip frames if the refresh interval is
+                # longer. The operator may change the interval while this waits.
                 taken = 1
                 while taken < math.floor(self.interval_s * hz + 0.5):
                     snapshot = await anext(self._stream)
@@ -87,15 +86,15 @@ class LiveSource:
             raise
 
     def _read_blocks(self) -> None:
-        """Start reading the blocks if they are shown and the last read began at least a second ago."""
+        """Start reading the blocks if they are displayed and the last read started at least a second ago."""
         due = time.monotonic() - self._blocks_at >= _BLOCKS_EVERY_S
         if self.reads_blocks and due and self._reading is None:
             self._blocks_at = time.monotonic()
             self._reading = asyncio.create_task(self._client.call(calls.KV_BLOCKS))
 
     async def _take_blocks(self) -> None:
-        """Store the blocks that have been read. Wait for the blocks only if none are known yet, because the
-        answer may arrive later than the next snapshot."""
+        """Store the blocks if they have arrived. Wait for them only if none are known yet, because they may
+        arrive later than the next snapshot."""
         reading = self._reading
         if reading is None or not (reading.done() or not self._blocks):
             return
@@ -106,7 +105,7 @@ class LiveSource:
             self._blocks = {}
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list from the service."""
+        """Read a list from the service."""
         with _explained():
             match name:
                 case "audit":
@@ -136,7 +135,7 @@ class LiveSource:
                     return await self._findings()
 
     async def _daily_usage(self) -> list[UsageRow]:
-        """Return the usage of the last few days, read at most once every 15 seconds."""
+        """Return usage for the last few days, read at most once every 15 seconds."""
         if time.monotonic() - self._usage_at >= _USAGE_EVERY_S:
             since = (datetime.now(UTC).date() - timedelta(days=USAGE_DAYS - 1)).isoformat()
             self._usage = (await self._client.call(calls.usage(UsageQuery(since=since)))).rows
@@ -152,7 +151,7 @@ class LiveSource:
         return self._found
 
     async def verify(self) -> ChainReport:
-        """Have the service verify its audit chain, and return the result."""
+        """Have the service verify its audit chain."""
         with _explained():
             return await self._client.call(calls.verify_audit())
 
@@ -168,7 +167,7 @@ class LiveSource:
             return result
 
     def recording(self) -> RecordedPast:
-        """Return the history recorded by the service."""
+        """Return the service's recorded history."""
         from console.stored_recording import service_recording
 
         return service_recording(self._run_dir, self._key)
@@ -190,7 +189,7 @@ class LiveSource:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Convert the client's exceptions to SourceError. Their messages are already written for operators."""
+    """Convert the client's exceptions, whose messages are already written for operators, to SourceError."""
     try:
         yield
     except (ServiceNotRunningError, AdminError, UntrustedError, MissingFrameError) as error:
@@ -198,7 +197,7 @@ def _explained() -> Iterator[None]:
 
 
 def _rules(configuration: Configuration) -> list[ListRow]:
-    """Return the names of the alert rules in effect."""
+    """Return the names of the active alert rules."""
     alerts = configuration.settings.get("alerts", {})
     names = [*(rule.name for rule in BUILT_IN), *(rule["name"] for rule in alerts.get("rules", ()))]
     disabled = alerts.get("disabled", ())
@@ -206,7 +205,7 @@ def _rules(configuration: Configuration) -> list[ListRow]:
 
 
 def _settings(configuration: Configuration) -> list[ListRow]:
-    """Return each setting with its value and source."""
+    """Return all settings with their values and sources."""
     rows = []
     for name, place in sorted(configuration.places.items()):
         value: object = configuration.settings

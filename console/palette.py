@@ -1,4 +1,4 @@
-"""The entries of the command palette: the key table and the registry of actions."""
+"""The command palette. Its entries are the key table and the action registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ConsolePalette(CommandPalette):
-    """The palette without the blinking cursor, which would use bandwidth over SSH, and without symbols that
+    """Textual's palette, without the blinking cursor, which uses bandwidth over SSH, and without symbols that
     some terminals lack."""
 
     DEFAULT_CSS = "ConsolePalette SearchIcon { color: $primary; }"
@@ -55,12 +55,12 @@ class ConsoleCommands(Provider):
         return found
 
     async def discover(self) -> Hits:
-        """Return all entries, for an empty search field."""
+        """Yield all entries, for an empty search field."""
         for title, note, command in self._entries():
             yield DiscoveryHit(title, partial(self._console.action_run, command), help=note)
 
     async def search(self, query: str) -> Hits:
-        """Return the entries that match."""
+        """Yield the matching entries."""
         matcher = self.matcher(query)
         for title, note, command in self._entries():
             if (score := matcher.match(title)) > 0:

@@ -1,5 +1,5 @@
-"""The parameters of actions in forms and on the command line: converts their text to values, and to the
-equivalent command of the CLI."""
+"""Action parameters in forms and on the command line. Converts their text to values, and to the equivalent
+CLI command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from appliance.quantities import future_time, span_seconds, span_text
 from console import units
 
 Values = dict[str, Any]
-"""The parameters of an action: text, or booleans for switches."""
+"""An action's parameters: text, or booleans for switches."""
 Kind = Literal[
     "switch", "table", "list", "number", "count", "class", "choice", "share", "span", "time", "text"
 ]
@@ -30,11 +30,11 @@ _POSITIONAL = {
     "models.shadow": ("name",),
 }
 _OPTIONS = {"target": "--to"}
-"""Maps a parameter to its CLI option if their names differ."""
+"""Maps parameters to CLI options whose names differ."""
 _INVALID = re.compile(r"\$\.(\w+)")
-"""Matches the name of the parameter that a validation error concerns."""
+"""Matches the parameter name in a validation error."""
 _NUMBER = re.compile(r"[0-9][0-9,_]*(\.[0-9]+)?")
-"""Matches a number with separators between its thousands."""
+"""Matches a number with thousands separators."""
 _EXPECTED: dict[Kind, str] = {
     "switch": "true or false",
     "table": "TARGET=WEIGHT for each target, such as 1=90,2=10",
@@ -58,12 +58,12 @@ class Parameter:
         self.default = field.default
         self.required = field.required
         self.declared = None if field.required else action.declared_fields.get(field.name)
-        """The declared field of a tenant or key that the parameter sets."""
+        """The declaration of the tenant or key field that the parameter sets."""
         kind = msgspec.inspect.type_info(field.type)
         self.description = ""
         if isinstance(kind, msgspec.inspect.Metadata):
             self.description = (kind.extra_json_schema or {}).get("description", "")
-            # The description in the schema describes the JSON value, in which null stands for none.
+            # The schema describes the JSON value, where null means none.
             self.description = self.description.replace("Null ", "The value none ")
         types = _alternatives(kind)
         self.optional = any(isinstance(one, msgspec.inspect.NoneType) for one in types)
@@ -83,12 +83,12 @@ class Parameter:
 
     @property
     def preset(self) -> Any:
-        """The value that applies if the parameter is omitted. When a tenant or key is changed, an omitted
-        parameter leaves its field unchanged."""
+        """The value used if the parameter is omitted. When a tenant or key is changed, omitted parameters
+        leave their fields unchanged."""
         return self.default if self.declared is None else self.declared.default
 
     def shown(self, value: Any) -> str:
-        """Return a value as text, with its unit."""
+        """Format a value, with its unit."""
         if value is None:
             absent = "never" if self.kind == "time" else "none"
             return absent if self.declared is None else self.declared.field.none
@@ -127,8 +127,7 @@ class Parameter:
         return "text"
 
     def value(self, text: Any) -> Any:
-        """Convert text to a value. Text that cannot be converted is returned unchanged. Raises
-        CommandError."""
+        """Convert text to a value, or return it unchanged if it cannot be converted. Raises CommandError."""
         if not isinstance(text, str):
             return text
         if text == "none" and self.optional:
@@ -155,7 +154,7 @@ class Parameter:
         return text
 
     def _time(self, text: str) -> float:
-        """Return a future time, given as a time span from now, as a date or in unix seconds."""
+        """Parse a future time, given as a time span from now, a date or unix seconds."""
         with contextlib.suppress(ValueError):
             return float(text)
         try:
@@ -164,7 +163,7 @@ class Parameter:
             raise CommandError(f"{self.flag} {error}") from None
 
     def cli_text(self, text: Any) -> str:
-        """Return a value as the CLI expects it."""
+        """Format a value for the CLI."""
         text = str(text)
         match self.kind:
             case "number" | "count":
@@ -179,7 +178,7 @@ class Parameter:
         return text
 
     def invalid(self, text: object) -> CommandError:
-        """Return the error for a value that is not valid."""
+        """Return the error for an invalid value."""
         expected = _EXPECTED.get(self.kind, "")
         low, high = (getattr(self.type, name, None) for name in ("min_length", "max_length"))
         if self.declared is not None and (self.kind not in _EXPECTED or self.declared.choices):
@@ -195,20 +194,20 @@ class Parameter:
 
 @cache
 def parameters_of(action: Action) -> Mapping[str, Parameter]:
-    """Return the parameters of an action, by name."""
+    """Return an action's parameters, by name."""
     return {field.name: Parameter(action, field) for field in msgspec.structs.fields(action.parameters)}
 
 
 def positional(action: Action) -> tuple[str, ...]:
-    """Return the CLI's positional parameters."""
+    """Return the parameters that are positional in the CLI."""
     if action.name in _POSITIONAL:
         return _POSITIONAL[action.name]
     return (action.named_by,) if action.is_target_required else ()
 
 
 def entered(action: Action) -> list[Parameter]:
-    """Return the parameters that can be entered in the console. Tables can be entered only if the CLI accepts
-    them as positional parameters."""
+    """Return the parameters that can be entered in the console. Tables are among them only if they are
+    positional in the CLI."""
     return [
         one for one in parameters_of(action).values() if one.kind != "table" or one.name in positional(action)
     ]
@@ -231,7 +230,7 @@ def build(action: Action, values: Values) -> msgspec.Struct:
         raise known[found[1]].invalid(values[found[1]]) from error
     for name, text in values.items():
         value, declared = getattr(parameters, name), known[name].declared
-        # JSON has no infinite numbers: the service would receive null, which removes a limit.
+        # JSON cannot represent infinity: the service would receive null, which removes a limit.
         infinite = isinstance(value, float) and not math.isfinite(value)
         if infinite or (declared is not None and value is not None and not declared.allows(value)):
             raise known[name].invalid(text)
@@ -263,8 +262,7 @@ def equivalent(action: Action, values: Values) -> str:
 
 
 def danger_of(action: Action, values: Values) -> Danger:
-    """Return how the action must be confirmed. A dry run needs no confirmation, because it changes
-    nothing."""
+    """Return how the action must be confirmed. A dry run changes nothing, so it needs no confirmation."""
     return "none" if values.get("dry_run") else action.danger
 
 
@@ -278,5 +276,5 @@ def _alternatives(kind: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
 
 
 def _plain(text: str) -> str:
-    """Return a number without separators. Other text is returned unchanged."""
+    """Remove thousands separators from a number. Other text is returned unchanged."""
     return re.sub("[,_]", "", text) if _NUMBER.fullmatch(text) else text

@@ -1,4 +1,4 @@
-"""The dialogs for viewing history: one asks which time to open, the other which slice to export."""
+"""The history dialogs: one asks which time to show, the other which slice to export."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Slice(NamedTuple):
 
 
 class _PastDialog(Dialog[R]):
-    """A dialog with texts and fields below them."""
+    """A dialog with texts above input fields."""
 
     DEFAULT_CSS = """
     _PastDialog #dialog { width: 72; }
@@ -39,7 +39,7 @@ class _PastDialog(Dialog[R]):
     notes: tuple[str, ...] = ()
 
     def fields(self) -> Iterator[tuple[str, str, str]]:
-        """Return the label of each field, its value, and the text that it shows when it is empty."""
+        """Return each field's label, value and placeholder."""
         raise NotImplementedError
 
     def body(self) -> ComposeResult:
@@ -53,7 +53,7 @@ class _PastDialog(Dialog[R]):
 
 
 class TimeDialog(_PastDialog[float | None]):
-    """Asks for a time in history. Its result is None if the operator cancels."""
+    """Asks for a time in history. The result is None if the operator cancels."""
 
     def __init__(self, *, now: float, note: str) -> None:
         """Times are relative to `now` (unix seconds). `note` describes what has been recorded."""
@@ -71,7 +71,7 @@ class TimeDialog(_PastDialog[float | None]):
         return [KeyHint("enter", "open"), KeyHint("esc", "cancel")]
 
     def on_mount(self) -> None:
-        """Focus the field for the time."""
+        """Focus the time field."""
         super().on_mount()
         self.query_one(Input).focus()
 
@@ -84,7 +84,7 @@ class TimeDialog(_PastDialog[float | None]):
 
 
 class SliceDialog(_PastDialog[Slice | None]):
-    """Asks for the slice to export. Its result is None if the operator cancels."""
+    """Asks for the slice to export. The result is None if the operator cancels."""
 
     notes = (
         "The file contains metrics, requests, alerts, operator actions and log lines, but no prompts or "
@@ -92,8 +92,8 @@ class SliceDialog(_PastDialog[Slice | None]):
     )
 
     def __init__(self, since: float, until: float, *, now: float) -> None:
-        """`since` and `until` are the start and the end of the proposed slice. Times that the operator enters
-        are relative to `now`. All these times are in unix seconds."""
+        """`since` and `until` delimit the proposed slice. Times that the operator enters are relative to
+        `now`. All three are in unix seconds."""
         super().__init__()
         self._since, self._until, self._now = since, until, now
 
@@ -116,7 +116,7 @@ class SliceDialog(_PastDialog[Slice | None]):
         return [KeyHint("enter", "export"), *hints[1:]] if focused and focused.id == "file" else hints
 
     def on_mount(self) -> None:
-        """Focus the field for the file name."""
+        """Focus the file name field."""
         super().on_mount()
         self.query_one("#file", Input).focus()
 

@@ -1,4 +1,4 @@
-"""The current values of the parameters in an action's dialog, such as the limits of a tenant."""
+"""The current values of an action's parameters, such as a tenant's limits, for its dialog."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from console.parameters import Parameter
 
 
 def present_values(action: Action, target: str | None, context: Context) -> Mapping[str, Any]:
-    """Return the current values of the action's parameters, by name. Values that are unknown, or that the
-    action does not change, are left out."""
+    """Return the current values of the action's parameters, by name. Values that are unknown, or not changed
+    by the action, are left out."""
     match action.name:
         case "tenants.set":
             tenants = context.rows_of("tenants", Tenant)
@@ -37,14 +37,14 @@ def present_values(action: Action, target: str | None, context: Context) -> Mapp
 
 
 def _fields(record: Tenant | Key | None) -> Mapping[str, Any]:
-    """Return the fields of a tenant or key, and its limits."""
+    """Return the fields and limits of a tenant or key."""
     if record is None:
         return {}
     return msgspec.structs.asdict(record) | msgspec.structs.asdict(record.quota)
 
 
 def _routing(action: Action, name: str, context: Context) -> Mapping[str, Any]:
-    """Return which models currently get the requests for a name."""
+    """Return which models currently serve requests for a name."""
     model = registered(name, context)
     if model is None:
         return {}
@@ -57,7 +57,7 @@ def _routing(action: Action, name: str, context: Context) -> Mapping[str, Any]:
 
 
 def absent_text(action: Action, parameter: Parameter, present: Mapping[str, Any]) -> str:
-    """Return the text to show in an empty field: the value that applies if the field stays empty."""
+    """Return the text to show in an empty field: the value used if the field stays empty."""
     if parameter.name in present:
         return f"now: {parameter.shown(present[parameter.name])}"
     if parameter.name == action.named_by and action.target == "model" and not parameter.required:

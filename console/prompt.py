@@ -1,4 +1,4 @@
-"""The line at the bottom where operators type commands (`:`) and filters (`/`)."""
+"""The bottom line, where operators type commands (`:`) and filters (`/`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from textual.widgets import Input
 from console.commands import Targets, completions, described, shared_beginning
 
 _KEYS = ("escape", "enter", "tab", "up", "down")
-"""Keys that the line handles itself. Textual's bindings handle the other keys that are not characters."""
+"""Keys that the line handles itself. Textual's bindings handle all other non-character keys."""
 
 
 PromptKind = Literal[":", "/"]
@@ -22,17 +22,17 @@ PromptKind = Literal[":", "/"]
 
 
 class Closed(NamedTuple):
-    """A line that the operator has submitted or cancelled."""
+    """Sent when the operator has submitted or cancelled the line."""
 
     kind: PromptKind
     text: str | None
     """The text, or None if the operator cancelled."""
     before: str
-    """The text that the line contained when it was opened."""
+    """The line's text when it was opened."""
 
 
 class PromptLine(Input):
-    """An input line that is visible only while it is used."""
+    """An input line that is visible only while in use."""
 
     DEFAULT_CSS = """
     PromptLine { display: none; dock: bottom; border: none; height: 1; padding: 0 1; background: $panel; }
@@ -57,7 +57,7 @@ class PromptLine(Input):
         self._targets: Callable[[], Targets] = dict
 
     def open(self, kind: PromptKind, text: str, targets: Callable[[], Targets]) -> None:
-        """Show the line. `targets` returns the names that can be completed."""
+        """Show the line. `targets` returns the names for completion."""
         self.kind, self._before, self._targets = kind, text, targets
         self._at = len(self._past)
         self.placeholder = (
@@ -74,12 +74,12 @@ class PromptLine(Input):
 
     @staticmethod
     def is_bound(event: events.Key) -> bool:
-        """Return whether the only effect of a key on the line is to run a binding, as with `backspace`."""
+        """Return whether a key only runs a binding, as `backspace` does."""
         return not event.is_printable and event.key not in _KEYS
 
     async def result(self) -> Closed | None:
-        """Wait until the line has handled all keys that were sent to it. If one of these keys closed the
-        line, return the line's text."""
+        """Wait until the line has handled all keys sent to it. If one of them closed the line, return its
+        text."""
         handled = asyncio.Event()
         if self.call_later(handled.set):
             await handled.wait()
@@ -87,13 +87,13 @@ class PromptLine(Input):
         return result
 
     def on_hide(self, event: events.Hide) -> None:
-        """Keep the focus if the line has been opened again since it was hidden. Textual reports that a widget
-        was hidden only after the next layout."""
+        """Keep the focus if the line was reopened after being hidden. Textual reports hidden widgets only
+        after the next layout."""
         if self.display:
             event.prevent_default()
 
     async def on_key(self, event: events.Key) -> None:
-        """Handle the keys that submit the line, complete it, or recall earlier lines."""
+        """Handle keys that submit the line, complete it, or recall earlier lines."""
         if event.key == "escape":
             self._close(None)
         elif event.key == "enter":
@@ -130,7 +130,7 @@ class PromptLine(Input):
 
 
 class _CommandSuggester(Suggester):
-    """Suggests the first command line that begins with the typed text."""
+    """Suggests the first command line that starts with the typed text."""
 
     def __init__(self, targets: Callable[[], Targets]) -> None:
         super().__init__(use_cache=False, case_sensitive=True)

@@ -11,7 +11,7 @@ from console.history import History
 from console.source import ListName, Row
 
 HISTORY_POINTS = 480
-"""Maximum number of points in charts, which is more than wide terminals can show."""
+"""Maximum number of points in charts, more than wide terminals can show."""
 NOT_RECORDED = (
     "the history does not include findings, settings, versions, keys and silences: Audit (9) shows when "
     "settings, versions, keys and silences changed"
@@ -26,7 +26,7 @@ class Mark(NamedTuple):
 
     at: float
     is_alert: bool
-    """Whether the event is an alert that was raised. Otherwise, it is an operator's action."""
+    """Whether the event is a raised alert; otherwise it is an operator action."""
     text: str
 
 
@@ -36,11 +36,11 @@ class PastTimeline(NamedTuple):
     since: float
     until: float
     values: list[tuple[float, float | None]]
-    """Pairs of a time and the output tokens per second at that time."""
+    """Pairs of a time and its output tokens per second."""
     marks: list[Mark]
     """Events, oldest first."""
     note: str = ""
-    """The reason why the events could not be read, or an empty string."""
+    """Why the events could not be read, or an empty string."""
 
 
 class RecordedPast(Protocol):
@@ -49,26 +49,26 @@ class RecordedPast(Protocol):
     label: str
     """Description for the header."""
     begin: float | None
-    """For a recording in a file, the time (unix seconds) to show first; otherwise None."""
+    """For a recording in a file, the time to show first, in unix seconds; otherwise None."""
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the state of the service at a time (unix seconds), or the newest state if `at` is None."""
+        """Return the service's state at a time (unix seconds), or the newest state if `at` is None."""
         ...
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Change the chart history so that it ends at the given time."""
+        """Update the chart history so that it ends at this time."""
         ...
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a period of recorded history."""
+        """Return an overview of a recorded period."""
         ...
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a given time, newest rows first."""
+        """Return a list as of a past time, newest rows first."""
         ...
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a description of the file."""
+        """Write a slice to an incident file, and describe the file."""
         ...
 
     async def close(self) -> None:

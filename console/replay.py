@@ -1,5 +1,4 @@
-"""A source that shows recorded history. The source has a current time, can move to other times, and can play
-the recording."""
+"""A source that shows recorded history. It can move through time and play the recording."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ from console.source import ListName, Row, SourceError
 SPEEDS = (1, 2, 5, 10, 30, 60, 300)
 _HALF_MS = 0.0005
 _GAP_S = 2.5
-"""A longer period without samples counts as a gap."""
+"""A longer period without samples is a gap."""
 PAST_IS_FIXED = "history is read-only: return to live with the command :live"
 FILE_IS_FIXED = "this console is replaying a file, which cannot be changed: act in a console of the service"
 
 
 class ReplaySource:
-    """Delivers the snapshots of a recording."""
+    """Delivers a recording's snapshots."""
 
     kind: Literal["replay"] = "replay"
 
     def __init__(self, recording: RecordedPast, at: float | None = None, *, interval_s: float = 1.0) -> None:
-        """`at` is the time to show first, in unix seconds; by default, `begin` determines it. `interval_s` is
-        the time between two snapshots while playing."""
+        """`at` is the time to show first, in unix seconds; by default, `begin` chooses it. While playing,
+        snapshots are `interval_s` apart."""
         self.label = recording.label
         self.interval_s = interval_s
         self.reads_blocks = False
@@ -45,7 +44,7 @@ class ReplaySource:
         """The time up to which the recording has been played."""
 
     async def next(self) -> Snapshot:
-        """Return the first snapshot on the first call, and then the snapshots in playing order. Raises
+        """Return the first snapshot on the first call, then each next snapshot in the recording. Raises
         SourceError at the end of the recording."""
         if self.instant is None:
             return await (self.begin() if self._start is None else self.seek(self._start))
@@ -62,8 +61,8 @@ class ReplaySource:
         return instant.snapshot
 
     async def begin(self) -> Snapshot:
-        """Move to the recording's `begin`, or to its first sample if nothing was recorded at that time. If
-        `begin` is None, move to the newest sample."""
+        """Move to the recording's `begin`, or to its first sample if nothing was recorded then. If `begin` is
+        None, move to the newest sample."""
         if self._recording.begin is not None:
             with contextlib.suppress(SourceError):
                 return await self.seek(self._recording.begin)
@@ -73,7 +72,7 @@ class ReplaySource:
 
     async def step(self, count: int) -> Snapshot:
         """Move to the next sample if `count` is positive, otherwise to the previous one. Raises SourceError
-        at the ends of the recording."""
+        at either end of the recording."""
         current = self.instant
         if current is None:
             return await self.begin()
@@ -86,7 +85,7 @@ class ReplaySource:
         return await self.seek(at + _HALF_MS)
 
     async def play(self) -> Snapshot:
-        """Move forward by the interval multiplied by the speed. Gaps in the recording are skipped."""
+        """Advance by the interval times the speed, skipping gaps in the recording."""
         assert self.instant is not None
         following = self.instant.next
         if following is None:
@@ -103,7 +102,7 @@ class ReplaySource:
             return await self.seek(following + _HALF_MS)
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list as it was at the displayed time."""
+        """Return a list as of the displayed time."""
         if self.instant is None:
             raise SourceError("no sample has been read yet")
         return await self._recording.rows(name, self.instant.snapshot.at)

@@ -1,5 +1,5 @@
-"""The state of an operator's session: the newest snapshot, the current screen, its badges, and the commands
-that change this state. A session does not depend on a terminal."""
+"""An operator's session: the newest snapshot, the current screen, the badges, and the commands that change
+them. A session needs no terminal."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _MOVES = {
 }
 
 _PANEL_COMMANDS = ("zoom", "jump", "open", "variant", "move left", "move right")
-"""Commands that change panels or move a cursor. They have no visible effect on a list of facts."""
+"""Commands that change panels or move a cursor. On a list of facts, they have no visible effect."""
 
 
 class ConsoleSession:
-    """The state of one console."""
+    """The state of a console."""
 
     def __init__(self, source: SnapshotSource, *, write: bool = False) -> None:
         self.source = source
@@ -58,27 +58,27 @@ class ConsoleSession:
         )
         self.comparison = CompareView()
         self._hidden = [*alternate_views(), self.comparison]
-        """Screens that have no tab."""
+        """Screens without a tab."""
         self._live = self.state.context
-        """The screens' input while the console is live."""
+        """The screens' live input."""
         self._received: float | None = None
-        """Monotonic time of the newest snapshot."""
+        """Monotonic time at which the newest snapshot arrived."""
         self._newest: Snapshot | None = None
         self._back: list[View] = []
         self._forward: list[View] = []
 
     @property
     def context(self) -> Context:
-        """The screens' input."""
+        """The screens' current input."""
         return self.state.context
 
     @property
     def view(self) -> View:
-        """The screen that is shown."""
+        """The current screen."""
         return self.state.view
 
     def newest(self) -> Context:
-        """Return the live screen input with the newest snapshot, even while updates are paused."""
+        """Return the live input with the newest snapshot, even while updates are paused."""
         return replace(self._live, snapshot=self._newest)
 
     def lines(self, width: int, height: int) -> list[Line]:
@@ -101,18 +101,18 @@ class ConsoleSession:
             self._live.snapshot = snapshot
 
     def prepend(self, earlier: History) -> None:
-        """Add recorded points to the charts of the live service."""
+        """Add recorded points to the live charts."""
         self._live.history.prepend(earlier)
 
     def fail(self, reason: str) -> None:
-        """Record that the source has failed. The newest snapshot stays on screen and is marked as stale."""
+        """Record that the source failed. The newest snapshot stays on screen, marked as stale."""
         self.state.error = reason
 
     def take_rows(
         self, name: ListName, rows: Sequence[Row], error: str = "", *, context: Context | None = None
     ) -> None:
-        """Store a list that was read, or the reason why it could not be read. `context` is the screen input
-        that the list belongs to. By default, this is the live screen input."""
+        """Store a list, or the reason why it could not be read. `context` is the input to store it in; by
+        default, the live input."""
         target = self._live if context is None else context
         if error:
             target.row_errors[name] = error
@@ -124,16 +124,16 @@ class ConsoleSession:
 
     @property
     def past(self) -> PastState | None:
-        """The past state that is displayed, or None while the console is live."""
+        """The displayed past state, or None if the console is live."""
         return self.state.past
 
     @property
     def compared(self) -> Compared | None:
-        """The first of the two states that a comparison shows, or None if none has been chosen."""
+        """The first state of a comparison, or None if none has been chosen."""
         return self.context.compared
 
     def show_past(self, past: PastState, history: History) -> None:
-        """Show a past state on all screens. Actions are not possible while viewing history."""
+        """Show a past state on all screens. Actions are disabled while viewing history."""
         if self.state.past is None:
             live = self._live
             self.state.context = Context(
@@ -150,20 +150,19 @@ class ConsoleSession:
             self._live.snapshot = self._newest
 
     def shown_instant(self) -> Compared | None:
-        """Return the displayed snapshot with its resolution, for a comparison."""
+        """Return the displayed snapshot and its resolution, for a comparison."""
         snapshot, past = self.context.snapshot, self.state.past
         if snapshot is None:
             return None
         return Compared(snapshot, 1 if past is None else past.instant.resolution_s)
 
     def pin(self, instant: Compared) -> None:
-        """Choose the first of the two states that a comparison shows."""
+        """Choose the first state of a comparison."""
         self.context.compared = instant
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the frame changes even without a new snapshot, because it shows the age of the newest
-        snapshot."""
+        """Whether the frame shows the newest snapshot's age, and so changes even without a new snapshot."""
         if self.state.past is not None:
             return False
         return self.state.stale_s is not None or self._age_s() > self._stale_after_s()
@@ -185,7 +184,8 @@ class ConsoleSession:
     # ── commands ─────────────────────────────────────────────────────────────────────────────
 
     def run(self, command: str) -> bool:
-        """Run a command from the key table that affects only the session. Return False for other commands."""
+        """Run a command from the key table if it affects only the session. Return False for other
+        commands."""
         self.state.message = ""
         word, _, rest = command.partition(" ")
         view = self.view
@@ -244,8 +244,8 @@ class ConsoleSession:
         return True
 
     def jump(self, letter: str) -> None:
-        """Leave jump mode, and go to the row or panel with this letter if there is one. Keys that are not
-        characters have no letter."""
+        """Leave jump mode, and go to the row or panel with this letter, if any. Keys that are not characters
+        have no letter."""
         self.stop_jumping()
         view = self.view
         if not letter or letter not in JUMP_LETTERS or not view.jump(JUMP_LETTERS.index(letter)):
@@ -263,7 +263,7 @@ class ConsoleSession:
         self.state.message, self.state.message_role = message, role
 
     def export(self, form: str) -> str:
-        """Return the table on screen as CSV or JSON. Raises ValueError."""
+        """Return the displayed table as CSV or JSON. Raises ValueError."""
         if self.context.snapshot is None:
             raise ValueError("no data received yet: wait for the first snapshot")
         names, rows = self.view.export(self.context)
@@ -279,8 +279,8 @@ class ConsoleSession:
         return text.getvalue()
 
     def copied(self) -> str:
-        """Return the marked rows, or the row under the cursor, for the clipboard. On a screen without rows,
-        return the id of the request under the cursor."""
+        """Return the text to copy: the marked rows or the row under the cursor or, on a screen without rows,
+        the id of the request under the cursor."""
         if not isinstance(self.view, TableView):
             return self.view.request(self.context) if self.state.has_panels else ""
         wanted = set(self.view.selected(self.context))
@@ -314,7 +314,7 @@ class ConsoleSession:
         self.state.help = False
 
     def _open(self, view: View) -> None:
-        """Open the row under the cursor, or the request that it refers to."""
+        """Open the row under the cursor, or the request it refers to."""
         if view.open():
             return
         request = view.request(self.context)
@@ -339,7 +339,7 @@ class ConsoleSession:
         self.state.paused = not self.state.paused
         shown = self.context.snapshot
         if self.state.paused and shown is not None:
-            # The event stream changes the requests of earlier snapshots in place.
+            # The event stream updates the requests in earlier snapshots in place.
             requests = [msgspec.structs.replace(one) for one in shown.requests]
             self.context.snapshot = msgspec.structs.replace(shown, requests=requests)
         elif not self.state.paused and self._newest is not None:

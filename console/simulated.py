@@ -14,9 +14,9 @@ BLOCK_TOKENS = 64
 """Tokens per KV block of the simulated models."""
 GPU_MEMORY_BYTES = 141 << 30
 _KV_TOKEN_BYTES = 160 * 1024
-"""Bytes of a token in the KV cache: 80 layers with 8 KV heads of 128 values, keys and values in FP8."""
+"""KV cache bytes per token: 80 layers, 8 KV heads of 128 values each, keys and values, in FP8."""
 KEY_NAMES = ("web", "worker", "mobile")
-"""Names of each tenant's keys."""
+"""Names of every tenant's keys."""
 
 
 def key_id(name: str) -> str:
@@ -42,7 +42,7 @@ class SimRequest:
     max_tokens: int
     replica: str = ""
     waited: bool = False
-    """Whether the request had to wait because no replica could start it when it arrived."""
+    """Whether no replica could start the request when it arrived, so that it had to wait."""
     started: float | None = None
     first_token: float | None = None
     computed: int = 0
@@ -52,16 +52,16 @@ class SimRequest:
     ended_at: float | None = None
     finish_reason: str = ""
     held: bool = False
-    """Whether the request arrived during a drain and waits for its end."""
+    """Whether the request arrived during a drain and is waiting for it to end."""
 
     @property
     def key_name(self) -> str:
-        """Name of the request's key."""
+        """The name of the request's key."""
         return f"{self.tenant}-{KEY_NAMES[self.key]}"
 
     @property
     def key_id(self) -> str:
-        """Id of the request's key."""
+        """The id of the request's key."""
         return key_id(self.key_name)
 
 
@@ -77,7 +77,7 @@ class SimReplica:
     budget: int
     weight_bytes: int
     decode_ms: float
-    """Duration of a decode step with one sequence."""
+    """Duration of a decode step with a single sequence."""
     running: list[SimRequest] = field(default_factory=list)
     step: float = 0.0
     prompt_tokens: int = 0
@@ -87,7 +87,7 @@ class SimReplica:
     preemptions: int = 0
     evictions: int = 0
     slice: dict[str, float] = field(default_factory=dict)
-    """Statistics of the steps in the newest time slice, keyed by name."""
+    """Step statistics for the newest time slice, keyed by name."""
     stalls: list[Stall] = field(default_factory=list)
     """The newest stalls, oldest first."""
     states: bytearray = field(default_factory=bytearray)
@@ -103,18 +103,18 @@ class SimReplica:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cache on all GPUs of the replica."""
+        """KV cache size in bytes, across all the replica's GPUs."""
         space = (GPU_MEMORY_BYTES - (6 << 30)) * len(self.gpus) - self.weight_bytes
         return min(self.blocks * BLOCK_TOKENS * _KV_TOKEN_BYTES, space)
 
     @property
     def load_seconds(self) -> float:
-        """Time that loading the weights took."""
+        """Time taken to load the weights."""
         return 41.2 if len(self.gpus) > 1 else 7.9
 
     @property
     def used_bytes(self) -> int:
-        """Memory that the replica uses on all its GPUs."""
+        """Memory used by the replica, across all its GPUs."""
         return self.weight_bytes + self.kv_bytes + (3 << 30) * len(self.gpus)
 
     @property
@@ -138,7 +138,7 @@ class SimReplica:
         return True
 
     def give_back(self, request: SimRequest, now: float, keep: int) -> None:
-        """Return a request's blocks to the pool. The first `keep` blocks stay cached."""
+        """Return a request's blocks to the pool, keeping the first `keep` blocks cached."""
         for index, block in enumerate(request.blocks):
             self.freed_at[block] = now
             if index < keep:
@@ -150,7 +150,7 @@ class SimReplica:
         request.blocks = []
 
     def owners(self, index: dict[str, int]) -> bytes:
-        """Return the owner of each block, in the format of `appliance.snapshot.BlockMap`."""
+        """Return each block's owner, in the format of `appliance.snapshot.BlockMap`."""
         found = array("H", [NO_OWNER]) * self.blocks
         for request in self.running:
             number = index[request.id]
@@ -159,7 +159,7 @@ class SimReplica:
         return found.tobytes()
 
     def ages(self, now: float) -> bytes:
-        """Return the age of each block, in the format of `appliance.snapshot.BlockMap`."""
+        """Return each block's age, in the format of `appliance.snapshot.BlockMap`."""
         found = bytearray(self.blocks)
         for block in self.cached:
             found[block] = int(1 + now - self.freed_at[block]).bit_length() - 1
@@ -173,9 +173,9 @@ class SimLimit:
     name: str
     capacity: float
     period_s: float
-    """Time in which the whole capacity refills."""
+    """Time in which the full capacity refills."""
     level: float = 0.0
-    """Tokens taken from the limit and not refilled yet."""
+    """Tokens used and not yet refilled."""
 
 
 @dataclass(kw_only=True)
@@ -197,26 +197,26 @@ class SimTenant:
     billed: int = 0
     service: float = 0.0
     recent: deque[tuple[float, float]] = field(default_factory=deque)
-    """(end time, weighted tokens) of each request that ended in the last minute."""
+    """(end time, weighted tokens) for each request that ended in the last minute."""
 
 
 @dataclass(kw_only=True)
 class SimDrain:
-    """A drain of a model or of the whole service."""
+    """A drain of a model, or of the whole service."""
 
     since: float
     grace_s: float = 120.0
     hold: bool = False
-    """Whether new requests wait until the drain ends. Otherwise, they are refused."""
+    """Whether new requests wait until the drain ends; otherwise they are refused."""
     completed_at: float | None = None
-    """Time at which the last request of the drain ended; None before that."""
+    """When the drain's last request ended; None until then."""
     cancelled: int = 0
-    """Number of requests that were still running when the grace period ended, and were cancelled."""
+    """Number of requests cancelled because they were still running when the grace period ended."""
 
 
 @dataclass(kw_only=True)
 class Ended:
-    """A request that has ended, for computing percentiles."""
+    """An ended request, for computing percentiles."""
 
     at: float
     ttft_ms: float
@@ -227,4 +227,4 @@ class Ended:
 
 WINDOW_S = 60.0
 STARTUP_S = 65.0
-"""Time from the start of the service until the simulation begins."""
+"""Time from the service's start to the simulation's start."""

@@ -1,5 +1,5 @@
-"""A simulated service under a plausible load: arrivals, queueing, prefill, decoding, KV blocks and limits.
-The demo and the tests use it. The same seed and steps always give the same results."""
+"""A simulated service under a plausible load, for the demo and the tests. It simulates arrivals, queueing,
+prefill, decoding, KV blocks and limits. The same seed and steps always give the same results."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ TENANTS = (
 )
 _PREFILL_TOKENS_PER_S = 6000
 _MAX_DISPATCH_S = 0.08
-"""Maximum time that a request spends in the queue when a slot is free."""
+"""Maximum time a request spends in the queue if a slot is free."""
 _MAX_STEP_FACTORS = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
-"""Possible durations of a slice's longest step, as multiples of the mean."""
+"""Durations to choose from for a slice's longest step, as multiples of the mean."""
 _MAX_STALLS = 16
 
 
 class Simulation:
-    """The simulated service. `advance` moves its clock."""
+    """The simulated service. `advance` advances its clock."""
 
     def __init__(self, *, seed: int, requests: int, blocks: int, gpus: int, tenants: int, now: float) -> None:
-        """`requests` is the typical number of unfinished requests. `blocks` is the size of the largest KV
-        cache."""
+        """`requests` is the typical number of unfinished requests. `blocks` is the number of blocks in the
+        largest KV cache."""
         self.random = random.Random(seed)
         self.now, self.started = now, now - STARTUP_S
         self.target = requests
@@ -62,10 +62,10 @@ class Simulation:
         self.queue: list[SimRequest] = []
         self.ended: deque[Ended] = deque()
         self.finished: deque[SimRequest] = deque(maxlen=MAX_ROWS)
-        """The newest requests that have ended, oldest first."""
+        """The most recently ended requests, oldest first."""
         self.counts = dict.fromkeys(("admitted", "refused", "ended", "failed", "cancelled", "billed"), 0)
         self.drains: dict[str | None, SimDrain] = {}
-        """The drains, by model. The key None stands for the whole service."""
+        """The drains, keyed by model, or None for the whole service."""
         self._number = 0
         while sum(len(one.running) for one in self.replicas) + len(self.queue) < requests * 0.96:
             self._arrive(self.now - self.random.uniform(0.0, 20.0))
@@ -95,7 +95,7 @@ class Simulation:
             self.ended.popleft()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request. Return whether the request was still unfinished."""
+        """End a request. Return False if it had already ended."""
         for request in self.queue:
             if request.id == request_id:
                 self.queue.remove(request)
@@ -111,16 +111,16 @@ class Simulation:
         return False
 
     def drains_of(self, model: str) -> list[SimDrain]:
-        """Return the drains that concern a model."""
+        """Return the drains that affect a model."""
         return [self.drains[one] for one in (None, model) if one in self.drains]
 
     def drained(self, model: str | None) -> list[SimRequest]:
-        """Return the unfinished requests that a drain of the model, or of the service, waits for."""
+        """Return the unfinished requests that a drain of this model, or of the service, waits for."""
         return [one for one in self.unfinished() if model in (None, one.model) and not one.held]
 
     def _progress(self, model: str | None, drain: SimDrain) -> None:
-        """Cancel the requests that are left after a drain's grace period, and complete the drain once no
-        requests are left."""
+        """Cancel the requests left after a drain's grace period, and complete the drain once none are
+        left."""
         left = self.drained(model)
         if self.now >= drain.since + drain.grace_s:
             drain.cancelled += sum([self.cancel(one.id) for one in left])
@@ -129,7 +129,7 @@ class Simulation:
             drain.completed_at = self.now
 
     def unfinished(self) -> list[SimRequest]:
-        """Return the requests that wait or run, in the order of their arrival."""
+        """Return waiting and running requests, in order of arrival."""
         running = [request for replica in self.replicas for request in replica.running]
         return sorted([*self.queue, *running], key=lambda one: (one.arrived, one.id))
 
@@ -139,7 +139,7 @@ class Simulation:
             capacity = (600_000.0, 240_000.0, 90_000.0)[index % 3]
             limits.append(SimLimit("tokens_per_minute", capacity, 60.0))
         if index == 2:
-            # The tenant soon reaches 90% of this limit, for which the product has an alert.
+            # The tenant soon reaches 90% of this limit, which raises an alert.
             limits.append(SimLimit("tokens_per_day", 12e6, 86_400.0, level=0.899 * 12e6))
         return SimTenant(
             name=name,
@@ -230,8 +230,8 @@ class Simulation:
         )
 
     def _refuse(self, tenant: str, model: str, at: float, prompt: int) -> None:
-        """Record a refused request. Its id does not come from the random generator, so refusals do not change
-        later random numbers."""
+        """Record a refused request. Its id does not use the random generator, so refusals do not change later
+        random numbers."""
         number = zlib.crc32(f"{tenant}{at}".encode())
         refused = SimRequest(
             id=f"req-{number:012x}",
@@ -308,8 +308,8 @@ class Simulation:
             budget -= chunk
             if chunk:
                 longest = max(longest, (chunk, request.id, request.tenant))
-            # Most prefills are shorter than the interval by which the simulated time advances, so the time of
-            # the first token is computed separately.
+            # Most prefills are shorter than a simulation step, so the first token's time is computed
+            # separately.
             prefill_s = mixed_ms / 1000 + (request.prompt - request.cached) / _PREFILL_TOKENS_PER_S
             first_token = (request.started or self.now) + prefill_s
             if request.computed >= request.prompt and first_token <= self.now:
@@ -331,7 +331,7 @@ class Simulation:
         replica.step += steps
         replica.computed_tokens += computed
         replica.generated_tokens += generated
-        # Blocks of a cached prefix count as shared only while more than one request is using them.
+        # A cached prefix's blocks count as shared only while more than one request uses them.
         for request in replica.running[::9]:
             for block in request.blocks[: request.cached // BLOCK_TOKENS]:
                 replica.states[block] = SHARED

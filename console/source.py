@@ -1,5 +1,5 @@
-"""Sources of snapshots. The console has one protocol with three implementations: a running service
-(`console.live`), the recorded past (`console.replay`) and a seeded load generator (`console.fake`)."""
+"""Snapshot sources: one protocol with three implementations, for a running service (`console.live`), recorded
+history (`console.replay`) and a simulated service (`console.fake`)."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ ListName = Literal[
     "silences",
     "rules",
 ]
-"""Lists that are not part of a snapshot. They are read when their screen is shown. "rules" are the alert
-rules, whose names the command line completes."""
+"""Lists that are not part of snapshots, and are read when their screen is shown. "rules" contains the alert
+rules, for completing their names on the command line."""
 
 
 MAX_ROWS = 500
-"""Maximum number of rows shown from a list. The newest rows are shown."""
+"""Maximum number of rows shown from a list, newest first."""
 USAGE_DAYS = 7
-"""Number of days, including today, for which the console shows usage."""
+"""Number of days of usage shown, including today."""
 
 
 class SourceError(Exception):
-    """Raised if a source cannot provide data. The message gives the reason and says what to do."""
+    """Raised if a source cannot provide data. The message says why, and what to do."""
 
 
 class UnsupportedListError(SourceError):
@@ -49,16 +49,16 @@ class UnsupportedListError(SourceError):
 
 
 class ListRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the audit trail, the log, the settings, doctor's findings or the alert rules."""
+    """A row of the audit trail, log, settings, doctor findings or alert rules."""
 
     id: str
     at: float | None = None
     level: str = ""
-    """Level of a log line or finding: "info", "warning", "error", "problem" or "ok"."""
+    """A log line's or finding's level: "info", "warning", "error", "problem" or "ok"."""
     actor: str = ""
-    """Operator of an audit row, process of a log line, source of a setting, or area of a finding."""
+    """An audit row's operator, a log line's process, a setting's source, or a finding's area."""
     subject: str = ""
-    """Action of an audit row, name of a setting or rule, or subject of a finding."""
+    """An audit row's action, the name of a setting or rule, or a finding's subject."""
     target: str = ""
     text: str = ""
     detail: dict[str, str] = {}
@@ -77,18 +77,18 @@ class SnapshotSource(Protocol):
     label: str
     """Description for the header, such as "demo" or the run directory."""
     interval_s: float
-    """Time between two snapshots, in seconds."""
+    """Interval between snapshots, in seconds."""
     reads_blocks: bool
-    """Whether the snapshots of a running service contain individual KV blocks and the blocks of each request.
-    The service collects these only on request."""
+    """Whether a running service's snapshots contain individual KV blocks and each request's blocks. The
+    service collects these only on request."""
 
     @property
     def kind(self) -> Literal["live", "demo", "replay"]:
-        """Kind of the source."""
+        """The kind of source."""
         ...
 
     async def next(self) -> Snapshot:
-        """Wait for the next snapshot. Raises SourceError if the service does not answer; the caller may then
+        """Wait for the next snapshot. Raises SourceError if the service does not respond; the caller may then
         try again."""
         ...
 
@@ -101,8 +101,8 @@ class SnapshotSource(Protocol):
         ...
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Return the effect that the limits in the parameters of `tenants.set` or `keys.set` would have,
-        without changing anything. Raises SourceError."""
+        """Forecast the effect of limits given as parameters of `tenants.set` or `keys.set`, without changing
+        anything. Raises SourceError."""
         ...
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
@@ -110,7 +110,7 @@ class SnapshotSource(Protocol):
         ...
 
     def recording(self) -> RecordedPast:
-        """Return the recorded history of the source."""
+        """Return the source's recorded history."""
         ...
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ from console.source import MAX_ROWS, ListName, Row, SourceError, UnsupportedList
 
 _MARKS = 500
 _PAGES = 4
-"""Maximum number of pages of the request log that are searched for finished requests."""
+"""Maximum number of request log pages to search for finished requests."""
 _TIMELINE_METRIC = "rates.generated_tokens_per_s"
 _TIMELINE_POINTS = 600
 
@@ -31,7 +31,7 @@ Answer = TypeVar("Answer")
 
 
 class StoredRecording:
-    """Reads recorded history from a running service or from a file."""
+    """Recorded history from a running service or a file."""
 
     def __init__(self, past: PastSource, begin: float | None = None) -> None:
         self.label = past.label
@@ -39,11 +39,11 @@ class StoredRecording:
         self._past = past
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the state of the service at a time (unix seconds), or the newest state if `at` is None."""
+        """Return the service's state at a time (unix seconds), or the newest state if `at` is None."""
         return await _in_thread(lambda: self._past.snapshot(SnapshotQuery(at=at)))
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Change the chart history so that it ends at the given time. Only missing points are read."""
+        """Update the chart history so that it ends at this time, reading only missing points."""
         since = history.continued_from(until, resolution_s, HISTORY_POINTS)
         query = TelemetryQuery(
             metrics=HISTORY_METRICS,
@@ -55,7 +55,7 @@ class StoredRecording:
         history.add_columns(await _in_thread(lambda: self._past.columns(query)))
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a period of recorded history."""
+        """Return an overview of a recorded period."""
 
         def read() -> PastTimeline:
             columns = self._past.columns(
@@ -81,7 +81,7 @@ class StoredRecording:
         return await _in_thread(read)
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a given time, newest rows first."""
+        """Return a list as of a past time, newest rows first."""
         match name:
             case "audit":
                 query = AuditQuery(until=until, limit=MAX_ROWS)
@@ -104,8 +104,8 @@ class StoredRecording:
         raise UnsupportedListError(NOT_RECORDED)
 
     def _finished(self, until: float) -> list[NamedRequest]:
-        """Return the requests that had finished by a given time, most recent arrivals first. The log is
-        ordered by arrival, so it may also contain requests that finished later; they are skipped."""
+        """Return the requests that had finished by this time, most recent arrivals first. The log is ordered
+        by arrival, so requests that finished later are skipped."""
         query = RequestLogQuery(until=until, state="ended", limit=MAX_PAGE_ROWS)
         found: list[NamedRequest] = []
         for _ in range(_PAGES):
@@ -117,7 +117,7 @@ class StoredRecording:
         return found[:MAX_ROWS]
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a description of the file."""
+        """Write a slice to an incident file, and describe the file."""
         done = await _in_thread(lambda: export_incident(self._past, since, until, path))
         notes = "".join(f" ({note})" for note in done.notes)
         return (
@@ -131,12 +131,12 @@ class StoredRecording:
 
 
 def service_recording(run_dir: Path, key: str | None) -> StoredRecording:
-    """Return the history of a running service."""
+    """Return a running service's history."""
     return StoredRecording(ServicePast(run_dir, key))
 
 
 def file_recording(path: Path) -> StoredRecording:
-    """Return the recording stored in `history.db` or in an incident file. Raises SourceError."""
+    """Return the recording in `history.db` or an incident file. Raises SourceError."""
     try:
         past = FilePast(path)
         begin = None if past.facts is None else float(past.facts["since"])

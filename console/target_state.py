@@ -1,5 +1,5 @@
-"""Warns in an action's dialog if the target does not exist or is already in the state that the action would
-produce."""
+"""Warnings for action dialogs: the target does not exist, or is already in the state that the action would
+bring about."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from console.fingerprints import is_drained, peer_name, registered, silence_with
 
 
 def state_lines(action: Action, target: str | None, context: Context) -> list[str]:
-    """Return what an operator should know about the target's state before the action."""
+    """Return warnings about the target's state."""
     snapshot = context.snapshot
     if snapshot is None:
         return []
@@ -34,7 +34,7 @@ def state_lines(action: Action, target: str | None, context: Context) -> list[st
 
 
 def unlisted(kind: str, name: str) -> str:
-    """Return the warning about a target that the lists do not contain."""
+    """Return a warning about a target that is in none of the lists."""
     return f"no {kind} {name} is listed: check the name"
 
 

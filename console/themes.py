@@ -1,6 +1,6 @@
-"""The colours of each role in each theme. State is never shown by colour alone: letters and words repeat it,
-so the mono theme loses no information. The role "label" has the same colours as "dim". It is a separate role
-because it marks the names of values, which the help explains."""
+"""Each theme's colours for each role. State is never shown by colour alone: letters and words repeat it, so
+the mono theme loses no information. The role "label" has the same colours as "dim". It is a separate role
+because it marks value names, and the help has an entry for each of those."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ROLES = (
     ),
     *_SERIES,
 )
-"""All roles. "s0" to "s7" distinguish neighbouring series, such as tenants in the map of KV blocks."""
+"""All roles. "s0" to "s7" distinguish neighbouring series, such as tenants on the KV block map."""
 
 
 def _series(*colours: str) -> dict[str, str]:
-    """Return the styles of the series roles, using the given colours."""
+    """Return styles for the series roles in these colours."""
     return dict(zip(_SERIES, colours, strict=True))
 
 
@@ -175,12 +175,12 @@ THEMES: Mapping[str, Mapping[str, str]] = {
     "high-contrast": _HIGH_CONTRAST,
 }
 BACKGROUNDS = {"dark": "#14171c", "light": "#ffffff", "high-contrast": "#000000"}
-"""Background of each theme. Themes without an entry keep the terminal's background."""
+"""Each theme's background. Themes without an entry keep the terminal's background."""
 
 
 @cache
 def style(theme: str, role: str, *, selected: bool = False) -> Style:
-    """Return the style of a role. In the row under the cursor, a role keeps its colour but takes the cursor's
+    """Return a role's style. In the row under the cursor, the role's colour is combined with the cursor's
     background."""
     found = Style.parse(THEMES[theme][role])
     if not selected:

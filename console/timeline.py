@@ -1,5 +1,5 @@
 """The timeline above the screens while viewing history: a one-row chart of output tokens per second, the
-events in the displayed period, and a marker at the displayed time."""
+period's events, and a marker at the displayed time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from console.lines import Line, Span, clip, line, span, spread
 from console.recordings import Mark, PastTimeline
 
 WINDOW_POINTS = 600
-"""Number of points that the timeline covers. At a resolution of one second, this is 10 minutes."""
+"""Number of points on the timeline: 10 minutes at a resolution of one second."""
 _SHORT_S = 900.0
-"""Timelines shorter than this, in seconds, show seconds in the times at their ends."""
+"""Timelines shorter than this many seconds show their start and end times with seconds."""
 _BARS: dict[GlyphSet, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": "_.:-=+*#"}
 
 
@@ -31,18 +31,18 @@ class PastState:
 
     @property
     def restarted(self) -> bool:
-        """Whether the service restarted within the last minute before the displayed time."""
+        """Whether the service restarted within the minute before the displayed time."""
         snapshot = self.instant.snapshot
         return snapshot.uptime_s < 60.0 and self.instant.first < snapshot.started_at - 1.0
 
 
 def resolution_text(seconds: int) -> str:
-    """Return a resolution as text."""
+    """Format a resolution."""
     return "1 s" if seconds == 1 else f"{seconds} s mean"
 
 
 def badge_text(past: PastState) -> str:
-    """Return the text of the badge with the displayed time."""
+    """Return the badge text with the displayed time."""
     at = past.instant.snapshot.at
     return f"HISTORY {units.date(at)} · {resolution_text(past.instant.resolution_s)}"
 
@@ -61,7 +61,7 @@ def timeline_lines(past: PastState, width: int, glyphs: GlyphSet) -> list[Line]:
 
 
 def event_at(past: PastState, size: int = 100) -> Mark | None:
-    """Return the event closest to the displayed time, in a timeline of `size` columns."""
+    """Return the event closest to the displayed time on a timeline of `size` columns."""
     if past.timeline is None:
         return None
     begin = past.instant.at
@@ -97,8 +97,8 @@ def _chart(timeline: PastTimeline, at: float, size: int, glyphs: GlyphSet) -> Li
 
 
 def _values(timeline: PastTimeline, size: int, column_s: float) -> list[float | None]:
-    """Return the largest value in each column. A column that falls between two samples gets the value of the
-    preceding sample."""
+    """Return each column's largest value. Columns between two samples get the value of the preceding
+    sample."""
     times = [at for at, _ in timeline.values]
     gaps = sorted(after - before for before, after in pairwise(times))
     step = gaps[len(gaps) // 2] if gaps else column_s

@@ -1,4 +1,4 @@
-"""`appliance top`: one frame of a console screen as text, or one object as JSON. Textual is not loaded."""
+"""`appliance top`: one frame of a console screen as text, or one snapshot as JSON. Textual is not loaded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from console.timeline import PastState
 
 
 def read(source: SnapshotSource, view: View | None = None) -> Context:
-    """Return the input of a screen: a snapshot, its history, and the lists that the screen shows. A live
-    source is read twice and the second snapshot is returned, because rates need two snapshots. Raises
-    SourceError if the snapshot or a list that the screen requires cannot be read."""
+    """Read a screen's input: a snapshot, its history, and the lists that the screen shows. A live source is
+    read twice, and the second snapshot is returned, because rates need two snapshots. Raises SourceError if
+    the snapshot or a required list cannot be read."""
 
     async def reading() -> Context:
         context = Context()
@@ -52,7 +52,7 @@ def top_json(source: SnapshotSource) -> bytes:
 
 
 def top_lines(source: SnapshotSource, screen: str, width: int, height: int) -> list[str]:
-    """Return the lines of a screen, without trailing empty lines."""
+    """Return a screen's lines, without trailing empty lines."""
     views = all_views()
     view = next(view for view in views if view.name == screen)
     context = read(source, view)

@@ -1,5 +1,5 @@
-"""Viewing history: shows past states on the same screens as the live state, steps through the history or
-plays it, compares two times, and exports a slice."""
+"""Viewing history: shows past states on the same screens as the live state, steps through history or plays
+it, compares two times, and exports slices."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ _NO_LIVE = "this console is replaying a file: there is no live service to return
 _AROUND_S = 300.0
 _MIN_SPAN_S = 60.0
 _EDGE = 0.05
-"""Size of the zone at each end of the timeline, as a fraction of its length. When the displayed time enters
-this zone, the timeline scrolls."""
+"""Size of the scroll zone at each end of the timeline, as a fraction of its length. When the displayed time
+enters a zone, the timeline scrolls."""
 
 
 class TimeTravel:
-    """Lets a console show past states of the service."""
+    """Shows past states of the service in a console."""
 
     def __init__(self, app: ConsoleApp) -> None:
         self._app = app
         self._source: ReplaySource | None = app.source if isinstance(app.source, ReplaySource) else None
         self._timeline: PastTimeline | None = None
         self._window: tuple[int, float] = (0, 0.0)
-        """The timeline's resolution, and the time of the newest recorded sample when the timeline was
-        read."""
+        """The timeline's resolution, and the newest sample's time when the timeline was read."""
         self._playing = False
 
     @property
@@ -50,11 +49,11 @@ class TimeTravel:
         return self._source
 
     def recording(self) -> RecordedPast:
-        """Return the recorded history that the console shows."""
+        """Return the console's recorded history."""
         return self.source.recording()
 
     def run(self, command: str) -> bool:
-        """Run a command from the key table. Return False for commands unrelated to viewing history."""
+        """Run a command from the key table. Return False if it does not concern history."""
         word, _, rest = command.partition(" ")
         past = self._app.session.past
         if word in ("mark", "pause"):
@@ -86,8 +85,8 @@ class TimeTravel:
             self.run(word)
 
     def _now(self) -> float:
-        """Return the time to which relative times such as -20m refer: the time on the service's clock, which
-        can differ from this machine's clock, or the end of a recording in a file."""
+        """Return the time that -20m and similar times are relative to: the service's current time, which can
+        differ from this machine's, or the end of a recording in a file."""
         source = self._source
         if source is not None and source is self._app.source:
             return time.time() if source.instant is None else source.instant.last
@@ -96,7 +95,7 @@ class TimeTravel:
     # ── moving ───────────────────────────────────────────────────────────────────────────────
 
     def open(self, at: float | None) -> None:
-        """Show the state at a past time, or at the time chosen by `ReplaySource.begin` if `at` is None."""
+        """Show a past state. If `at` is None, `ReplaySource.begin` chooses the time."""
         self._start(self._moved(self.source.begin() if at is None else self.source.seek(at)))
 
     def leave(self) -> None:
@@ -110,7 +109,7 @@ class TimeTravel:
         self._app.session.leave_past()
 
     def read_lists(self) -> None:
-        """Read the lists that the screen shows."""
+        """Read the screen's lists."""
         self._app.run_worker(self._read_lists(), group="past-lists", exclusive=True)
 
     def _move(self, how: str) -> None:
@@ -139,7 +138,7 @@ class TimeTravel:
             self._start(self._play())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin a move and cancel any move already in progress."""
+        """Start a move, cancelling any move in progress."""
         self._playing = False
         self._app.run_worker(work, group="past", exclusive=True, exit_on_error=True)
 
@@ -195,7 +194,7 @@ class TimeTravel:
         await self._moved(self.source.seek(found[0].at if forward else found[-1].at))
 
     async def _arrived(self) -> None:
-        """Show the snapshot immediately, then read and show the timeline and lists."""
+        """Show the snapshot immediately; then read and show the timeline and lists."""
         self._show()
         await self._read_timeline()
         await self._read_lists()

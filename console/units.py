@@ -1,4 +1,4 @@
-"""Formats values with their units. None stands for an unknown value and becomes "--"."""
+"""Formats values with units. None means unknown and becomes "--"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from appliance import quantities
 
 UNKNOWN = "--"
 NOT_SUPPORTED = "n/a"
-"""Shown instead of a value that a device does not support."""
+"""Shown instead of values that a device does not support."""
 
 
 def count(value: float | None) -> str:
@@ -17,12 +17,12 @@ def count(value: float | None) -> str:
 
 
 def counted(value: float | None, noun: str) -> str:
-    """Format a number of things, such as "1 request" or "2 requests"."""
+    """Format a count with its noun, such as "1 request" or "2 requests"."""
     return f"{count(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def short(value: float | None) -> str:
-    """Format a number with at most three digits and a decimal prefix, such as "12.3k"."""
+    """Format a number with up to three digits and a decimal prefix, such as "12.3k"."""
     if value is None:
         return UNKNOWN
     for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "G"), (1e15, "T")):
@@ -35,7 +35,7 @@ def short(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Format a rate per second. A rate above zero is never shown as 0."""
+    """Format a rate per second. Rates above zero are never shown as 0."""
     if value is None or value == 0 or value >= 99.95:
         return short(value)
     return "<0.1" if value < 0.1 else f"{value:.1f}"
@@ -47,8 +47,8 @@ def percent(fraction: float | None, digits: int = 0) -> str:
 
 
 def ms(value: float | None) -> str:
-    """Format milliseconds with three significant digits. Values from 1 s upwards are shown in seconds. A
-    value above zero is never shown as 0."""
+    """Format milliseconds with three significant digits, in seconds from 1 s upwards. Values above zero are
+    never shown as 0."""
     if value is None:
         return UNKNOWN
     if value >= 999.5:
@@ -60,8 +60,7 @@ def ms(value: float | None) -> str:
 
 
 def us(value: float | None) -> str:
-    """Format microseconds. Values from 1 ms upwards are shown in milliseconds. A value above zero is never
-    shown as 0."""
+    """Format microseconds, in milliseconds from 1 ms upwards. Values above zero are never shown as 0."""
     if value is None:
         return UNKNOWN
     if value >= 999.5:
@@ -70,7 +69,8 @@ def us(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration in seconds with at most two units. A duration above zero is never shown as 0."""
+    """Format a duration, given in seconds, with up to two units. Durations above zero are never shown as
+    0."""
     if value is None:
         return UNKNOWN
     if 0 < value < 0.05:
@@ -99,8 +99,7 @@ def size(value: float | None) -> str:
 
 
 def about(where: str, description: str) -> str:
-    """Return the description of a condition, with the name of its subject unless the description contains
-    it."""
+    """Return a condition's description, adding the subject's name unless the description contains it."""
     return description if where in description else f"{where}: {description}"
 
 

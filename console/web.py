@@ -1,9 +1,8 @@
-"""Serves the console in a browser (`appliance console --web`), through textual-serve.
-
-Every browser tab gets a console in a separate process, which is always read-only. The server listens only on
-the loopback interface. Clients need a random token: the printed address contains it, and the browser then
-keeps it in a cookie. Requests with a foreign `Host` or `Origin` are refused, so that other web pages cannot
-reach the console through the browser.
+"""Serves the console to browsers with textual-serve (`appliance console --web`). Each browser tab gets its
+own console process, which is always read-only. The server listens only on the loopback interface. Clients
+need a random token: it is part of the printed address, and the browser then keeps it in a cookie. Requests
+with a foreign `Host` or `Origin` are refused, so that other web pages cannot reach the console through the
+browser.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 MAX_TABS = 8
-"""Maximum number of concurrent consoles. Each console is a separate process."""
+"""Maximum number of concurrent consoles, each in its own process."""
 _COOKIE = "appliance-console"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ADDRESS = "127.0.0.1"
@@ -42,7 +41,7 @@ class ConsoleServer(Server):
         self._tabs = 0
 
     async def start(self) -> tuple[web.AppRunner, str]:
-        """Start listening. Return the runner, which can stop the server, and the address with the token.
+        """Start listening. Return the runner, which can stop the server, and the address including the token.
         Raises WebError."""
         runner = web.AppRunner(await self._make_app(), access_log=None)
         await runner.setup()
@@ -80,9 +79,7 @@ class ConsoleServer(Server):
             response.set_cookie(_COOKIE, self.token, httponly=True, samesite="Strict")
             raise response
         if not self._is_token(request.cookies.get(_COOKIE, "")):
-            return _refused(
-                "the token is missing or wrong: open the address that appliance console --web printed"
-            )
+            return _refused("missing or wrong token: open the address printed by appliance console --web")
         answer = await handler(request)
         if not answer.prepared:
             answer.headers["Content-Security-Policy"] = _policy(request.host)
@@ -93,12 +90,12 @@ class ConsoleServer(Server):
         return secrets.compare_digest(given.encode(), self.token.encode())
 
     async def handle_index(self, request: web.Request) -> Any:
-        """Return the page. Its URLs use the address at which the browser reached this server."""
+        """Return the page. Its URLs use the address by which the browser reached this server."""
         self.public_url = f"http://{request.host}"
         return await super().handle_index(request)
 
     async def handle_websocket(self, request: web.Request) -> Any:
-        """Connect a tab to a new console."""
+        """Connect a browser tab to a new console."""
         if self._tabs >= MAX_TABS:
             return web.Response(status=503, text=f"{MAX_TABS} consoles are open: close one of their tabs")
         self._tabs += 1
@@ -131,7 +128,7 @@ def _refused(reason: str) -> web.Response:
 
 
 def _policy(host: str) -> str:
-    """Return a Content-Security-Policy under which the page loads nothing from other servers."""
+    """Return a Content-Security-Policy that keeps the page from loading anything from other servers."""
     return (
         "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self' 'unsafe-inline'; "
         f"img-src 'self' data:; font-src 'self' data:; connect-src 'self' ws://{host}; frame-ancestors 'none'"

@@ -1,5 +1,5 @@
-"""Runs the console of one browser tab: `python -m console.web_session`. `console.web` starts it, and it is
-always read-only."""
+"""`python -m console.web_session`: runs one browser tab's console, which is always read-only. Started by
+`console.web`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The widget that shows the lines of a frame. It sends only the changed part of each changed line to the
-terminal, so that the console needs little bandwidth over SSH."""
+"""The widget that shows a frame's lines. It sends only the changed part of each changed line to the terminal,
+so that the console needs little bandwidth over SSH."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FrameWidget(Widget, can_focus=True):
     ]
 
     class Clicked(Message):
-        """Sent when a line, or a span that has a command, is clicked."""
+        """Sent when a line, or a span with a command, is clicked."""
 
         def __init__(self, command: str, y: int) -> None:
             super().__init__()
@@ -56,7 +56,7 @@ class FrameWidget(Widget, can_focus=True):
         self._theme = "dark"
 
     def show(self, lines: list[Line], theme: str) -> None:
-        """Show lines. Only the differences from the previously shown lines are drawn."""
+        """Show lines, drawing only what differs from the lines shown before."""
         before, self._lines = self._lines, lines
         if theme != self._theme or len(before) != len(lines):
             self._theme = theme
@@ -82,7 +82,7 @@ class FrameWidget(Widget, can_focus=True):
         return Strip(segments)
 
     def on_click(self, event: events.Click) -> None:
-        """Run the command of the clicked span."""
+        """Run the clicked span's command."""
         if event.y >= len(self._lines):
             return
         x = event.x
@@ -102,7 +102,7 @@ class FrameWidget(Widget, can_focus=True):
 
 
 def merged(line: Line) -> Line:
-    """Merge neighbouring spans of the same role in a line. Spaces get the role of the preceding span, unless
+    """Merge a line's adjacent spans with the same role. Spaces get the role of the preceding span, unless
     that role has a background."""
     result: Line = []
     for one in line:
@@ -139,12 +139,12 @@ _PLAIN = frozenset(
         *("input", "output", "p0", "p1", "p2", "p3", "prefill", "decode"),
     )
 )
-"""Roles between which a space looks the same in every theme. "warn" is not one of them, because the mono
-theme underlines it."""
+"""Roles in which a space looks the same in every theme. "warn" is not among them, because the mono theme
+underlines it."""
 
 
 def changed_until(old: Line, new: Line) -> int:
-    """Return the column after the last difference between two lines of the same width."""
+    """Return the column after the last difference between two lines of equal width."""
     end = sum(cells(one.text) for one in new)
     for one, other in zip(reversed(old), reversed(new), strict=False):
         if one.text == other.text and one.role == other.role:

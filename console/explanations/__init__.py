@@ -1,5 +1,5 @@
-"""Explains the fields and metrics on the screens, with their units, windows and sources. A screen's help
-lists the fields and metrics that the screen shows, and a test requires an entry for each of them."""
+"""Explanations of the fields and metrics on the screens, with their units, windows and sources. Each screen's
+help lists those that the screen shows. A test requires an entry for each of them."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ from console.explanations.requests import REQUESTS
 __all__ = ["EXPLANATIONS", "FRAME", "Explanation"]
 
 EXPLANATIONS: dict[str, Explanation] = {**OVERVIEW, **ENGINE, **REQUESTS, **LISTS, **FRAME}
-"""All explanations, by name. The explanation of a table's column has the name of the column."""
+"""All explanations, keyed by name. A table column's explanation has the column's name."""

@@ -1,4 +1,4 @@
-"""The explanation of a field or metric, and the names of the usual windows."""
+"""Defines explanations of fields and metrics, and names for the usual time windows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Explanation(NamedTuple):
-    """The explanation of a field or metric."""
+    """Explains a field or metric."""
 
     title: str
     unit: str
@@ -14,7 +14,7 @@ class Explanation(NamedTuple):
     """The period that the value covers: "now", "since start", or a time window."""
     text: str
     source: str
-    """The Prometheus metric or the field of the admin API from which the value is read."""
+    """The Prometheus metric or admin API field that provides the value."""
 
 
 NOW, SLICE, MINUTE = "now", "since the last update", "last 60 s"

@@ -1,4 +1,4 @@
-"""The values around all screens: in the header, in the banners of drains and on the timeline of history."""
+"""Values shown around every screen: in the header, the drain banners and the history timeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FRAME: dict[str, Explanation] = {
         "ready, draining",
         "",
         NOW,
-        "State of the service: starting, ready, degraded (it has current problems), draining or drained.",
+        "Service state: starting, ready, degraded (it has current problems), draining or drained.",
         "status: state",
     ),
     "uptime": Explanation("up", "s", START, "Time since the service started.", "status: uptime_s"),
@@ -18,63 +18,64 @@ FRAME: dict[str, Explanation] = {
         "STALE",
         "s",
         "since the newest data",
-        "Age of all values, shown when the service does not answer or answers late.",
+        "Age of all values, shown when the service responds late or not at all.",
         "events: at",
     ),
     "restarted": Explanation(
         "RESTARTED",
         "",
         "last 60 s",
-        "The service has restarted, so its counters started again at 0.",
+        "The service has restarted, so its counters were reset to 0.",
         "status: started_at",
     ),
     "history_time": Explanation(
         "HISTORY",
         "date and time",
         "1 s, or the mean of 10 s or 60 s",
-        "The displayed time, and its resolution: with a resolution of 10 s or 60 s, values are means.",
+        "The displayed time, and the resolution. At 10 s or 60 s, values are averages.",
         "GET /telemetry",
     ),
     "stopping": Explanation(
         "STOPPING",
         "",
         NOW,
-        "The service is stopping: it finishes its requests and then ends, so the drain cannot be ended.",
+        "The service is stopping. It exits once its requests have finished, so the drain cannot be ended.",
         "status: drains.stopping",
     ),
     "drained_requests": Explanation(
         "running, queued, held",
         "requests",
         NOW,
-        "Requests that a drain waits for, and new requests that wait until the drain ends.",
+        "Running and queued: requests that the drain waits for. Held: new requests that wait for the drain "
+        "to end.",
         "status: drains.running, drains.queued, drains.held",
     ),
     "drain_eta": Explanation(
         "ETA",
         "s",
         NOW,
-        "Predicted time until the requests of a drain have finished, based on the measured rates.",
+        "Predicted time until the drain is complete, based on measured rates.",
         "status: drains.eta_s",
     ),
     "grace_left": Explanation(
         "grace left",
         "s",
         NOW,
-        "Time until a drain cancels the requests that are still running.",
+        "Time until the drain cancels requests that are still running.",
         "status: drains.grace_left_s",
     ),
     "drain_took": Explanation(
         "took",
         "s",
         "the drain",
-        "Time from the beginning of a drain until its last request had finished.",
+        "Time from the start of the drain to the end of its last request.",
         "status: drains.elapsed_s",
     ),
     "timeline_peak": Explanation(
         "output peak",
         "tokens/s",
         "the period of the timeline",
-        "Highest rate of output tokens on the timeline. ▲ marks operator actions, and ! marks alerts.",
+        "Highest output token rate on the timeline. ▲ marks operator actions, and ! marks alerts.",
         "events: rates.generated_tokens_per_s",
     ),
 }

@@ -1,4 +1,4 @@
-"""The fields and metrics of alerts, the audit trail, log lines, settings, findings and comparisons."""
+"""Fields and metrics of alerts, the audit trail, log lines, settings, findings and comparisons."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LISTS: dict[str, Explanation] = {
         "How long the condition has held. For a resolved alert: how long it held.",
         "alerts: since, ended_at",
     ),
-    "since": Explanation("SINCE", "date and time", "", "Time at which the condition began.", "alerts: since"),
+    "since": Explanation("SINCE", "date and time", "", "When the condition began.", "alerts: since"),
     "where": Explanation(
         "WHERE",
         "",
         "",
-        "The model, replica, front process, GPU, tenant or database that the alert concerns.",
+        "The model, replica, front process, GPU, tenant or database that the alert is about.",
         "alerts: where",
     ),
     "description": Explanation(
@@ -36,21 +36,21 @@ LISTS: dict[str, Explanation] = {
         "RULE",
         "",
         "",
-        'The alert rule that matched; "problem" means a current problem of the service.',
+        'The alert rule that matched; "problem" means a current service problem.',
         "alerts: rule",
     ),
     "suppressed": Explanation(
         "ALSO, explains",
         "alerts",
         NOW,
-        "Number of other alerts that this alert caused.",
+        "Other alerts caused by this one.",
         "alerts: suppressed",
     ),
     "cause": Explanation(
         "likely cause",
         "",
         "the minutes before the alert",
-        "An event shortly before the condition began that probably explains it.",
+        "An earlier event that probably explains the condition.",
         "alerts: cause",
     ),
     "remedy": Explanation("next step", "", "", "What the operator should do next.", "alerts: remedy"),
@@ -58,46 +58,44 @@ LISTS: dict[str, Explanation] = {
         "value",
         "as shown",
         "when the alert was raised",
-        "The metric's value when the alert was raised, and the threshold of the rule.",
+        "The metric's value when the alert was raised, and the rule's threshold.",
         "alerts: value, threshold, unit",
     ),
-    "alert_ended": Explanation(
-        "ended", "date and time", "", "Time at which the condition ended.", "alerts: ended_at"
-    ),
+    "alert_ended": Explanation("ended", "date and time", "", "When the condition ended.", "alerts: ended_at"),
     "silenced_until": Explanation(
         "silenced until",
         "date and time",
         "",
-        "Time until which the alert is not sent to receivers.",
+        "The alert is not sent to receivers until this time.",
         "alerts: silenced_until",
     ),
-    "silence_id": Explanation("SILENCE", "", "", "Id of the silence.", "silences: id"),
+    "silence_id": Explanation("SILENCE", "", "", "Silence id.", "silences: id"),
     "silence_rule": Explanation(
-        "RULE", "", "", "Rule whose alerts are silenced. * stands for any characters.", "silences: rule"
+        "RULE", "", "", "Rule whose alerts are silenced. * matches any text.", "silences: rule"
     ),
     "silence_subject": Explanation(
         "WHERE",
         "",
         "",
-        "The model, replica, GPU or other component whose alerts are silenced. * stands for any characters.",
+        "The model, replica, GPU or other component whose alerts are silenced. * matches any text.",
         "silences: subject",
     ),
-    "until": Explanation("UNTIL", "date and time", "", "Time at which the silence ends.", "silences: until"),
+    "until": Explanation("UNTIL", "date and time", "", "When the silence ends.", "silences: until"),
     "created_by": Explanation(
         "SILENCED BY", "", "", "The local user or key that silenced the alerts.", "silences: created_by"
     ),
     "created_at": Explanation(
-        "SINCE", "date and time", "", "Time at which the alerts were silenced.", "silences: created_at"
+        "SINCE", "date and time", "", "When the alerts were silenced.", "silences: created_at"
     ),
-    "silence_reason": Explanation("REASON", "", "", "The reason that the operator gave.", "silences: reason"),
+    "silence_reason": Explanation("REASON", "", "", "The operator's reason.", "silences: reason"),
     "silence_ends_in": Explanation("ends in", "s", NOW, "Time until the silence ends.", "silences: until"),
     "silenced_alerts": Explanation(
-        "silenced alerts", "", NOW, "The active alerts that the silence matches.", "alerts: rule, where"
+        "silenced alerts", "", NOW, "Active alerts that the silence matches.", "alerts: rule, where"
     ),
     "seq": Explanation(
-        "SEQ", "row number", "", "Sequence number of the row in the audit chain.", "audit: seq"
+        "SEQ", "row number", "", "The row's sequence number in the audit chain.", "audit: seq"
     ),
-    "audit_at": Explanation("TIME", "date and time", "", "Time at which the action began.", "audit: at"),
+    "audit_at": Explanation("TIME", "date and time", "", "When the action began.", "audit: at"),
     "actor": Explanation(
         "OPERATOR", "", "", "The local user or key that performed the action.", "audit: actor"
     ),
@@ -107,7 +105,7 @@ LISTS: dict[str, Explanation] = {
         "RESULT",
         "",
         "",
-        "Result of the action: ok, or the reason why it was refused or failed.",
+        "The action's result: ok, or why it was refused or failed.",
         "audit: result",
     ),
     "audit_rows": Explanation(
@@ -119,44 +117,38 @@ LISTS: dict[str, Explanation] = {
     ),
     "audit_host": Explanation("host", "", "", "The machine on which the action was recorded.", "audit: host"),
     "audit_parameters": Explanation(
-        "parameters", "", "", "Parameters of the action, without secrets.", "audit: params"
+        "parameters", "", "", "The action's parameters, without secrets.", "audit: params"
     ),
     "audit_change": Explanation(
-        "before, after", "", "", "State of the target before and after the action.", "audit: before, after"
+        "before, after", "", "", "The target's state before and after the action.", "audit: before, after"
     ),
-    "audit_note": Explanation("note", "", "", "A remark that the operator gave.", "audit: note"),
-    "audit_ended": Explanation(
-        "ended", "date and time", "", "Time at which the action ended.", "audit: ended_at"
-    ),
+    "audit_note": Explanation("note", "", "", "The operator's remark.", "audit: note"),
+    "audit_ended": Explanation("ended", "date and time", "", "When the action ended.", "audit: ended_at"),
     "audit_hash": Explanation(
-        "hash", "", "", "SHA-256 of the row together with the previous row's hash.", "status: audit.head"
+        "hash", "", "", "SHA-256 of the row and the previous row's hash.", "status: audit.head"
     ),
     "audit_chain": Explanation(
         "chain",
         "",
         "the last verification",
-        "ok if every row of the chain is unchanged and agrees with the recorded heads. Otherwise, the first "
-        "wrong or missing row.",
+        "ok if every row is unchanged and matches the recorded heads; otherwise the first wrong or missing "
+        "row.",
         "audit/verify: ok, rows, heads, broken_seq, problems",
     ),
-    "at": Explanation("TIME", "date and time", "", "Time at which the line was written.", "logs: at"),
+    "at": Explanation("TIME", "date and time", "", "When the line was written.", "logs: at"),
     "level": Explanation("LEVEL", "", "", "Severity of the log line or finding.", "logs: level"),
     "process": Explanation(
         "PROCESS",
         "",
         "",
-        "The process that wrote the line: core, a front or a replica. Filter with process:front-0 to see one "
-        "process.",
+        "The process that wrote the line: the core, a front or a replica. To see only one process, filter "
+        "with process:front-0.",
         "logs: process",
     ),
     "area": Explanation("AREA", "", "", "The component that wrote the line.", "logs: area"),
-    "message": Explanation("MESSAGE", "", "", "The text of the log line.", "logs: message"),
-    "setting": Explanation(
-        "SETTING", "", "", "Name of the setting, as in the settings file.", "config: settings"
-    ),
-    "setting_value": Explanation(
-        "VALUE", "", NOW, "The value that is currently in effect.", "config: settings"
-    ),
+    "message": Explanation("MESSAGE", "", "", "The log message.", "logs: message"),
+    "setting": Explanation("SETTING", "", "", "Setting name, as in the settings file.", "config: settings"),
+    "setting_value": Explanation("VALUE", "", NOW, "The value currently in effect.", "config: settings"),
     "setting_source": Explanation(
         "SOURCE",
         "",
@@ -168,12 +160,10 @@ LISTS: dict[str, Explanation] = {
         "FINDING, SUBJECT, remedy",
         "",
         "the last check",
-        "What appliance doctor found, what it concerns, and what to do.",
+        "What appliance doctor found, where, and what to do about it.",
         "appliance doctor",
     ),
-    "metric": Explanation(
-        "METRIC", "", "", "Name of the metric, as in the admin API.", "GET /telemetry: metrics"
-    ),
+    "metric": Explanation("METRIC", "", "", "Metric name, as in the admin API.", "GET /telemetry: metrics"),
     "first": Explanation(
         "FIRST",
         "of the metric",

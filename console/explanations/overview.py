@@ -1,4 +1,4 @@
-"""The fields and metrics of the overview. Other screens show some of them, too."""
+"""Fields and metrics on the Overview screen. Other screens show some of them too."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ OVERVIEW: dict[str, Explanation] = {
         "prompt tokens/s",
         "tokens/s",
         RATE,
-        "Prompt tokens per second of the sequences started by all replicas, including cached tokens.",
+        "Prompt tokens per second in sequences started by all replicas, including cached tokens.",
         "appliance_engine_prompt_tokens_total",
     ),
     "cached": Explanation(
         "cached",
         "%",
         RATE,
-        "Share of the prompt tokens that came from the prefix cache.",
+        "Share of prompt tokens served from the prefix cache.",
         "appliance_engine_cached_tokens_total",
     ),
     "peak": Explanation(
         "peak",
         "tokens/s",
-        "the period of the chart",
+        "the chart's period",
         "Highest value in the chart.",
         "appliance_engine_generated_tokens_total, appliance_engine_prompt_tokens_total",
     ),
@@ -38,14 +38,14 @@ OVERVIEW: dict[str, Explanation] = {
         "ms, s",
         MINUTE,
         "Time to first token: from a request's arrival until its first token is written to the socket. p50 "
-        "is the median; 99% of the requests were faster than p99.",
+        "is the median; 99% of requests were faster than p99.",
         "appliance_time_to_first_token_seconds",
     ),
     "itl": Explanation(
         "ITL",
         "ms",
         MINUTE,
-        "Inter-token latency: the mean time between the output tokens of a request.",
+        "Inter-token latency: the mean time between a request's output tokens.",
         "appliance_inter_token_seconds",
     ),
     "queue": Explanation(
@@ -66,7 +66,7 @@ OVERVIEW: dict[str, Explanation] = {
         "p50, p90, p99",
         "ms, s",
         MINUTE,
-        "Percentiles of the finished requests: 50%, 90% and 99% of them took at most this long.",
+        "Percentiles over finished requests: 50%, 90% and 99% of them took at most this long.",
         "appliance_request_seconds",
     ),
     "waiting": Explanation(
@@ -80,35 +80,35 @@ OVERVIEW: dict[str, Explanation] = {
         "errors, failed",
         "requests/s, % of ended requests",
         RATE,
-        "Requests that failed because of an error of the service, and their share of all ended requests.",
+        "Requests that failed because of a service error, and their share of all ended requests.",
         "events: rates.failed_per_s, rates.requests_per_s",
     ),
     "refused_per_s": Explanation(
         "refused",
         "requests/s",
         RATE,
-        "Requests that the service refused because of a limit or of overload.",
+        "Requests refused because of a limit or overload.",
         "events: rates.refused_per_s",
     ),
     "oldest_wait_s": Explanation(
         "oldest",
         "s",
         NOW,
-        'Waiting time of the oldest waiting request. "late" means that it exceeds the target.',
+        'How long the oldest queued request has waited. "late" means longer than the target.',
         "appliance_queue_oldest_wait_seconds",
     ),
     "expected_wait_s": Explanation(
         "expect",
         "s",
         NOW,
-        "Predicted waiting time of a request that arrives now, based on the measured rates.",
+        "Predicted wait for a request arriving now, based on measured rates.",
         "status: queue.classes.expected_wait_s",
     ),
     "target_s": Explanation(
         "target",
         "s",
         NOW,
-        "Target for the waiting time of a service class.",
+        "The service class's target waiting time.",
         "status: queue.classes.target_s",
     ),
     "running": Explanation(
@@ -122,14 +122,15 @@ OVERVIEW: dict[str, Explanation] = {
         "KV used, KV, KV blocks, used",
         "% of blocks",
         NOW,
-        "KV blocks in use by unfinished sequences. Cached blocks do not count, because they can be reused.",
+        "KV blocks in use by unfinished sequences. Cached blocks are not counted, because they can be "
+        "reused.",
         "appliance_kv_used_blocks, appliance_kv_blocks",
     ),
     "hit_rate": Explanation(
         "hit",
         "% of prompt tokens",
         MINUTE,
-        "Share of prompt tokens that came from the prefix cache.",
+        "Share of prompt tokens served from the prefix cache.",
         "appliance_engine_cached_tokens_total",
     ),
     "utilization_percent": Explanation(
@@ -147,12 +148,12 @@ OVERVIEW: dict[str, Explanation] = {
         "GPU memory in use by all processes.",
         "NVML memory.used",
     ),
-    "power_w": Explanation("W, POWER", "watts", NOW, "Power draw of the board.", "NVML power.draw"),
+    "power_w": Explanation("W, POWER", "watts", NOW, "Board power draw.", "NVML power.draw"),
     "temperature_c": Explanation(
         "°, TEMP, temperature",
         "°C",
         NOW,
-        "Temperature of the GPU. T means that the GPU is throttled: its clocks are reduced.",
+        "GPU temperature. T means that the GPU is throttled: its clocks are reduced.",
         "NVML temperature.gpu",
     ),
     "alerts": Explanation(
@@ -166,30 +167,30 @@ OVERVIEW: dict[str, Explanation] = {
         "process",
         "",
         "",
-        "A process of the service: the core, a front or a replica. A number with ↻ counts its restarts.",
+        "A service process: the core, a front or a replica. 3↻ means that it has restarted 3 times.",
         "events: host.processes.name, host.processes.restarts",
     ),
     "cpu_percent": Explanation(
         "cpu",
         "% of one core",
         SLICE,
-        "CPU usage of a process. The host's usage is a percentage of all cores.",
+        "A process's CPU usage. For the host: a percentage of all cores.",
         "process_cpu_seconds_total, appliance_front_cpu_seconds_total",
     ),
-    "load_1m": Explanation("load", "processes", "1 min", "Load average of the host.", "/proc/loadavg"),
+    "load_1m": Explanation("load", "processes", "1 min", "Host load average.", "/proc/loadavg"),
     "host_memory": Explanation(
         "memory, mem",
         "% or bytes",
         NOW,
-        "Memory in use on the host, as a percentage of all memory, or by a process (resident set). The GPU "
-        "panel shows the used share of each GPU's memory.",
+        "Memory in use: on the host, as a percentage of the total; by a process, as its resident set; in "
+        "the GPU panel, as a percentage of the GPU's memory.",
         "events: host.memory_used_bytes, host.processes.memory_bytes",
     ),
     "disk_free": Explanation(
         "disk free, free",
         "bytes",
         NOW,
-        "Free space on the file system of the state directory.",
+        "Free space on the state directory's file system.",
         "events: host.disk_free_bytes",
     ),
 }

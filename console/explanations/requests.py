@@ -1,4 +1,4 @@
-"""The fields and metrics of requests, tenants and usage."""
+"""Fields and metrics of requests, tenants and usage."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ REQUESTS: dict[str, Explanation] = {
         "",
         NOW,
         "Q queued: waiting for a replica. P prefill: the prompt is being processed. D decode: output tokens "
-        "are being generated. E ending: the response is complete or cancelled, and is being recorded. "
-        "I interrupted: the replica has ended, and the request is sent to another one.",
+        "are being generated. E ending: the response is complete or cancelled, and is being recorded. I "
+        "interrupted: the replica has exited, and the request will be sent to another one.",
         "requests: phase",
     ),
     "class_name": Explanation(
@@ -38,7 +38,7 @@ REQUESTS: dict[str, Explanation] = {
         "PROMPT, prompt tokens",
         "tokens",
         f"a request; usage: {DAY}",
-        "Prompt tokens of a request, or of all requests of a day.",
+        "Prompt tokens in a request, or in all of a day's requests.",
         "requests, usage: prompt_tokens",
     ),
     "generated_tokens": Explanation(
@@ -52,18 +52,18 @@ REQUESTS: dict[str, Explanation] = {
         "MAX",
         "tokens",
         LIFE,
-        "Maximum number of output tokens of the request.",
+        "The request's maximum number of output tokens.",
         "requests: max_tokens",
     ),
     "tokens_per_s": Explanation(
         "TOK/S, tokens/s, output tokens/s",
         "tokens/s",
         "a request: since its first token; a tenant: last 10 s",
-        "Output tokens per second of a request, or prompt and output tokens per second of a tenant.",
+        "A request's output tokens per second, or a tenant's prompt and output tokens per second.",
         "requests: generated_tokens; tenants: tokens_per_s",
     ),
     "blocks": Explanation(
-        "BLOCKS, KV blocks", "blocks", NOW, "KV blocks in use by the request.", "requests: blocks"
+        "BLOCKS, KV blocks", "blocks", NOW, "KV blocks that the request uses.", "requests: blocks"
     ),
     "replica": Explanation("REPLICA", "", "", "The replica that runs the request.", "requests: replica"),
     "front": Explanation(
@@ -73,18 +73,18 @@ REQUESTS: dict[str, Explanation] = {
         "state",
         "",
         NOW,
-        "queued: the request waits in the core. running: a replica has it. interrupted: its replica has "
-        "ended, and it waits for another one.",
+        "queued: waiting in the core. running: on a replica. interrupted: its replica has exited, and the "
+        "request is waiting for another one.",
         "requests: state",
     ),
     "attempt": Explanation(
         "attempt",
         "times",
         LIFE,
-        "How often the request was sent to another replica because its replica had ended.",
+        "How often the request was sent to another replica because its own had exited.",
         "requests: attempt",
     ),
-    "streamed": Explanation("streamed", "", "", "Whether the client reads a stream.", "requests: stream"),
+    "streamed": Explanation("streamed", "", "", "Whether the response is streamed.", "requests: stream"),
     "request_computed_tokens": Explanation(
         "computed tokens",
         "tokens",
@@ -103,7 +103,7 @@ REQUESTS: dict[str, Explanation] = {
         "deadline in",
         "s",
         NOW,
-        "Time left until the deadline that the client has set.",
+        "Time left until the client's deadline.",
         "requests: deadline_left_s",
     ),
     "peer": Explanation(
@@ -117,18 +117,18 @@ REQUESTS: dict[str, Explanation] = {
         "queue, prefill, decode",
         "ms, s",
         "the request so far",
-        "The parts of a request's time: waiting for a replica, processing the prompt until the first token, "
-        "and generating the other tokens.",
+        "Time spent waiting for a replica, processing the prompt until the first token, and generating the "
+        "remaining tokens.",
         "requests: queue_s, ttft_s",
     ),
     "finished_at": Explanation(
-        "ENDED", "date and time", "", "Time at which the request ended.", "request-log: finished_at"
+        "ENDED", "date and time", "", "When the request ended.", "request-log: finished_at"
     ),
     "result": Explanation(
         "RESULT",
         "",
         "",
-        "Finish reason: stop, length or cancelled. If the request failed, its HTTP status comes first.",
+        "Finish reason: stop, length or cancelled; after the HTTP status if the request failed.",
         "request-log: finish_reason, status, error",
     ),
     "duration_s": Explanation(
@@ -136,19 +136,17 @@ REQUESTS: dict[str, Explanation] = {
     ),
     "error": Explanation("error", "", "", "Why the request failed.", "request-log: error"),
     "arrived": Explanation(
-        "arrived", "date and time", "", "Time at which the request arrived.", "request-log: created_at"
+        "arrived", "date and time", "", "When the request arrived.", "request-log: created_at"
     ),
     "user": Explanation(
         "user", "", "", 'The request\'s "user" field, set by the client.', "request-log: user"
     ),
-    "endpoint": Explanation(
-        "endpoint", "", "", "Path of the API that the client called.", "request-log: endpoint"
-    ),
+    "endpoint": Explanation("endpoint", "", "", "API path that the client called.", "request-log: endpoint"),
     "unit": Explanation(
         "answered by",
         "",
         "",
-        "The model and version that answered, which can differ from the requested name.",
+        "The model and version that answered. They can differ from the name requested.",
         "request-log: unit",
     ),
     "itl_ms": Explanation(
@@ -158,7 +156,7 @@ REQUESTS: dict[str, Explanation] = {
         "resubmissions",
         "times",
         "the request",
-        "How often the request was sent to another replica because its replica ended.",
+        "How often the request was sent to another replica because its own had exited.",
         "request-log: resubmissions",
     ),
     "name": Explanation("MODEL, TENANT", "", "", "Name of the model or tenant.", "status: models; tenants"),
@@ -166,13 +164,12 @@ REQUESTS: dict[str, Explanation] = {
         "STATE",
         "",
         NOW,
-        "State of the model or tenant. on demand: the model is not in memory, and its next request loads it. "
-        "sleeping: the model has released its memory until it is woken. A suspended tenant's requests are "
-        "refused.",
+        "State of the model or tenant. on demand: the next request loads the model into memory. sleeping: "
+        "the model has released its memory until it is woken. suspended: the tenant's requests are refused.",
         "status: models.state; tenants: suspended_at",
     ),
     "highest_class": Explanation(
-        "CL", "", NOW, "Highest service class that the tenant's requests can have.", "tenants: highest_class"
+        "CL", "", NOW, "Highest service class allowed for the tenant's requests.", "tenants: highest_class"
     ),
     "weight": Explanation(
         "WEIGHT", "relative weight", NOW, "The tenant's weight in fair sharing.", "tenants: weight"
@@ -188,23 +185,22 @@ REQUESTS: dict[str, Explanation] = {
         "FAIR",
         "% of service",
         NOW,
-        "The tenant's fair share, by weight, among the tenants that have requests. A SHARE above FAIR means "
-        "that the tenant uses capacity that others leave unused.",
+        "The tenant's fair share, by weight, among tenants that have requests. If SHARE exceeds FAIR, the "
+        "tenant is using capacity that others leave unused.",
         "tenants: weight",
     ),
     "limit_used": Explanation(
         "LIMIT MOST USED",
         "%",
         NOW,
-        "The limit that is closest to being exhausted. A running request counts with its maximum number of "
-        "tokens.",
+        "The limit closest to being exhausted. A running request counts as its maximum number of tokens.",
         "tenants: usage",
     ),
     "exhausted_in_s": Explanation(
         "FULL IN, limit reached in",
         "s",
         MINUTE,
-        "Time until a limit is reached at the current rate. -: no limit is being approached.",
+        "Time until a limit is reached at the current rate; - if no limit is being approached.",
         "tenants: usage",
     ),
     "refused": Explanation(
@@ -228,23 +224,24 @@ REQUESTS: dict[str, Explanation] = {
         "Output tokens delivered to the tenant.",
         "appliance_tenant_billed_tokens_total",
     ),
-    "keys": Explanation("KEYS", "keys", NOW, "Valid keys of the tenant.", "tenants: keys"),
+    "keys": Explanation("KEYS", "keys", NOW, "The tenant's valid keys.", "tenants: keys"),
     "tenant_prompt_tokens": Explanation(
         "prompt tokens",
         "tokens",
         START,
-        "Prompt tokens of the tenant's finished requests, and how many of them came from the prefix cache.",
+        "Prompt tokens in the tenant's finished requests, and how many of them were served from the prefix "
+        "cache.",
         "tenants: prompt_tokens, cached_tokens",
     ),
     "limits": Explanation(
         "usage of limits",
         "% of the limit",
         NOW,
-        'Each limit of the tenant with its use. Limits per minute and per day refill continuously; "resets '
-        'in" is the time until all of the used part is available again.',
+        "Each limit, and how much of it is used. Limits per minute and per day refill continuously; "
+        "'resets in' is the time until they are full again.",
         "tenants: usage",
     ),
-    "day": Explanation("DAY", "day in UTC", "", "Day on which the requests finished.", "usage: day"),
+    "day": Explanation("DAY", "day in UTC", "", "The day the requests finished.", "usage: day"),
     "failed": Explanation(
         "FAILED",
         "requests",
@@ -256,7 +253,7 @@ REQUESTS: dict[str, Explanation] = {
         "CACHED, cached tokens",
         "tokens",
         REQUEST_OR_DAY,
-        "Prompt tokens that came from the prefix cache. PROMPT includes them.",
+        "Prompt tokens served from the prefix cache. PROMPT includes them.",
         "request-log, usage: cached_tokens",
     ),
     "output_tokens": Explanation(
@@ -270,18 +267,18 @@ REQUESTS: dict[str, Explanation] = {
         "COST",
         "currency of the prices",
         DAY,
-        "Cost at the prices in the settings. Models without a price are not included; -- means that no model "
-        "has a price.",
+        "Cost at the configured prices, excluding models without a price. -- means that no model has a "
+        "price.",
         "usage: cost",
     ),
     "caller_name": Explanation(
-        "NAME", "", "", "Name of the key, or the local user or group that needs no key.", "keys: name"
+        "NAME", "", "", "Key name, or the local user or group that needs no key.", "keys: name"
     ),
     "caller_id": Explanation(
         "ID",
         "",
         "",
-        "Id of the key, or the name by which commands refer to the user or group.",
+        "Key id, or the name of the user or group in commands.",
         "keys: id; peers: number",
     ),
     "caller_tenant": Explanation(
@@ -291,25 +288,25 @@ REQUESTS: dict[str, Explanation] = {
         "STATE",
         "",
         NOW,
-        "State of a key, or source of a mapping: mapped by an operator, or from the settings.",
+        "A key's state, or a mapping's source: mapped by an operator, or from the settings.",
         "keys: revoked_at, expires_at; peers: source",
     ),
     "expires_at": Explanation(
-        "EXPIRES, expires", "date and time", "", "Time at which the key expires.", "keys: expires_at"
+        "EXPIRES, expires", "date and time", "", "When the key expires.", "keys: expires_at"
     ),
     "scopes": Explanation("SCOPES", "", "", "What the key permits.", "keys: scopes"),
     "caller_created": Explanation(
         "created",
         "date and time",
         "",
-        "Time at which the key or mapping was created.",
+        "When the key or mapping was created.",
         "keys, peers: created_at",
     ),
     "caller_limits": Explanation(
         "usage of limits",
         "% of the limit",
         NOW,
-        "Each limit of the key, and how much of it is used.",
+        "The key's limits, and how much of each is used.",
         "keys: usage",
     ),
 }

@@ -1,1 +1,1 @@
-"""The screens. Each module contains one screen."""
+"""The screens, one per module."""

@@ -1,4 +1,4 @@
-"""Alerts: conditions that need attention, with their likely causes and the recommended next steps."""
+"""Alerts: conditions that need attention, with likely causes and recommended next steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ORDER = ("critical", "warning", "info")
 
 
 class ListedAlert(NamedTuple):
-    """A row of the screen: an alert and the time of the snapshot."""
+    """A row of the screen: an alert, and the time of its snapshot."""
 
     alert: Alert
     now: float
@@ -34,20 +34,20 @@ class ListedAlert(NamedTuple):
 
     @property
     def age_s(self) -> float | None:
-        """Time since the condition began or, if it has ended, how long it lasted, in seconds."""
+        """How long the condition has lasted, in seconds, or lasted in total if it has ended."""
         if self.alert.since is None:
             return None
         return max(0.0, (self.now if self.alert.ended_at is None else self.alert.ended_at) - self.alert.since)
 
 
 def _rank(row: ListedAlert) -> int:
-    """Return the sort key of an alert: alerts are ordered by severity, and all ended alerts come last."""
+    """Return an alert's sort key: by severity, with ended alerts last."""
     alert = row.alert
     return _ORDER.index(alert.severity) + (len(_ORDER) if alert.state == "resolved" else 0)
 
 
 class AlertsView(TableView[ListedAlert]):
-    """The screen with all alerts."""
+    """The screen that lists all alerts."""
 
     name = "alerts"
     key = "8"
@@ -55,8 +55,8 @@ class AlertsView(TableView[ListedAlert]):
     short = "Alerts"
     alternate = "silences"
     help_text = (
-        "Alerts with their likely causes and next steps. An alert that another alert caused is not listed; "
-        "the causing alert shows the number of such alerts. Press {variant} to see the silences."
+        "Alerts with their likely causes and next steps. Alerts caused by another alert are not listed; the "
+        "alert that caused them shows their number. Press {variant} to see the silences."
     )
     target: TargetKind = "alert"
     sorted_by = "severity"
@@ -138,7 +138,7 @@ class AlertsView(TableView[ListedAlert]):
         return super().accepts(action) and action.name != "alerts.unsilence"
 
     def targets(self, action: Action, context: Context) -> list[str]:
-        """Return the ids of the selected alerts, or the names of their rules for an action on rules."""
+        """Return the selected alerts' ids or, for an action on rules, their rule names."""
         selected = set(self.selected(context))
         alerts = [row for row in self.ordered(context) if row.id in selected]
         if action.named_by == "rule":
@@ -163,7 +163,7 @@ class AlertsView(TableView[ListedAlert]):
             ("since", f"{units.date(one.since)}, {held}{units.seconds(row.age_s)}"),
             ("explains", f"{one.suppressed} other alert{'' if one.suppressed == 1 else 's'}"),
         ]
-        if one.threshold is not None:  # Rules that check text have no threshold.
+        if one.threshold is not None:  # Rules on text values have no threshold.
             value = units.UNKNOWN if one.value is None else of_measure(one.value, one.unit)
             facts.append(("value", f"{value} when raised (threshold {of_measure(one.threshold, one.unit)})"))
         for name, at in (("ended", one.ended_at), ("silenced until", one.silenced_until)):

@@ -11,29 +11,29 @@ from console.lines import Line, clip, span
 from console.source import ListName
 
 MIN_WIDTH, MIN_HEIGHT = 60, 18
-"""Minimum size for panels and tables. In smaller terminals, a screen shows only one line per fact."""
+"""Minimum size for panels and tables. In smaller terminals, screens show one fact per line instead."""
 
 
 PAGE, FAR = 10, 1_000_000
-"""Number of rows by which the cursor moves: one page, or far enough to reach the first or last row."""
+"""Number of rows to move the cursor: one page, or enough to reach the first or last row."""
 
 
 JUMP_LETTERS = "asdfghjklqwertyuiopzxcvbnmASDFGHJKLQWERTYUIOPZXCVBNM"
-"""The letters assigned to rows and panels in jump mode, from top to bottom."""
+"""Letters for rows and panels in jump mode, from top to bottom."""
 
 
 Table = tuple[list[str], list[list[Cell]]]
-"""The names of a table's columns, and its rows."""
+"""A table's column names and rows."""
 
 
 def table(rows: Iterable[object], *names: str) -> Table:
-    """Return a table whose columns are these fields of the rows."""
+    """Return a table with these fields of the rows as its columns."""
     return list(names), [[getattr(row, name) for name in names] for row in rows]
 
 
 class View:
-    """One screen. A view stores only the operator's choices for its screen, such as the cursor and the sort
-    order. It stores no data from the service."""
+    """One screen. A view stores only the operator's choices for the screen, such as the cursor and sort
+    order, and no data from the service."""
 
     name = ""
     key = ""
@@ -41,43 +41,43 @@ class View:
     short = ""
     """Title for narrow terminals."""
     target: TargetKind = "service"
-    """Kind of object that the screen's rows represent. It determines which actions the screen offers."""
+    """The kind of object shown in the screen's rows. It determines which actions the screen offers."""
     variants: tuple[str, ...] = ()
-    """Names of alternative contents. The key `v` cycles through them."""
+    """Names of the screen's variants. The key `v` cycles through them."""
     alternate = ""
-    """Name of the screen that shares this screen's key and to which `v` switches."""
+    """Name of the screen that shares this screen's key. `v` switches to it."""
     can_zoom = False
-    """Whether one panel of the screen can be shown on its own."""
+    """Whether a single panel of the screen can be maximized."""
     can_jump = False
-    """Whether the screen has rows or panels to which jump mode can go."""
+    """Whether the screen has rows or panels to jump to."""
     reads_blocks = False
     """Whether the screen shows individual KV blocks, or the blocks of requests."""
     help_text = ""
-    """Description of the screen, in one or two sentences."""
+    """Short description of the screen."""
     explanations: tuple[str, ...] = ()
-    """Names of the values on the screen (`console.explanations`), for the help."""
+    """Names of the screen's values in `console.explanations`, for the help."""
 
     def __init__(self) -> None:
         self.variant = self.variants[0] if self.variants else ""
         self.scroll = 0
         self.zoomed = False
-        """Whether only the chosen panel is shown."""
+        """Whether only the selected panel is shown."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
-        """Commands from the key table that the footer shows on this screen, each with a short label."""
+        """Commands from the key table to show in this screen's footer, each with a short label."""
         return ()
 
     def lists(self) -> tuple[ListName, ...]:
-        """Return the names of the lists that the screen shows."""
+        """Return the lists that the screen shows, by name."""
         return ()
 
     def required_lists(self) -> tuple[ListName, ...]:
-        """Return the names of the lists without which the screen cannot be shown."""
+        """Return the lists that the screen cannot do without, by name."""
         return self.lists()
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
-        """Return the screen's lines, at most `height` of them."""
+        """Return up to `height` lines."""
         raise NotImplementedError
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
@@ -95,11 +95,11 @@ class View:
         ]
 
     def export(self, context: Context) -> Table:
-        """Return the screen's table: the names of its columns, and all rows that match the filter."""
+        """Return the screen's table: its column names, and all rows that match the filter."""
         raise NotImplementedError
 
     def move(self, rows: int) -> None:
-        """Move the cursor, or scroll, by `rows` rows. A large number moves it to the first or last row."""
+        """Move the cursor, or scroll, by `rows` rows. A large number moves to the first or last row."""
         self.scroll = max(0, self.scroll + rows)
 
     def sideways(self, columns: int) -> None:
@@ -112,7 +112,7 @@ class View:
             self.scroll = 0
 
     def zoom(self) -> bool:
-        """Show only the chosen panel, or show all panels again. Return False if the screen has only one
+        """Show only the selected panel, or all panels again. Return False if the screen has only one
         panel."""
         self.zoomed = self.can_zoom and not self.zoomed
         return self.can_zoom
@@ -122,16 +122,16 @@ class View:
         return False
 
     def jump(self, number: int) -> bool:
-        """Move the cursor to a visible row or panel, counted from 0. Return False if it does not exist."""
+        """Move the cursor to a visible row or panel, counting from 0. Return False if it does not exist."""
         return False
 
     def request(self, context: Context) -> str:
-        """If the screen's rows are not requests, return the id of the request that the row under the cursor
-        refers to. Otherwise, return an empty string."""
+        """Return the id of the request that the row under the cursor refers to, or an empty string if the
+        rows are requests themselves."""
         return ""
 
     def back(self) -> bool:
-        """Close the details, or show all panels again. Return False if neither applied."""
+        """Close the details, or show all panels again. Return False if there was nothing to do."""
         was_zoomed, self.zoomed = self.zoomed, False
         return was_zoomed
 
@@ -149,5 +149,5 @@ class View:
         return self.selected(context)
 
     def has_target(self, name: str, context: Context) -> bool:
-        """Return whether one of the screen's rows still represents this object."""
+        """Return whether this object is still among the screen's rows."""
         return True

@@ -1,4 +1,4 @@
-"""Batches: what each replica's steps contain, with one column per time slice."""
+"""Batches: the contents of each replica's steps, with one column per time slice."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spr
 from console.screens.base import JUMP_LETTERS, Table, View, table
 
 _GUTTER = 6
-"""Width of the labels to the left of a chart."""
+"""Width of the labels to the left of the charts."""
 _MIN_ROWS, _MAX_ROWS = 6, 24
-"""Minimum and maximum number of lines for each replica."""
+"""Minimum and maximum number of lines per replica."""
 _STALL_ROWS = 5
-"""Number of lines for the newest stalls in a tall terminal."""
+"""Number of lines for the newest stalls in tall terminals."""
 
 
 def stalled(batch: Batch) -> bool:
-    """Return whether the slice contains a step that noticeably delayed the decodes."""
+    """Return whether a step in the slice noticeably delayed the decodes."""
     if batch.longest_ms is None or not batch.step_ms:
         return False
     return batch.longest_ms > STALL_FACTOR * batch.step_ms
 
 
 def shares(batch: Batch) -> tuple[float, float, float] | None:
-    """Return the shares of the slice's time spent in mixed steps, in decode steps and idle, or None if
-    unknown."""
+    """Return the shares of the slice's time spent in mixed steps, in decode steps and idle, or None if they
+    are unknown."""
     if batch.decode_steps is None or batch.mixed_steps is None or batch.span_s <= 0:
         return None
     mixed = batch.mixed_steps * (batch.mixed_step_ms or 0.0) / 1000 / batch.span_s
@@ -40,7 +40,7 @@ def shares(batch: Batch) -> tuple[float, float, float] | None:
 
 
 class BatchesView(View):
-    """The screen with the steps of all replicas."""
+    """The screen that shows all replicas' steps."""
 
     name = "batches"
     key = "2"
@@ -50,13 +50,13 @@ class BatchesView(View):
     can_zoom = True
     help_text = (
         "One column per second, newest on the right; in older history, one column per 10 s or 60 s. Each "
-        "column shows the share of time spent in steps with prefill (bottom), in decode-only steps, and idle "
-        "(empty). Time in steps with prefill takes at least one row, even if its share is smaller. While a "
-        "replica reports no steps, for example during a restart, its columns are unknown. Below the chart is "
-        "the number of running sequences. ! marks a stall: a step that took more than three times the mean "
-        "decode step. Left and right move the cursor, which then stays on its column while newer columns "
-        "arrive. For a stall, the bottom line names the request with the largest prefill chunk; {open} shows "
-        "it. {zoom} shows only the selected replica."
+        "column shows the share of time spent in steps with prefill (bottom), in decode-only steps "
+        "and idle (empty). Steps with prefill take up at least one row, even if their share is smaller. "
+        "While a replica reports no steps, for example during a restart, its columns are unknown. The line "
+        "below the chart shows the running sequences. ! marks a stall: a step that took more than three "
+        "times as long as the mean decode step. Left and right move the cursor, which then stays on its "
+        "column as newer columns arrive. For a stall, the bottom line names the request with the largest "
+        "prefill chunk; {open} shows it. {zoom} shows only the selected replica."
     )
     explanations = (
         "mixed_steps",
@@ -78,18 +78,19 @@ class BatchesView(View):
     def __init__(self) -> None:
         super().__init__()
         self.cursor = 0
-        """Distance of the cursor from the newest slice, in slices. At 0, it follows the newest slice."""
+        """The cursor's distance from the newest slice, in slices. At 0, the cursor follows the newest
+        slice."""
         self._second: int | None = None
-        """Unix time, in whole seconds, of the slice on which the cursor stays. None while the cursor follows
-        the newest slice."""
+        """Unix time, in whole seconds, of the slice under the cursor, or None if the cursor follows the
+        newest slice."""
         self._seconds: list[int] = []
-        """Unix times, in whole seconds, of the displayed slices of the selected replica, oldest first."""
+        """Unix times, in whole seconds, of the selected replica's displayed slices, oldest first."""
         self.replica = 0
         self._replicas = 1
         self._shown = range(0)
-        """Positions of the replicas that are shown."""
+        """Indices of the displayed replicas."""
         self._request = ""
-        """Id of the request that caused the longest step of the slice under the cursor."""
+        """Id of the request that caused the longest step in the slice under the cursor."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
@@ -125,7 +126,7 @@ class BatchesView(View):
         return lines[:height]
 
     def _height_of_each(self, replicas: int, height: int) -> int:
-        """Return the number of lines for each replica."""
+        """Return the number of lines per replica."""
         if self.zoomed:
             return height - 1
         space = height - 1 - (_STALL_ROWS if height >= 30 else 0)
@@ -162,8 +163,8 @@ class BatchesView(View):
         return self._request
 
     def _follow(self, visible: Sequence[Batch]) -> None:
-        """Keep the cursor on its slice while newer slices arrive. Once the slice is no longer shown, the
-        cursor stays at the edge."""
+        """Keep the cursor on its slice as newer slices arrive. Once the slice is out of view, the cursor
+        stays at the edge."""
         self._seconds = [int(one.at) for one in visible]
         if self._second is not None:
             newer = sum(second > self._second for second in self._seconds)
@@ -214,7 +215,7 @@ class BatchesView(View):
 
 
 def _existing(context: Context) -> list[str]:
-    """Return the replicas whose steps are known, without those whose models have been unloaded."""
+    """Return the replicas whose steps are known, except those of unloaded models."""
     snapshot = context.snapshot
     if snapshot is None:
         return []
@@ -224,7 +225,7 @@ def _existing(context: Context) -> list[str]:
 
 
 def _stopped(context: Context, name: str) -> str:
-    """Return the state of a replica that reports no steps, or an empty string if it reports steps."""
+    """Return a replica's state if it reports no steps, otherwise an empty string."""
     snapshot = context.snapshot
     if snapshot is None or any(one.replica == name for one in snapshot.batches):
         return ""
@@ -339,7 +340,7 @@ def _newest_stalls(context: Context) -> list[Stall]:
 
 
 def _stalls(context: Context, width: int, height: int) -> list[Line]:
-    """Return the newest stalls of all replicas, as many as fit."""
+    """Return as many of the replicas' newest stalls as fit."""
     found = _newest_stalls(context)
     measured = any(slices[-1].longest_ms is not None for slices in context.history.batches.values())
     lines = [heading("Stalls", width, "all replicas, newest first" if found or measured else units.UNKNOWN)]

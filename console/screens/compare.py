@@ -1,4 +1,4 @@
-"""Compare: the values at two times side by side."""
+"""Compare: values at two times, side by side."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from console.lines import BLANK, Line, heading, span, wrap
 from console.screens.table import TableColumn, TableView
 
 _TIMESTAMP = re.compile(r"(^|\.)at$")
-"""Matches the names of timestamps, which record when other values were read."""
+"""Matches the names of timestamps: values that say when others were read."""
 _TIME = re.compile(r"(^|[._])(at|since|until)$")
-"""Matches the names of values that are times in unix seconds."""
+"""Matches the names of values in unix seconds."""
 _FRACTION, _BYTES = "fraction", "bytes"
 _UNITS = (
     (re.compile(r"_bytes_per_s$"), "bytes/s"),
@@ -32,11 +32,11 @@ _UNITS = (
     (re.compile(r"_mhz$"), " MHz"),
     (re.compile(r"(^|_)(share|hit_rate|busy|fraction)$"), _FRACTION),
 )
-"""The units of metrics whose names end like this. Other metrics are counts."""
+"""Units of metrics, keyed by the end of their names. All other metrics are counts."""
 
 
 class Difference(NamedTuple):
-    """A value at two times. None means that the value is unknown or that the entry did not exist."""
+    """A value at two times. None means that it was unknown or that its entry did not exist."""
 
     name: str
     first: Value
@@ -57,7 +57,7 @@ class Difference(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The unit of the values, or an empty string for counts and texts."""
+        """The values' unit, or an empty string for counts and texts."""
         name = self.name.rpartition(".")[2].partition("[")[0]
         return next((unit for pattern, unit in _UNITS if pattern.search(name)), "")
 
@@ -71,8 +71,8 @@ class Difference(NamedTuple):
 
 
 def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Difference]:
-    """Return the values at two times. If `every` is false, return only values that differ. Timestamps are
-    left out."""
+    """Return the values at two times, without timestamps. If `every` is false, return only values that
+    differ."""
     one, other = named_values(first), named_values(second)
     names = [*one, *(name for name in other if name not in one)]
     rows = [Difference(name, one.get(name), other.get(name)) for name in names if not _TIMESTAMP.search(name)]
@@ -87,8 +87,8 @@ class CompareView(TableView[Difference]):
     title = "Compare"
     short = "Compare"
     help_text = (
-        "The metrics at two times: the time chosen first with {compare}, and the displayed time. Names are "
-        "those of the admin API. Press {variant} to switch between the metrics that changed and all metrics."
+        "The metrics at two times: the first time chosen with {compare}, and the displayed time. Metrics "
+        "have their admin API names. Press {variant} to switch between changed metrics and all metrics."
     )
     variants = ("changed", "all")
     sorted_by = ""
@@ -161,7 +161,7 @@ class CompareView(TableView[Difference]):
 
 
 def _text(row: Difference, value: Value, date: Callable[[float], str] = units.short_date) -> str:
-    """Return one of a row's values as text. `date` formats times."""
+    """Format one of a row's values. `date` formats times."""
     if value is None:
         return units.UNKNOWN
     if isinstance(value, bool | str):
@@ -190,7 +190,7 @@ def _change(value: float | None) -> str:
 
 
 def _measure(value: float, unit: str) -> str:
-    """Format a value without its sign and with its unit."""
+    """Format a value with its unit but without its sign."""
     size = abs(value)
     if unit == _FRACTION:
         return units.percent(size, 1)
@@ -198,6 +198,6 @@ def _measure(value: float, unit: str) -> str:
         return units.size(size) + unit.removeprefix(_BYTES)
     if isinstance(value, int):
         return f"{size:,}{unit}"
-    # Large numbers get fewer decimals, and numbers near zero more.
+    # Large numbers get fewer decimals, numbers near zero more.
     form = ".0f" if not size else ".1f" if size >= 100 else ".2f" if size >= 1 else ".4f"
     return f"{size:,{form if not 0 < size < 0.001 else '.3g'}}{unit}"

@@ -1,4 +1,4 @@
-"""Finished requests: the newest rows of the request log. The details of a request show where its time was
+"""Finished requests: the newest rows of the request log. A request's details show where its time was
 spent."""
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _tokens_per_s(row: NamedRequest) -> float | None:
 
 
 def _parts(row: NamedRequest) -> list[Part]:
-    """Return the phases of a request. If it has no first token, all of its time after the queue counts as
-    prefill. An interrupted request has no measured duration, so its phases are unknown."""
+    """Return a request's phases. Without a first token, all time after the queue counts as prefill.
+    Interrupted requests have no measured duration, so their phases are unknown."""
     queue_s, ttft_s, total_s = _seconds(row.queue_ms), _seconds(row.ttft_ms), _seconds(row.e2e_ms)
     if queue_s is None or total_s is None:
         return []
@@ -53,7 +53,7 @@ def _parts(row: NamedRequest) -> list[Part]:
 
 
 class FinishedView(TableView[NamedRequest]):
-    """The screen with the finished requests."""
+    """The screen that lists finished requests."""
 
     name = "finished"
     key = "4"

@@ -18,8 +18,8 @@ _LINK_FIELDS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
 
 
 def memory_parts(gpu: Gpu) -> tuple[int | None, int | None, int | None, int | None]:
-    """Return the bytes used by weights, by the KV cache and by everything else, and the free bytes. Unknown
-    values are None."""
+    """Return the bytes used by weights, by the KV cache and by everything else, and the free bytes, with None
+    for unknown values."""
     if gpu.used_bytes is None:
         return gpu.weight_bytes, gpu.kv_bytes, None, None
     free = None if gpu.memory_bytes is None else gpu.memory_bytes - gpu.used_bytes
@@ -37,7 +37,7 @@ def _use(gpu: Gpu) -> float | None:
 
 
 def _text(name: str, form: Callable[[Any], str]) -> Callable[[Gpu], str]:
-    """Return a function that formats a field of a GPU."""
+    """Return a function that formats one of a GPU's fields."""
     return lambda gpu: gpu_text(gpu, form(getattr(gpu, name)), name)
 
 
@@ -69,16 +69,16 @@ def _link(gpu: Gpu) -> float | None:
 
 
 class GpusView(TableView[Gpu]):
-    """The screen with all GPUs."""
+    """The screen that shows all GPUs."""
 
     name = "gpus"
     key = "5"
     title = "GPUs"
     short = "GPU"
     help_text = (
-        "All GPUs, as reported by NVML: n/a means that a GPU does not support a value, -- that the value is "
-        "unknown. Bars below the table split the memory of each GPU into weights, KV cache and other use. "
-        "Press {open} to see all metrics and the processes of a GPU."
+        "All GPUs, as reported by NVML. n/a means that a GPU does not support a value, -- that the value is "
+        "unknown. Bars below the table divide each GPU's memory into weights, KV cache and other use. Press "
+        "{open} to see all of a GPU's metrics and processes."
     )
     sorted_by = "number"
     empty = "no NVIDIA GPUs found, or the service does not report GPUs"
@@ -222,7 +222,7 @@ class GpusView(TableView[Gpu]):
         lines.append(heading("Processes", width, "PID, memory on this GPU, command, replica"))
         if row.processes is None:
             return [*lines, [span(gpu_text(row, "not reported", "processes"), "dim")]]
-        # In a container, the driver may report process ids that do not identify the service's processes.
+        # In a container, the driver may report process ids other than those of the service's processes.
         is_known = not row.replicas or any(one.replica for one in row.processes)
         for one in row.processes:
             owner = one.replica or ("not a process of the service" if is_known else "replica unknown")
@@ -238,7 +238,7 @@ class GpusView(TableView[Gpu]):
 
 
 def _instances(instances: Sequence[MigInstance]) -> str:
-    """Return the MIG instances of a GPU, each with its memory."""
+    """Return a GPU's MIG instances, each with its memory."""
     texts = [
         f"{one.name}: {units.size(one.used_bytes)} of {units.size(one.memory_bytes)} used"
         for one in instances

@@ -1,4 +1,4 @@
-"""Keys: the API keys of all tenants, and the local users and groups that need no key."""
+"""Keys: all tenants' API keys, and the local users and groups that need no key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USABLE = ("valid", "mapped", "settings")
 
 
 class CallerRow(NamedTuple):
-    """A row of the screen: a key, or the mapping of a local user or group to a tenant."""
+    """A row of the screen: a key, or a local user's or group's mapping to a tenant."""
 
     caller: Key | PeerMapping
     now: float
@@ -28,12 +28,12 @@ class CallerRow(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The id of the key, or the name by which commands refer to the user or group."""
+        """The key's id, or the name of the user or group in commands."""
         return self.caller.id if isinstance(self.caller, Key) else peer_name(self.caller)
 
     @property
     def name(self) -> str:
-        """The name of the key, or a description of the user or group."""
+        """The key's name, or a description of the user or group."""
         if isinstance(self.caller, Key):
             return self.caller.name
         if self.caller.kind == "any":
@@ -42,7 +42,7 @@ class CallerRow(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The state of the key, or the source of the mapping."""
+        """The key's state, or the mapping's source."""
         if isinstance(self.caller, PeerMapping):
             return self.caller.source
         if self.caller.revoked_at is not None:
@@ -51,7 +51,7 @@ class CallerRow(NamedTuple):
 
     @property
     def expires_at(self) -> float | None:
-        """When the key expires, in unix seconds, or None for never."""
+        """When the key expires, in unix seconds, or None if never."""
         return self.caller.expires_at if isinstance(self.caller, Key) else None
 
     @property
@@ -66,7 +66,7 @@ class CallerRow(NamedTuple):
 
 
 class KeysView(TableView[CallerRow]):
-    """The screen with the keys, and the local users and groups."""
+    """The screen that lists keys, and local users and groups."""
 
     name = "keys"
     key = "7"
@@ -74,8 +74,8 @@ class KeysView(TableView[CallerRow]):
     short = "Tenants"
     alternate = "tenants"
     help_text = (
-        "The API keys of all tenants, and the local users and groups that need no key. Press {actions} to "
-        "choose an action for the selected key or mapping, and {variant} to see the tenants."
+        "All tenants' API keys, and the local users and groups that need no key. Press {actions} to choose "
+        "an action for the selected key or mapping, and {variant} to see the tenants."
     )
     target: TargetKind = "key"
     sorted_by = "tenant"
@@ -126,8 +126,8 @@ class KeysView(TableView[CallerRow]):
         return action.target in ("key", "peer", "tenant")
 
     def targets(self, action: Action, context: Context) -> list[str]:
-        """Return the selected keys for actions on keys, the selected mappings for actions on mappings, and
-        the tenants of the selected rows for actions on tenants."""
+        """Return the ids of the selected keys or mappings or, for an action on tenants, the tenants of the
+        selected rows."""
         selected = set(self.selected(context))
         rows = [row for row in self.ordered(context) if row.id in selected]
         if action.target == "tenant":
@@ -152,5 +152,5 @@ class KeysView(TableView[CallerRow]):
         lines = [*fact_lines(facts, width), BLANK]
         if isinstance(row.caller, Key):
             limits = limit_lines(row.caller.usage, width, context.glyphs)
-            lines += limits or [[span("no limits other than those of the tenant", "dim")]]
+            lines += limits or [[span("no limits beyond the tenant's", "dim")]]
         return lines

@@ -1,5 +1,5 @@
-"""KV cache: a map of all blocks of a replica. For the block under the cursor, the screen names the request
-and tenant."""
+"""KV cache: a map of all of a replica's blocks. The screen names the request and tenant that use the block
+under the cursor."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from console.screens.panels import history_chart, kv_bar, shown_span
 
 _CONTEXT_ROWS = 7
 _CELL_SIZE_WIDTH = 24
-"""Width of the text that states how many blocks a cell stands for."""
+"""Width of the text that states how many blocks a cell represents."""
 _LETTERS = {"braille": "·▓█▒", "block": "·▓█▒", "ascii": ".=#S"}
-"""The characters of free, cached, used and shared blocks. Used and cached blocks have the same characters in
-the bar above the map."""
+"""Characters for free, cached, used and shared blocks. The bar above the map uses the same ones for used and
+cached blocks."""
 _STATE_ROLES = ("free", "cached", "used", "shared")
 _SHARING_ROLES = ("free", "cached", "track", "shared")
-"""Roles that highlight only the blocks that several sequences share or could share."""
+"""Roles that highlight only blocks that several sequences share or could share."""
 _AGE_ROLES = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
 
 
 class KvView(View):
-    """The screen with the map of KV blocks."""
+    """The screen that shows the map of KV blocks."""
 
     name = "kv"
     key = "3"
@@ -37,12 +37,12 @@ class KvView(View):
     short = "KV"
     can_zoom = True
     help_text = (
-        "Every block of a replica's KV cache, in pool order. If there are more blocks than cells, a cell "
-        "stands for several blocks and shows the first of them, so that the shares of the states on the map "
-        "are about those of all blocks. The line below the map states the number of blocks. The arrow keys "
-        "move the cursor, and {open} shows the request that uses the block under it. {zoom} shows only the "
-        "map. Individual blocks are read once per second, so the map can be older than the totals above it. "
-        "Page down shows the next replica, and {variant} switches the colouring: state, tenant, age or "
+        "Every block of a replica's KV cache, in pool order. If there are more blocks than cells, each cell "
+        "represents several blocks and shows the first of them, so the map shows roughly the right share of "
+        "each state. The line below the map states the number of blocks per cell. The arrow keys move the "
+        "cursor, and {open} shows the request that uses the block under it. {zoom} shows only the map. "
+        "Individual blocks are read once per second, so the map can be older than the totals above it. Page "
+        "down shows the next replica, and {variant} switches between colouring by state, tenant, age and "
         "sharing."
     )
     reads_blocks = True
@@ -59,7 +59,7 @@ class KvView(View):
         self._columns = 1
         self._cells = 1
         self._jump_cells: list[int] = []
-        """The cells that jump mode can select, in the order of their letters."""
+        """The cells that jump mode can select, ordered by letter."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
@@ -81,7 +81,7 @@ class KvView(View):
         lines = [heading(f"{one.replica}", width, f"replica {self.replica + 1} of {len(caches)}")]
         lines += _totals(context, one, width)
         if one.blocks is None:
-            reason = "Blocks unknown: the replica has not reported them, or they were not recorded."
+            reason = "Blocks unknown: not reported by the replica, or not recorded."
             lines += [[span(reason, "dim")], BLANK]
             space = height - len(lines)
             rows = max(2, space - 1 if self.zoomed else min(12, space // 2 - 2))
@@ -94,7 +94,7 @@ class KvView(View):
         tenants = self._tenant_lines(context, one.blocks, width, 3 if contexts else 2)
         space = max(3, height - len(lines) - 1 - len(tenants) - (contexts + 1 if contexts else 0))
         if len(one.blocks.states) > width * space or one.blocks.stride > 1:
-            space = max(2, space - 1)  # The legend takes up one additional line.
+            space = max(2, space - 1)  # The legend takes up one more line.
         lines += [*self._map(context, one.blocks, width, space)]
         lines += self._legend(context, one.blocks, width, tenants)
         lines.append(self._under_cursor(context, one.blocks, width))
@@ -107,7 +107,7 @@ class KvView(View):
         return lines[:height]
 
     def _label(self, requests: list[UnfinishedRequest], blocks: BlockMap, largest: list[Line]) -> None:
-        """Label each of the longest contexts with the letter that moves the cursor to its first cell."""
+        """Label the longest contexts, each with the letter that moves the cursor to its first cell."""
         cells = self._first_cells(blocks)
         for at, request in enumerate(requests[: len(largest) - 1], 1):
             if request.request_id in cells and len(self._jump_cells) < len(JUMP_LETTERS):
@@ -117,7 +117,7 @@ class KvView(View):
                 self._jump_cells.append(cells[request.request_id])
 
     def _first_cells(self, blocks: BlockMap) -> dict[str, int]:
-        """Return, for each request, the first cell from which it can be opened."""
+        """Return the first cell from which each request can be opened."""
         found: dict[str, int] = {}
         owners, size = _owners(blocks), self._blocks_per_cell(blocks)
         for cell in range(self._cells):
@@ -176,7 +176,7 @@ class KvView(View):
         return max(1, -(-len(blocks.states) // max(1, self._cells)))
 
     def _block_range(self, blocks: BlockMap) -> tuple[int, int]:
-        """Return the range of blocks under the cursor: the first block, and the block after the last one."""
+        """Return the range of blocks under the cursor, as the first block and the one after the last."""
         per_cell = self._blocks_per_cell(blocks)
         first = min(self.cursor * per_cell, len(blocks.states) - 1)
         return first, min(first + per_cell, len(blocks.states))
@@ -205,8 +205,8 @@ class KvView(View):
         return lines
 
     def _cell_styles(self, context: Context, blocks: BlockMap, per_cell: int) -> tuple[list[str], list[str]]:
-        """Return the letter and the role of each cell. A cell shows its first block, so the shares of the
-        states on the map are about the same as in the pool."""
+        """Return each cell's letter and role. A cell shows its first block, so each state has about the same
+        share of the map as of the pool."""
         states = blocks.states
         marks = _LETTERS[context.glyphs]
         letters, roles = [], []
@@ -230,8 +230,8 @@ class KvView(View):
         return letters, roles
 
     def _tenant_lines(self, context: Context, blocks: BlockMap, width: int, rows: int) -> list[Line]:
-        """Return the tenants' letters and names in at most `rows` lines. The first line leaves space for the
-        text with the cell size. If the map does not show tenants, return one empty line."""
+        """Return the tenants' letters and names in up to `rows` lines. The first line leaves space for the
+        cell size. If the map does not show tenants, return one empty line."""
         lines: list[Line] = [[]]
         if self.variant != "tenant":
             return lines
@@ -253,8 +253,8 @@ class KvView(View):
         return lines
 
     def _legend(self, context: Context, blocks: BlockMap, width: int, tenants: list[Line]) -> list[Line]:
-        """Return the number of blocks in a cell, what a cell with several blocks shows, and the meaning of
-        the characters."""
+        """Return the map's legend: the number of blocks per cell, what a cell with several blocks shows, and
+        what the characters mean."""
         per_cell = self._blocks_per_cell(blocks) * blocks.stride
         if per_cell == 1:
             size, mixed = "1 cell = 1 block", []
@@ -266,7 +266,7 @@ class KvView(View):
     def _meanings(
         self, context: Context, blocks: BlockMap, width: int, tenants: list[Line], size: str
     ) -> list[Line]:
-        """Return the meaning of the characters, after the size of a cell."""
+        """Return what the characters mean, after the cell size."""
         marks = _LETTERS[context.glyphs]
         row: Line = [span(f"{size}  ", "dim")] if size else []
         if self.variant == "tenant":
@@ -278,7 +278,7 @@ class KvView(View):
         roles = _SHARING_ROLES if self.variant == "sharing" else _STATE_ROLES
         for number, name in enumerate(BLOCK_STATES):
             count = blocks.states.count(number) * blocks.stride
-            # The number of used blocks above the map includes the shared ones.
+            # The used blocks above the map include shared blocks.
             row.append(span("+ " if name == "shared" else "", "dim"))
             row += [
                 span(f"{marks[number]} ", roles[number]),
@@ -313,8 +313,8 @@ def _owners(blocks: BlockMap) -> array[int]:
 
 
 def _first_request(blocks: BlockMap, owners: Iterable[int]) -> str:
-    """Find the first of these blocks that a request uses. Return the request's id, or an empty string if no
-    request uses any of the blocks."""
+    """Return the id of the request that uses the first of these blocks in use, or an empty string if no
+    request uses any of them."""
     return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
 
 
@@ -323,9 +323,8 @@ def _tenant_role(name: str) -> str:
 
 
 def tenant_letters(names: Iterable[str]) -> dict[str, str]:
-    """Return a different letter for each tenant: the first letter of its name that no other tenant has, or
-    else the first free letter of the alphabet. Beyond 52 tenants, and for unknown tenants, the letter is
-    "?"."""
+    """Assign each tenant a letter: the first one in its name that is not yet taken or, if all are, the first
+    free letter of the alphabet. Unknown tenants, and tenants beyond the 52nd, get "?"."""
     letters: dict[str, str] = {}
     free = dict.fromkeys(ascii_letters)
     for name in sorted(set(names) - {""}):
@@ -335,7 +334,7 @@ def tenant_letters(names: Iterable[str]) -> dict[str, str]:
 
 
 def _known_letters(context: Context, blocks: BlockMap) -> dict[str, str]:
-    """Return the letters of all tenants of the service, so that a tenant has the same letter on every
+    """Return the letters of all the service's tenants, so that a tenant has the same letter on every
     replica."""
     known = context.snapshot.tenants if context.snapshot else []
     return tenant_letters([*(one.name for one in known), *blocks.tenants])
@@ -381,15 +380,15 @@ def _length(row: UnfinishedRequest) -> int:
 
 
 def _by_length(context: Context, one: KvCache) -> list[UnfinishedRequest]:
-    """Return the requests on a replica, longest context first."""
+    """Return a replica's requests, longest context first."""
     requests = context.snapshot.requests if context.snapshot else []
     return sorted((row for row in requests if row.replica == one.replica), key=lambda row: -_length(row))
 
 
 def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Line]:
-    """Return the requests with the longest contexts on a replica."""
+    """Return the longest contexts on a replica, as lines."""
     requests = _by_length(context, one)
-    lines = [heading("Longest contexts", width, "tokens so far, share of the tokens in use")]
+    lines = [heading("Longest contexts", width, "tokens so far, share of used tokens")]
     for row in requests[: max(0, height - 1)]:
         length = _length(row)
         names = 38 if width >= 100 else 22

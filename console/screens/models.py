@@ -1,4 +1,4 @@
-"""Models: their replicas, state, memory and load progress."""
+"""Models: replicas, state, memory and load progress."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from console.source import ListName
 
 
 class ModelRow(NamedTuple):
-    """A model with its totals over all replicas."""
+    """A model, with totals over its replicas."""
 
     model: ModelStatus
 
     @property
     def ready(self) -> int:
-        """Number of replicas that are ready."""
+        """Number of ready replicas."""
         return sum(one.state == "ready" for one in self.model.replicas)
 
     @property
     def fraction(self) -> float | None:
-        """Progress of the replica that is loading, or None if no replica is loading."""
+        """Progress of the loading replica, or None if no replica is loading."""
         return next((one.fraction for one in self.model.replicas if one.fraction is not None), None)
 
     def total(self, name: str) -> int | None:
-        """Return the sum of a value over the replicas, or None if there are no replicas."""
+        """Sum a value over the replicas. Return None if there are no replicas."""
         replicas = self.model.replicas
         return sum(getattr(one, name) for one in replicas) if replicas else None
 
@@ -52,15 +52,15 @@ def _role(row: ModelRow) -> str:
 
 
 class ModelsView(TableView[ModelRow]):
-    """The screen with all models."""
+    """The screen that shows all models."""
 
     name = "models"
     key = "6"
     title = "Models"
     short = "Models"
     help_text = (
-        "All models. Below the table are the replicas of the selected model with load progress, actual "
-        "and predicted memory use, versions, aliases and traffic splits; {open} shows them full-screen."
+        "All models. Below the table are the selected model's replicas, with load progress and actual and "
+        "predicted memory use, and its versions, aliases and traffic splits. {open} shows them full-screen."
     )
     target: TargetKind = "model"
     sorted_by = "name"
@@ -197,7 +197,7 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
 
 
 def _progress_lines(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
-    """Return a replica's load progress: the stage, a bar, the rate and the remaining time."""
+    """Return a replica's load progress: stage, bar, rate and remaining time."""
     size = max(8, min(40, width // 3))
     row: Line = [
         *meter(one.fraction, size, context.glyphs, "accent"),
@@ -281,7 +281,7 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
 
 
 def _difference(used: int, predicted: int) -> str:
-    """Return how much the used memory differs from the prediction, or an empty string if unknown."""
+    """Describe how much the used memory differs from the prediction. Return an empty string if unknown."""
     if not used or not predicted:
         return ""
     share = f"{abs(used / predicted - 1):.1%}"
@@ -291,7 +291,7 @@ def _difference(used: int, predicted: int) -> str:
 
 
 def _step(duration_ms: float, idle_us: float) -> str:
-    # The engine reports a time of 0 if it has run no steps of this kind since its previous report.
+    # A time of 0 means that the engine has run no steps of this kind since its previous report.
     return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none"
 
 

@@ -39,11 +39,11 @@ _LISTS: dict[str, tuple[Callable[[Snapshot], Sequence[object]], tuple[str, ...]]
         ("name", "role", "pid", "cpu_percent", "memory_bytes", "restarts"),
     ),
 }
-"""For each panel that shows a list: the entries, and the fields to export."""
+"""The entries and fields to export, for each panel that shows a list."""
 
 
 class OverviewView(View):
-    """The screen that is shown first."""
+    """The screen shown at startup."""
 
     name = "overview"
     key = "1"
@@ -53,9 +53,8 @@ class OverviewView(View):
     can_zoom = True
     help_text = (
         "The current state of the service: throughput, latency, queue, KV caches, GPUs, alerts and "
-        "processes. The arrow keys select a panel; {zoom} maximizes it. The command :export exports "
-        "the table of the selected panel or, if the panel has no table, the values that are not in any "
-        "table."
+        "processes. The arrow keys select a panel; {zoom} maximizes it. :export exports the selected panel's "
+        "table or, if it has none, the values that are in no table."
     )
     explanations = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "peak", "ttft", "itl", "queue", "e2e"),
@@ -70,9 +69,9 @@ class OverviewView(View):
     def __init__(self) -> None:
         super().__init__()
         self.chosen = ""
-        """Name of the panel that the operator has chosen."""
+        """Name of the selected panel."""
         self._columns: list[list[str]] = [[], []]
-        """Names of the panels shown most recently, by column."""
+        """Names of the most recently shown panels, by column."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
@@ -158,7 +157,7 @@ class OverviewView(View):
         return was_chosen
 
     def _position(self) -> tuple[int, int]:
-        """Return the column and row of the chosen panel."""
+        """Return the selected panel's column and row."""
         for column, names in enumerate(self._columns):
             if self.chosen in names:
                 return column, names.index(self.chosen)
@@ -222,8 +221,7 @@ class OverviewView(View):
 
 
 def _values(snapshot: Snapshot) -> dict[str, Cell]:
-    """Return the values of the overview that do not belong to a list, keyed by their names in the admin
-    API."""
+    """Return the overview's values that are not part of a list, keyed by admin API name."""
     parts = {name: getattr(snapshot, name) for name in ("rates", "latency", "queue", "host")}
     found: dict[str, Cell] = {"state": snapshot.state}
 
@@ -240,7 +238,7 @@ def _values(snapshot: Snapshot) -> dict[str, Cell]:
 
 
 def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return a panel. `height` applies only to panels of variable height."""
+    """Return a panel. `height` applies only to panels with variable height."""
     match name:
         case "throughput":
             return panels.throughput(context, snapshot, width, height)
@@ -262,7 +260,7 @@ def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: 
 
 
 def _marked(panel: list[Line], mark: Span) -> list[Line]:
-    """Return a panel whose heading begins with a mark."""
+    """Return a panel with a mark at the start of its heading."""
     return [[mark, *panel[0][1:]], *panel[1:]]
 
 

@@ -39,8 +39,8 @@ CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
 
 
 def state_text(name: str) -> str:
-    """Return the displayed name of a model's state. A model that is only available is shown as "on demand",
-    because its next request loads it."""
+    """Return the text for a model's state. "available" is shown as "on demand", because the next request
+    loads the model."""
     return "on demand" if name == "available" else name
 
 
@@ -52,15 +52,15 @@ def history_chart(
     role: str,
     top: float | None = None,
 ) -> list[Line]:
-    """Return the newest values as a chart. `value` returns the value to plot for a point of the history.
-    `top` is the value at the chart's upper edge."""
+    """Return a chart of the newest values. `value` returns the value to plot for a history point. `top` is
+    the value at the chart's upper edge."""
     history = context.history
     values = history.last(value, width * per_cell(context.glyphs))
     return chart(values, width, height, context.glyphs, role, top, phase=history.phase)
 
 
 def shown_span(context: Context, width: int) -> str:
-    """Return the period that a chart of this width covers, as text."""
+    """Describe the period that a chart of this width covers."""
     return units.seconds(context.history.span_of(width * per_cell(context.glyphs)))
 
 
@@ -100,7 +100,7 @@ def throughput(context: Context, snapshot: Snapshot, width: int, height: int) ->
 
 
 def latency(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return the latency percentiles, and in wide panels a chart of the 99th percentiles over time."""
+    """Return the latency percentiles and, in wide panels, a chart of the 99th percentiles."""
     latency = snapshot.latency
     window = next((one.window_s for one in (latency.ttft, latency.itl) if one is not None), None)
     counted = latency.ttft.count if latency.ttft else None
@@ -140,11 +140,11 @@ def _percentiles(name: str, one: LatencyPercentiles | None, size: int) -> Line:
 
 
 def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return a table of the queue, with one row per service class, and the rate of errors."""
+    """Return a table of the queue, with one row per service class, and the error rates."""
     queue = snapshot.queue
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
-    # Requests that wait for the end of a drain are in no class's queue.
+    # Requests that wait for a drain to end are not in any class's queue.
     held = queue.waiting - sum(one.waiting for one in queue.classes)
     waiting = f"{queue.waiting:,}{limit} waiting" + (f", {held:,} held" if held > 0 and queue.classes else "")
     lines = [heading("Queue", width, f"{waiting} · {queue.running:,} running")]
@@ -166,7 +166,7 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
         if late:
             row.append(span(" late", "warn"))
         lines.append(row)
-    # In wide panels, the space beside the classes is filled with a chart of the waiting requests.
+    # In wide panels, a chart of the waiting requests fills the space beside the classes.
     used = 39 + 5
     if (space := width - used) >= 10 and len(lines) > 2:
         trend = history_chart(context, lambda point: point.waiting, space, len(lines) - 2, "warn")
@@ -179,8 +179,7 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
 
 
 def failed(rates: Rates, *, share: bool = True) -> str:
-    """Return the failed requests per second as text and, if `share` is true, their share of the ended
-    requests."""
+    """Format the failed requests per second and, if `share` is true, their share of ended requests."""
     text = f"{units.rate(rates.failed_per_s)}/s"
     if not share:
         return text
@@ -199,7 +198,7 @@ def _errors(rates: Rates, width: int) -> Line:
 
 
 def kv_bar(context: Context, one: KvCache, width: int) -> Line:
-    """Return a bar that shows the fractions of used and cached blocks."""
+    """Return a bar with the shares of used and cached blocks."""
     if not one.blocks_total:
         return unknown_bar(width)
     used, cached = one.blocks_used / one.blocks_total, one.blocks_cached / one.blocks_total
@@ -207,7 +206,7 @@ def kv_bar(context: Context, one: KvCache, width: int) -> Line:
 
 
 def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return the KV cache of each replica as a bar."""
+    """Return a bar for each replica's KV cache."""
     parts = bar_legend(("used", "cached"), context.glyphs)
     lines = [heading("KV cache", width, f"{parts}, free")]
     name_width = min(max((len(one.replica) for one in snapshot.kv), default=4), max(10, width // 2))
@@ -239,7 +238,7 @@ def gpus(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
 
 
 def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
-    """Return the utilisation, memory, power and temperature of a GPU on one line."""
+    """Return one line with a GPU's utilisation, memory, power and temperature."""
     memory = units.ratio(gpu.used_bytes, gpu.memory_bytes)
     use = units.ratio(gpu.utilization_percent, 100)
     size = max(3, (width - 30) // 2)
@@ -258,14 +257,13 @@ def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
 
 
 def gpu_text(gpu: Gpu, text: str, *names: str) -> str:
-    """Return a value's text, or "n/a" if the GPU supports none of the fields on which the value is
-    based."""
+    """Return a value's text, or "n/a" if the GPU supports none of the fields that the value is based on."""
     return units.NOT_SUPPORTED if set(names) <= set(gpu.unsupported) else text
 
 
 def kernel_time(gpu: Gpu) -> str:
-    """Format the share of time in which a kernel was running. NVML does not report it for a GPU that is split
-    into MIG instances."""
+    """Format the share of time during which a kernel was running. NVML does not report it for GPUs in MIG
+    mode."""
     if gpu.utilization_percent is None and gpu.mig_instances is not None:
         return "MIG"
     use = units.ratio(gpu.utilization_percent, 100)
@@ -273,7 +271,7 @@ def kernel_time(gpu: Gpu) -> str:
 
 
 def watts(value: float | None) -> str:
-    """Format a power value in watts."""
+    """Format a power in watts."""
     return units.UNKNOWN if value is None else f"{value:.0f}W"
 
 
@@ -283,7 +281,7 @@ def celsius(value: float | None) -> str:
 
 
 def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return the alerts that need attention, most severe first."""
+    """Return alerts that need attention, most severe first."""
     order = ("critical", "warning", "info")
     active = [one for one in snapshot.alerts if one.state in ("firing", "acknowledged")]
     active.sort(key=lambda one: (one.state == "acknowledged", order.index(one.severity)))
@@ -300,7 +298,7 @@ def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
 
 
 def alert_line(one: Alert, width: int) -> Line:
-    """Return a line that describes an alert. The first character shows the severity."""
+    """Describe an alert on one line. The first character shows its severity."""
     role = SEVERITY_ROLES[one.severity]
     sign = {"critical": "‼", "warning": "!", "info": "i"}[one.severity]
     text = units.about(one.where, one.description)
@@ -336,7 +334,7 @@ def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:
 
 
 def tenants(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return the tenants with the most tokens per second."""
+    """Return the tenants with the highest token rates."""
     name_width = max(10, width // 3)
     size = width - name_width - 20
     shown = sorted(snapshot.tenants, key=lambda one: -(one.tokens_per_s or 0.0))[: max(0, height - 2)]
@@ -360,7 +358,7 @@ def tenants(context: Context, snapshot: Snapshot, width: int, height: int) -> li
 
 
 def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return the state of the host and of the service's processes."""
+    """Return the state of the host and the service's processes."""
     host = snapshot.host
     cpu = None if host.cpu_percent is None else host.cpu_percent / 100
     memory = units.ratio(host.memory_used_bytes, host.memory_bytes)

@@ -1,4 +1,4 @@
-"""All screens in the order of their keys."""
+"""All screens, in key order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from console.screens.usage import UsageView
 
 
 def all_views() -> list[View]:
-    """Return a new object for each screen."""
+    """Create a view for each screen."""
     return [
         OverviewView(),
         BatchesView(),
@@ -35,5 +35,5 @@ def all_views() -> list[View]:
 
 
 def alternate_views() -> list[View]:
-    """Return a new object for each screen that shares the key of another screen (`View.alternate`)."""
+    """Create a view for each screen that shares another screen's key (`View.alternate`)."""
     return [FinishedView(), UsageView(), KeysView(), SilencesView()]

@@ -1,4 +1,4 @@
-"""A bar, with a legend, that shows how much time a request spent in the queue, in prefill and in decode."""
+"""A bar with a legend that shows how long a request spent in the queue, in prefill and in decode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from console import units
 from console.lines import Line, Span, heading, span
 
 _LOOKS = {"queue": ("░", "warn"), "prefill": ("▒", "prefill"), "decode": ("█", "decode")}
-"""Character and role of each phase."""
+"""Each phase's character and role."""
 
 
 class Part(NamedTuple):
@@ -20,11 +20,11 @@ class Part(NamedTuple):
 
 
 def time_lines(title: str, total_s: float | None, parts: Sequence[Part], width: int) -> list[Line]:
-    """Return a bar of a request's phases, with their durations. The heading shows `total_s`."""
+    """Return a bar that shows a request's phases and their durations. The heading shows `total_s`."""
     top = heading(title, width, units.UNKNOWN if total_s is None else _duration(total_s))
     if not parts:
         return [top, [span("the phases of this request are unknown", "dim")]]
-    # The clocks of two processes can differ by a few microseconds, so a duration can be negative.
+    # Two processes' clocks can differ by a few microseconds, so a duration can be negative.
     lengths = [max(0.0, part.seconds) for part in parts]
     whole = sum(lengths) or 1.0
     bar: Line = []

@@ -1,5 +1,5 @@
-"""Requests: the unfinished requests. The details of a request show where its time was spent. `v` switches to
-the finished requests (`console.screens.finished`)."""
+"""Requests: all unfinished requests. A request's details show where its time was spent. `v` switches to
+finished requests (`console.screens.finished`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokens_per_s(row: UnfinishedRequest) -> float | None:
 
 
 class RequestsView(TableView[UnfinishedRequest]):
-    """The screen with the unfinished requests."""
+    """The screen that lists unfinished requests."""
 
     name = "requests"
     key = "4"
@@ -162,7 +162,7 @@ class RequestsView(TableView[UnfinishedRequest]):
 
 
 def _parts(row: UnfinishedRequest) -> list[Part]:
-    """Return the phases of an unfinished request so far."""
+    """Return an unfinished request's phases so far."""
     if row.queue_s is None:
         return []
     parts = [Part("queue", row.queue_s)]

@@ -1,4 +1,4 @@
-"""Audit and Logs: lists that are read from the service when their screen is shown."""
+"""Audit and Logs: lists read from the service when their screen is shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from console.source import MAX_ROWS, ListName, ListRow
 
 _NAME_WIDTH = 16
 _MAX_PROBLEMS = 3
-"""Maximum number of problems of the audit chain that are shown after the first one."""
+"""Maximum number of audit chain problems shown after the first one."""
 _LEVEL_ROLES = {
     "error": "bad",
     "problem": "bad",
@@ -28,19 +28,19 @@ _LEVEL_RANKS = {"bad": 0, "warn": 1}
 
 
 def _level_rank(row: ListRow) -> int:
-    """Return a row's sort position by level: errors and problems first, then warnings, then all others."""
+    """Return a row's sort key by level: errors and problems first, then warnings, then everything else."""
     return _LEVEL_RANKS.get(_LEVEL_ROLES.get(row.level, ""), len(_LEVEL_RANKS))
 
 
 class ListView(TableView[ListRow]):
-    """A screen that shows the rows of one of the service's lists."""
+    """A screen that shows one of the service's lists."""
 
     def list_name(self) -> ListName:
-        """Return the name of the list that is shown."""
+        """Return the name of the list shown."""
         raise NotImplementedError
 
     def fact_names(self) -> tuple[str, str, str]:
-        """Return the labels that a row's actor, subject and target have in the detail view."""
+        """Return the detail view's labels for a row's actor, subject and target."""
         raise NotImplementedError
 
     def lists(self) -> tuple[ListName, ...]:
@@ -64,7 +64,7 @@ class ListView(TableView[ListRow]):
 
 
 def _number(row: ListRow) -> int | None:
-    """Return the sequence number of an audit row, or None for an action that waits in the spool."""
+    """Return an audit row's sequence number, or None for an action waiting in the spool."""
     return int(row.id) if row.id.isdigit() else None
 
 
@@ -74,23 +74,23 @@ def _number_text(row: ListRow) -> str:
 
 
 def _number_rank(row: ListRow) -> float:
-    """Return the sort position of an audit row. Actions in the spool are newer than all rows of the chain."""
+    """Return an audit row's sort key. Actions in the spool are newer than all rows in the chain."""
     number = _number(row)
     return math.inf if number is None else number
 
 
 class AuditView(ListView):
-    """The screen with the audit trail of operators' actions."""
+    """The screen that shows the audit trail."""
 
     name = "audit"
     key = "9"
     title = "Audit"
     short = "Audit"
     help_text = (
-        "The audit trail of operator actions, newest first. The audit chain has two rows for each action: "
-        "its start and its result. Each row contains the hash of the previous row, which reveals any later "
-        "change. The heading shows the newest hash and the number of rows proven unchanged. {verify} "
-        "verifies the whole chain on the service's machine, and shows the first wrong row if there is one."
+        "The audit trail of operator actions, newest first. The audit chain has two rows per action: its "
+        "start and its result. Each row contains the previous row's hash, so any later change is detected. "
+        "The heading shows the newest hash and the number of rows proven unchanged. {verify} verifies the "
+        "whole chain on the service's machine, and shows the first wrong row, if any."
     )
     sorted_by = "seq"
     reverse = True
@@ -142,14 +142,14 @@ class AuditView(ListView):
         snapshot = context.snapshot
         if snapshot is None or snapshot.audit_rows is None:
             return ""
-        # Before the first action, the head is a hash of zeros.
+        # Before the first action, the head hash is all zeros.
         head = f" · head {snapshot.audit_head[:12]}" if snapshot.audit_head and snapshot.audit_rows else ""
         anchored = units.count(snapshot.audit_recorded_rows)
         return f"chain: {units.counted(snapshot.audit_rows, 'row')}, {anchored} anchored{head}"
 
 
 def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, str]]:
-    """Return the result of a verification as texts with their roles. The first text is the result."""
+    """Describe a verification's outcome as texts with roles. The first text is the result."""
     if chain is None:
         return []
     if isinstance(chain, str):
@@ -173,7 +173,8 @@ def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, str]]:
 
 
 class LogsView(ListView):
-    """The screen with the log, the settings and their sources, and the findings of `appliance doctor`."""
+    """The screen that shows the log, the settings with their sources, and the findings of `appliance
+    doctor`."""
 
     name = "logs"
     key = "0"
@@ -181,7 +182,7 @@ class LogsView(ListView):
     short = "Logs"
     help_text = (
         "The newest log lines of the core, the fronts and the replicas; {variant} switches to the current "
-        "settings with the source of each, and to the findings of appliance doctor."
+        "settings with their sources, and then to the findings of appliance doctor."
     )
     variants = ("logs", "settings", "findings")
     max_rows = MAX_ROWS

@@ -1,4 +1,4 @@
-"""Silences: operators' decisions not to announce some alerts until a given time."""
+"""Silences: alerts that operators have muted until a given time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from console.source import ListName
 
 
 class SilencesView(TableView[Silence]):
-    """The screen with the active silences."""
+    """The screen that lists active silences."""
 
     name = "silences"
     key = "8"
@@ -23,9 +23,8 @@ class SilencesView(TableView[Silence]):
     short = "Alerts"
     alternate = "alerts"
     help_text = (
-        "The active silences. Alerts of a silenced rule and subject are still listed and recorded, but not "
-        "sent to receivers. Press {actions} to end the selected silence early, and {variant} to show the "
-        "alerts."
+        "The active silences. Silenced alerts are still listed and recorded, but not sent to receivers. "
+        "Press {actions} to end the selected silence early, and {variant} to show the alerts."
     )
     target: TargetKind = "alert"
     sorted_by = "until"

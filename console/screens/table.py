@@ -1,5 +1,5 @@
-"""A table with sorting, filtering, marks and a view of one row's details. Only the visible rows are
-formatted, so the cost of a frame hardly depends on the number of rows."""
+"""A table with sorting, filtering, marks and a detail view. Only visible rows are formatted, so the cost of a
+frame hardly depends on the number of rows."""
 
 from __future__ import annotations
 
@@ -15,43 +15,42 @@ from console.screens.base import JUMP_LETTERS, Table, View
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6
-"""Minimum number of free lines that are needed below a table to show details there."""
+"""Minimum number of free lines below a table for showing details there."""
 _CONTENTS = {"callers": "keys and local users", "models": "versions", "finished": "finished requests"}
-"""Descriptions of lists whose names do not describe their contents."""
+"""Descriptions of lists whose names do not say what they contain."""
 
 
 class TableColumn(NamedTuple):
-    """A column. Its name identifies it in exports, and is accepted in filters. If the column shows a field of
-    the admin API unchanged, it has the name of that field."""
+    """A column. Its name identifies it in exports and filters. A column that shows an admin API field
+    unchanged has that field's name."""
 
     name: str
     title: str
     width: int
     value: Callable[[Any], Cell]
-    """Returns the value to filter by and to export. Rows are also sorted by this value unless `rank` is
-    given."""
+    """Returns the value for filters and exports, and for sorting unless `rank` is given."""
     text: Callable[[Any], str] | None = None
     """Formats the cell. By default, the cell shows the value as text."""
     right: bool = True
     drop: int = 0
-    """Order in which columns are dropped in narrow terminals. The column with the highest number is dropped
-    first; a column with 0 is never dropped."""
+    """Order in which narrow terminals drop columns: the highest number first. A column with 0 is never
+    dropped."""
     role: Callable[[Any], str] | None = None
     flexible: bool = False
     """Whether the column takes up the remaining width."""
     unit: str = ""
-    """Unit of the value for filters: "s", "bytes", "%" (of a fraction), "W", "°C", or "time" (in unix
-    seconds); empty for numbers."""
+    """The value's unit in filters: "s", "bytes", "%" (of a fraction), "W", "°C", or "time" (in unix seconds);
+    empty for numbers."""
     rank: Callable[[Any], Cell] | None = None
     """Returns the value to sort by, if it differs from `value`."""
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of the column in filters and in the command `sort`: its heading, and its name."""
+        """The column's names in filters and in the `sort` command: its heading and its name."""
         return self.title.lower().replace(" ", "_"), self.name
 
     def shown(self, row: Any) -> str:
-        """Return the text of a cell."""
+        """Return a cell's text."""
         if self.text is not None:
             return self.text(row)
         value = self.value(row)
@@ -59,25 +58,25 @@ class TableColumn(NamedTuple):
 
 
 class TableView(View, Generic[R]):
-    """A screen with one table."""
+    """A screen that consists of one table."""
 
     can_jump = True
     columns: tuple[TableColumn, ...] = ()
     sorted_by = ""
-    """Name of the column by which the table is initially sorted."""
+    """Name of the initial sort column."""
     reverse = False
     empty = "no rows"
     max_rows = 0
-    """If the source delivers only the newest rows, the maximum number of rows; 0 if it delivers all rows."""
+    """Maximum number of rows if the source delivers only the newest ones; 0 if it delivers all rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.filter = ""
         self.error = ""
-        """Reason why the filter is invalid."""
+        """Why the filter is invalid."""
         self.marks: set[str] = set()
         self.ended_marks = 0
-        """Number of marked rows that have left the list since the operator last changed the marks."""
+        """Number of marked rows that have disappeared since the operator last changed the marks."""
         self.cursor = ""
         """Id of the row under the cursor. The cursor stays on its row when the order changes."""
         self.detail = ""
@@ -86,7 +85,7 @@ class TableView(View, Generic[R]):
         self._order: list[str] = []
         self.scroll_detail = 0
         self._visible = range(0)
-        """Positions of the visible rows."""
+        """Indices of the visible rows."""
         self._jumping = False
 
     @property
@@ -103,11 +102,11 @@ class TableView(View, Generic[R]):
         raise NotImplementedError
 
     def id_of(self, row: R) -> str:
-        """Return the id of a row."""
+        """Return a row's id."""
         raise NotImplementedError
 
     def title_of(self, row: R) -> str:
-        """Return the heading of a row's details."""
+        """Return the heading of a row's detail view."""
         return self.id_of(row)
 
     def describe(self, row: R, context: Context, width: int) -> list[Line]:
@@ -166,15 +165,14 @@ class TableView(View, Generic[R]):
         return [*lines, *self.below(rows, context, width, height - len(lines))]
 
     def _drop_ended_marks(self, context: Context) -> None:
-        """Remove the marks of rows that are no longer in the list. All marks are kept while a past time is
-        shown."""
+        """Remove marks from rows that are no longer in the list. While viewing history, keep all marks."""
         if self.marks and not context.is_past:
             ended = self.marks - {self.id_of(row) for row in self.rows(context)}
             self.marks -= ended
             self.ended_marks += len(ended)
 
     def _marked(self) -> list[str]:
-        """Return the number of marked rows and of marked rows that have left the list, as texts."""
+        """Describe how many rows are marked, and how many marked rows have disappeared."""
         texts = []
         if self.marks:
             hidden = len(self.marks.difference(self._order))
@@ -198,8 +196,7 @@ class TableView(View, Generic[R]):
         return []
 
     def below(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
-        """Return the lines that fill the space below a short table: the details of the row under the
-        cursor."""
+        """Fill the space below a short table with the details of the row under the cursor."""
         row = next((row for row in rows if self.id_of(row) == self.cursor), None)
         if row is None or height < _MIN_PREVIEW:
             return []
@@ -213,13 +210,12 @@ class TableView(View, Generic[R]):
 
     @staticmethod
     def _hint(context: Context, text: str, command: str = "back") -> str:
-        """Insert the name of a command's key into `text`. Return an empty string if the command has no
-        key."""
+        """Insert the name of the command's key into `text`. Return an empty string if it has no key."""
         key = key_of(context.keys, command)
         return text.format(key) if key else ""
 
     def _missing(self, context: Context) -> tuple[str, str] | None:
-        """If a required list has not been read, return the reason as text, with the text's role."""
+        """If a required list has not been read, return the reason, with its role."""
         for name in self.required_lists():
             if name not in context.rows:
                 error = context.row_errors.get(name, "")
@@ -227,7 +223,7 @@ class TableView(View, Generic[R]):
         return None
 
     def _outdated(self, context: Context, width: int) -> list[Line]:
-        """Return a line for each list whose rows are outdated because the last attempt to read it failed."""
+        """Return a line for each list whose rows are out of date because the last read failed."""
         return [
             clip(
                 [span(f"! {_CONTENTS.get(name, name)} not updated: {context.row_errors[name]}", "warn")],
@@ -242,7 +238,7 @@ class TableView(View, Generic[R]):
             return [(self.title.lower(), *missing)]
         facts = []
         for row in self.ordered(context):
-            # Text values are shown without their headings, to save space in a small terminal.
+            # To save space in small terminals, text values are shown without headings.
             cells = [
                 f"{column.title.lower() if column.right else ''} {column.shown(row).strip()}".strip()
                 for column in self.columns[1:]
@@ -252,7 +248,7 @@ class TableView(View, Generic[R]):
         return facts or [(self.title.lower(), self._empty_text(), "dim")]
 
     def small(self, context: Context, width: int, height: int) -> list[Line]:
-        """Return one line per row, with the cursor, the filter and the marks, or the details of a row."""
+        """Return one line per row, with the cursor, filter and marks, or one row's details."""
         if self._missing(context):
             return super().small(context, width, height)
         self._drop_ended_marks(context)
@@ -303,7 +299,7 @@ class TableView(View, Generic[R]):
         return "no rows match the filter" if self.filter else self.empty
 
     def _follow_cursor(self, height: int) -> None:
-        """Scroll so that the row under the cursor is visible in a table of this height."""
+        """Scroll to keep the row under the cursor visible in a table of this height."""
         if self.cursor in self._order:
             self._index = self._order.index(self.cursor)
         self._index = max(0, min(self._index, len(self._order) - 1))
@@ -338,7 +334,7 @@ class TableView(View, Generic[R]):
         return clip(spans, width)
 
     def _fitting(self, width: int) -> list[tuple[TableColumn, int]]:
-        """Return the columns that fit in the given width, with their widths."""
+        """Return the columns that fit in this width, with their widths."""
         shown = list(self.columns)
 
         def excess() -> int:
@@ -349,7 +345,7 @@ class TableView(View, Generic[R]):
                 break
             shown.remove(column)
         flexible = [column for column in shown if column.flexible]
-        # A negative share of the remaining width shrinks the column.
+        # If the remaining width is negative, the column shrinks.
         share = -excess() // max(1, len(flexible))
 
         def size(column: TableColumn) -> int:
@@ -359,8 +355,7 @@ class TableView(View, Generic[R]):
         return [(column, size(column)) for column in shown]
 
     def _width(self, column: TableColumn) -> int:
-        """Return the width of a column. The column by which the table is sorted needs extra space for an
-        arrow."""
+        """Return a column's width. The sort column needs extra space for an arrow."""
         return max(column.width, len(column.title) + (column.name == self.sorted_by))
 
     def _detail(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
@@ -396,8 +391,7 @@ class TableView(View, Generic[R]):
         return True
 
     def zoom(self) -> bool:
-        """Show only the details of the row under the cursor. If the details are already open, show the table
-        again."""
+        """Open the details of the row under the cursor, or close them if they are already open."""
         if self.detail:
             self.detail = ""
             return True
@@ -422,7 +416,7 @@ class TableView(View, Generic[R]):
             self.move(1)
 
     def sort(self, name: str) -> None:
-        """Sort by a column. If the table is already sorted by this column, reverse the order."""
+        """Sort by a column, or reverse the order if the table is already sorted by it."""
         if name == self.sorted_by:
             self.reverse = not self.reverse
         else:

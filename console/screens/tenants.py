@@ -1,4 +1,4 @@
-"""Tenants: each tenant's usage, compared with its limits and its fair share."""
+"""Tenants: each tenant's usage, compared with its limits and fair share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from console.source import ListName
 
 
 def fullest(row: TenantUse) -> LimitUsage | None:
-    """Return the limit that is closest to being exhausted, or None if the tenant has no limits."""
+    """Return the limit closest to being exhausted, or None if the tenant has no limits."""
     return max(row.usage, key=lambda one: one.used / max(1, one.capacity), default=None)
 
 
@@ -36,7 +36,7 @@ def _fullest_role(row: TenantUse) -> str:
 
 
 class TenantsView(TableView[TenantUse]):
-    """The screen with all tenants."""
+    """The screen that shows all tenants."""
 
     name = "tenants"
     key = "7"
@@ -44,9 +44,9 @@ class TenantsView(TableView[TenantUse]):
     short = "Tenants"
     alternate = "usage"
     help_text = (
-        "The usage of each tenant, its limits and its fair share. Below the table are the limits, keys and "
-        "local users of the selected tenant. Press {variant} to see usage by day, tenant and key, and once "
-        "more to see all keys and local users."
+        "Each tenant's usage, limits and fair share. Below the table are the selected tenant's limits, keys "
+        "and local users. Press {variant} to see usage by day, tenant and key, and again to see all keys and "
+        "local users."
     )
     target: TargetKind = "tenant"
     sorted_by = "tokens_per_s"
@@ -183,7 +183,7 @@ class TenantsView(TableView[TenantUse]):
 
 
 def limit_lines(usage: Sequence[LimitUsage], width: int, glyphs: GlyphSet) -> list[Line]:
-    """Return one line for each limit, with its use."""
+    """Return one line per limit, with its usage."""
     lines: list[Line] = []
     size = max(8, width - 66)
     for one in usage:
@@ -207,7 +207,7 @@ def limit_lines(usage: Sequence[LimitUsage], width: int, glyphs: GlyphSet) -> li
 
 
 def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:
-    """Return the keys of a tenant, and the local users and groups that belong to it."""
+    """Return a tenant's keys, local users and groups."""
     lines = [heading("Keys and local users", width, units.counted(row.keys, "valid key"))]
     if "callers" not in context.rows:
         return [*lines, *wrap(context.row_errors.get("callers", "loading…"), width, "dim")]

@@ -1,4 +1,4 @@
-"""Usage: the tokens and costs of the last few days, by day, tenant and key."""
+"""Usage: tokens and costs for the last few days, by day, tenant and key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _cost(value: float | None) -> str:
 
 
 class UsageView(TableView[UsageRow]):
-    """The screen with the usage."""
+    """The screen that shows usage."""
 
     name = "usage"
     key = "7"
@@ -29,9 +29,9 @@ class UsageView(TableView[UsageRow]):
     short = "Tenants"
     alternate = "keys"
     help_text = (
-        f"Usage by day, tenant and key, for the requests that finished in the last {USAGE_DAYS} days, "
-        "including today. The heading shows the totals of the rows that match the filter. For other days, or "
-        "usage by model, run appliance usage."
+        f"Usage by day, tenant and key, for requests that finished in the last {USAGE_DAYS} days, including "
+        "today. The heading shows totals for the rows that match the filter. For earlier days or usage by "
+        "model, run appliance usage."
     )
     sorted_by = "day"
     reverse = True

@@ -294,7 +294,7 @@ def test_a_table_is_exported_to_a_private_file(tmp_path: Path) -> None:
         app.run_line(f"export csv {tmp_path}/missing/x.csv")
         await until(pilot, lambda: "cannot write" in shown(app))
         app.run_line("export csv ~no-such-user/x.csv")
-        await until(pilot, lambda: "there is no such user" in shown(app))
+        await until(pilot, lambda: "no such user" in shown(app))
 
     run(steps, console())
 

@@ -112,6 +112,6 @@ def test_chromium_without_the_token_is_refused(address: str, tmp_path: Path) -> 
             assert browser.status[page] == 403
             while not (text := await browser.text()):
                 await asyncio.sleep(0.1)
-            assert "token is missing or wrong" in text
+            assert "missing or wrong token" in text
 
     asyncio.run(visit())

@@ -80,7 +80,7 @@ def test_every_default_key_can_be_written_as_the_help_shows_it(tmp_path: Path) -
         ('theme = "shift+x"', "write the capital letter: 'X'"),
         ('theme = "ctrl+1"', "terminals send no code for this combination"),
         ('theme = "ctrl+shift+x"', "terminals send no code for this combination"),
-        ('theme = "ctrl+c"', "this key always ends the console"),
+        ('theme = "ctrl+c"', "this key always quits the console"),
         (
             'theme = "w"\n\nglyphs = "w"',
             'line 3: "glyphs" = \'w\': line 1 gives this key to "theme": remove one of them',
@@ -208,4 +208,4 @@ def test_with_a_wrong_file_the_console_starts_with_the_default_keys_and_says_so(
 
 def test_a_keymap_of_an_unknown_user_is_a_problem() -> None:
     [problem] = read_keymap("~no-such-user/keys.toml").problems
-    assert "~no-such-user/keys.toml" in problem and "there is no such user" in problem
+    assert "~no-such-user/keys.toml" in problem and "no such user" in problem

@@ -83,7 +83,7 @@ def test_without_the_token_everything_is_refused(address: str, path: str) -> Non
     async def visit() -> None:
         async with aiohttp.ClientSession() as browser, browser.get(base(address) + path) as page:
             assert page.status == 403
-            assert "token is missing or wrong" in await page.text()
+            assert "missing or wrong token" in await page.text()
 
     asyncio.run(visit())
 
