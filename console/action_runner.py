@@ -28,10 +28,10 @@ _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models
 _WITH_FORECAST = ("tenants.set", "keys.set")
 """Actions that change limits. Their dialogs can forecast the effect by replaying the last few minutes."""
 _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key": "keys", "peer": "keys"}
-"""Maps each kind of object that must be selected before an action starts to the screen that lists these
-objects. Without a selection, actions on other kinds apply to the whole service."""
+"""Kinds of objects that must be selected before an action can start, each with the screen that lists them.
+Without a selection, actions on other kinds apply to the whole service."""
 _WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
-"""Actions whose results the screens show."""
+"""Actions whose results are visible on the screens."""
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 
@@ -266,7 +266,7 @@ class ActionRunner:
                 screen.show_impact()
 
     async def _forecast(self, parameters: msgspec.Struct) -> list[str]:
-        """Return the forecast effect of new limits, or the reason for not having one."""
+        """Return the forecast effect of new limits, or the reason why there is no forecast."""
         try:
             forecast = await self._app.source.what_if(parameters)
         except SourceError as error:

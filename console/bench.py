@@ -27,7 +27,7 @@ from console.keys import SCREENS
 _COLUMNS, _ROWS = 120, 40
 _SETTLE_S = 3.0
 _START_S = 120.0
-"""Timeout for the first frame. It allows for a busy machine."""
+"""Timeout for the first frame, long enough for a busy machine."""
 _TABLES = ("requests", "gpus", "models", "tenants", "audit", "logs")
 """Screens whose tables have more than one row."""
 _ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
@@ -93,7 +93,7 @@ class Terminal:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def press(self, key: str) -> float:
-        """Press a key, and return the milliseconds until the console sends output."""
+        """Press a key, and return the time until the console sends output, in milliseconds."""
         while select.select([self._descriptor], [], [], 0.02)[0]:
             os.read(self._descriptor, 1 << 16)
         start = time.monotonic()
@@ -131,8 +131,8 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
 
 
 def start_times(theme: str, starts: int) -> dict[str, float]:
-    """Return two median times, in seconds, until `appliance console --demo` first shows a measured value:
-    since its process started, and since its imports ended."""
+    """Return the median time, in seconds, until `appliance console --demo` first shows a measured value,
+    counted once from the start of its process and once from the end of its imports."""
     found: dict[str, list[float]] = {name: [] for name in _START_LIMITS_S}
     for _ in range(starts):
         began = time.monotonic()

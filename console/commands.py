@@ -19,7 +19,7 @@ WORDS: dict[str, str] = {
     "finished": "finished: show the finished requests",
     "usage": "usage: show usage by day, tenant and key",
     "keys": "keys: show keys and local users",
-    "silences": "silences: show the silences of alerts",
+    "silences": "silences: show alert silences",
     "audit verify": "audit verify: verify the audit chain",
     "export": "export csv|json [FILE]: export this table to a file",
     "help": "help: show help for this screen",
@@ -88,7 +88,8 @@ def described(found: list[str], targets: Targets) -> list[str]:
 
 
 def listed(texts: list[str], width: int) -> str:
-    """Join the texts into one line. If they do not all fit, the line ends with the number left out."""
+    """Join the texts into one line. If they do not all fit, the line ends with the number of texts left
+    out."""
     whole = "  ".join(texts)
     if cells(whole) <= width:
         return whole

@@ -1,4 +1,4 @@
-"""Files that operators name in the console, and files to which it exports tables."""
+"""Handles the file names that operators enter, and the files to which the console exports tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ExportedFiles:
                 return descriptor
             os.close(descriptor)
         raise FileError(
-            f"{path} exists, but was not written by this console: choose another name, as in "
+            f"{path} already exists and was not written by this console: choose another name, as in "
             "export csv NAME, or remove the file"
         )
 

@@ -211,8 +211,8 @@ def _banners(state: FrameState, width: int) -> list[Line]:
 
 
 def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
-    """Return a banner for each drain. `key` is the name of the key that ends a drain or, if there are
-    several, offers a choice. It is empty if there is no such key."""
+    """Return a banner for each drain. `key` is the name of the key that ends the drain or, if there are
+    several drains, offers a choice. It is empty if there is no such key."""
     lines = []
     description = "to resume" if len(snapshot.drains) == 1 else "to resume one"
     remedy = [span(f" press {key} {description} ", "badge", "act resume")] if key else []

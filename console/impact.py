@@ -234,7 +234,7 @@ def _load(requests: list[UnfinishedRequest], consequences: list[str] | None = No
     names = ", ".join(tenants[:5]) + (f" and {len(tenants) - 5} more" if len(tenants) > 5 else "")
     queued = sum(one.state == "queued" for one in requests)
     return [
-        f"{len(requests) - queued:,} running and {queued:,} queued requests of {len(tenants)} "
+        f"{len(requests) - queued:,} running and {queued:,} queued requests from {len(tenants)} "
         f"tenant{'s' if len(tenants) > 1 else ''}: "
         f"{names}",
         f"{generated} output tokens generated so far",

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class ConsolePalette(CommandPalette):
-    """Textual's palette, without the blinking cursor, which uses bandwidth over SSH, and without symbols that
-    some terminals lack."""
+    """Textual's palette without symbols that some terminals lack, and without the blinking cursor, which
+    would waste bandwidth over SSH."""
 
     DEFAULT_CSS = "ConsolePalette SearchIcon { color: $primary; }"
 
@@ -29,7 +29,7 @@ class ConsolePalette(CommandPalette):
 
 
 class ConsoleCommands(Provider):
-    """Finds commands by their titles."""
+    """Finds commands by title."""
 
     @property
     def _console(self) -> ConsoleApp:

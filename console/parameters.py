@@ -206,7 +206,7 @@ def positional(action: Action) -> tuple[str, ...]:
 
 
 def entered(action: Action) -> list[Parameter]:
-    """Return the parameters that can be entered in the console. Tables are among them only if they are
+    """Return the parameters that can be entered in the console. Tables can be entered only if they are
     positional in the CLI."""
     return [
         one for one in parameters_of(action).values() if one.kind != "table" or one.name in positional(action)

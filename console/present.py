@@ -1,4 +1,4 @@
-"""The current values of an action's parameters, such as a tenant's limits, for its dialog."""
+"""The current values of an action's parameters, such as a tenant's limits. The action's dialog shows them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from console.source import ListName, Row
 HISTORY_POINTS = 480
 """Maximum number of points in charts, more than wide terminals can show."""
 NOT_RECORDED = (
-    "the history does not include findings, settings, versions, keys and silences: Audit (9) shows when "
+    "the history does not include findings, settings, versions, keys or silences: Audit (9) shows when "
     "settings, versions, keys and silences changed"
 )
 USAGE_NOT_RECORDED = (
@@ -36,7 +36,7 @@ class PastTimeline(NamedTuple):
     since: float
     until: float
     values: list[tuple[float, float | None]]
-    """Pairs of a time and its output tokens per second."""
+    """(time, output tokens per second) pairs."""
     marks: list[Mark]
     """Events, oldest first."""
     note: str = ""
@@ -68,7 +68,7 @@ class RecordedPast(Protocol):
         ...
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and describe the file."""
+        """Write a slice to an incident file, and return a description of the file."""
         ...
 
     async def close(self) -> None:

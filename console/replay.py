@@ -21,7 +21,7 @@ _HALF_MS = 0.0005
 _GAP_S = 2.5
 """A longer period without samples is a gap."""
 PAST_IS_FIXED = "history is read-only: return to live with the command :live"
-FILE_IS_FIXED = "this console is replaying a file, which cannot be changed: act in a console of the service"
+FILE_IS_FIXED = "this console is replaying a file, which cannot be changed: connect to a running service"
 
 
 class ReplaySource:
@@ -44,7 +44,7 @@ class ReplaySource:
         """The time up to which the recording has been played."""
 
     async def next(self) -> Snapshot:
-        """Return the first snapshot on the first call, then each next snapshot in the recording. Raises
+        """Return the first snapshot on the first call, and the next one on each later call. Raises
         SourceError at the end of the recording."""
         if self.instant is None:
             return await (self.begin() if self._start is None else self.seek(self._start))

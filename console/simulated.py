@@ -16,7 +16,7 @@ GPU_MEMORY_BYTES = 141 << 30
 _KV_TOKEN_BYTES = 160 * 1024
 """KV cache bytes per token: 80 layers, 8 KV heads of 128 values each, keys and values, in FP8."""
 KEY_NAMES = ("web", "worker", "mobile")
-"""Names of every tenant's keys."""
+"""Names of each tenant's keys."""
 
 
 def key_id(name: str) -> str:

@@ -30,8 +30,8 @@ ListName = Literal[
     "silences",
     "rules",
 ]
-"""Lists that are not part of snapshots, and are read when their screen is shown. "rules" contains the alert
-rules, for completing their names on the command line."""
+"""Lists that are not part of snapshots. Each is read when its screen is shown. "rules" contains the alert
+rules, whose names the command line completes."""
 
 
 MAX_ROWS = 500

@@ -117,7 +117,7 @@ class StoredRecording:
         return found[:MAX_ROWS]
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and describe the file."""
+        """Write a slice to an incident file, and return a description of the file."""
         done = await _in_thread(lambda: export_incident(self._past, since, until, path))
         notes = "".join(f" ({note})" for note in done.notes)
         return (

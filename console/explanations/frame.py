@@ -74,7 +74,7 @@ FRAME: dict[str, Explanation] = {
     "timeline_peak": Explanation(
         "output peak",
         "tokens/s",
-        "the period of the timeline",
+        "the timeline's period",
         "Highest output token rate on the timeline. ▲ marks operator actions, and ! marks alerts.",
         "events: rates.generated_tokens_per_s",
     ),

@@ -81,7 +81,7 @@ REQUESTS: dict[str, Explanation] = {
         "attempt",
         "times",
         LIFE,
-        "How often the request was sent to another replica because its own had exited.",
+        "How often the request was sent to another replica because its replica had exited.",
         "requests: attempt",
     ),
     "streamed": Explanation("streamed", "", "", "Whether the response is streamed.", "requests: stream"),
@@ -128,7 +128,7 @@ REQUESTS: dict[str, Explanation] = {
         "RESULT",
         "",
         "",
-        "Finish reason: stop, length or cancelled; after the HTTP status if the request failed.",
+        "Finish reason: stop, length or cancelled. If the request failed, the HTTP status comes first.",
         "request-log: finish_reason, status, error",
     ),
     "duration_s": Explanation(
@@ -156,7 +156,7 @@ REQUESTS: dict[str, Explanation] = {
         "resubmissions",
         "times",
         "the request",
-        "How often the request was sent to another replica because its own had exited.",
+        "How often the request was sent to another replica because its replica had exited.",
         "request-log: resubmissions",
     ),
     "name": Explanation("MODEL, TENANT", "", "", "Name of the model or tenant.", "status: models; tenants"),
@@ -265,7 +265,7 @@ REQUESTS: dict[str, Explanation] = {
     ),
     "cost": Explanation(
         "COST",
-        "currency of the prices",
+        "the prices' currency",
         DAY,
         "Cost at the configured prices, excluding models without a price. -- means that no model has a "
         "price.",

@@ -51,7 +51,7 @@ class View:
     can_jump = False
     """Whether the screen has rows or panels to jump to."""
     reads_blocks = False
-    """Whether the screen shows individual KV blocks, or the blocks of requests."""
+    """Whether the screen shows individual KV blocks or requests' blocks."""
     help_text = ""
     """Short description of the screen."""
     explanations: tuple[str, ...] = ()
@@ -69,11 +69,11 @@ class View:
         return ()
 
     def lists(self) -> tuple[ListName, ...]:
-        """Return the lists that the screen shows, by name."""
+        """Return the names of the lists that the screen shows."""
         return ()
 
     def required_lists(self) -> tuple[ListName, ...]:
-        """Return the lists that the screen cannot do without, by name."""
+        """Return the names of the lists that the screen cannot do without."""
         return self.lists()
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:

@@ -15,7 +15,7 @@ from console.lines import BLANK, Line, heading, span, wrap
 from console.screens.table import TableColumn, TableView
 
 _TIMESTAMP = re.compile(r"(^|\.)at$")
-"""Matches the names of timestamps: values that say when others were read."""
+"""Matches the names of timestamps: values that say when other values were read."""
 _TIME = re.compile(r"(^|[._])(at|since|until)$")
 """Matches the names of values in unix seconds."""
 _FRACTION, _BYTES = "fraction", "bytes"
@@ -32,7 +32,7 @@ _UNITS = (
     (re.compile(r"_mhz$"), " MHz"),
     (re.compile(r"(^|_)(share|hit_rate|busy|fraction)$"), _FRACTION),
 )
-"""Units of metrics, keyed by the end of their names. All other metrics are counts."""
+"""Units of metrics, keyed by the ending of the metric's name. All other metrics are counts."""
 
 
 class Difference(NamedTuple):
@@ -87,8 +87,8 @@ class CompareView(TableView[Difference]):
     title = "Compare"
     short = "Compare"
     help_text = (
-        "The metrics at two times: the first time chosen with {compare}, and the displayed time. Metrics "
-        "have their admin API names. Press {variant} to switch between changed metrics and all metrics."
+        "The metrics at two times: the first time chosen with {compare}, and the displayed time. Metrics are "
+        "named as in the admin API. Press {variant} to switch between changed metrics and all metrics."
     )
     variants = ("changed", "all")
     sorted_by = ""

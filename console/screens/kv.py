@@ -107,7 +107,7 @@ class KvView(View):
         return lines[:height]
 
     def _label(self, requests: list[UnfinishedRequest], blocks: BlockMap, largest: list[Line]) -> None:
-        """Label the longest contexts, each with the letter that moves the cursor to its first cell."""
+        """Label each of the longest contexts with the letter that moves the cursor to its first cell."""
         cells = self._first_cells(blocks)
         for at, request in enumerate(requests[: len(largest) - 1], 1):
             if request.request_id in cells and len(self._jump_cells) < len(JUMP_LETTERS):
@@ -205,8 +205,8 @@ class KvView(View):
         return lines
 
     def _cell_styles(self, context: Context, blocks: BlockMap, per_cell: int) -> tuple[list[str], list[str]]:
-        """Return each cell's letter and role. A cell shows its first block, so each state has about the same
-        share of the map as of the pool."""
+        """Return each cell's letter and role. A cell shows its first block, so each state's share of the map
+        is close to its share of the pool."""
         states = blocks.states
         marks = _LETTERS[context.glyphs]
         letters, roles = [], []
@@ -266,7 +266,7 @@ class KvView(View):
     def _meanings(
         self, context: Context, blocks: BlockMap, width: int, tenants: list[Line], size: str
     ) -> list[Line]:
-        """Return what the characters mean, after the cell size."""
+        """Return the meanings of the characters as lines that start with `size`."""
         marks = _LETTERS[context.glyphs]
         row: Line = [span(f"{size}  ", "dim")] if size else []
         if self.variant == "tenant":
@@ -313,8 +313,7 @@ def _owners(blocks: BlockMap) -> array[int]:
 
 
 def _first_request(blocks: BlockMap, owners: Iterable[int]) -> str:
-    """Return the id of the request that uses the first of these blocks in use, or an empty string if no
-    request uses any of them."""
+    """Return the id of the first request that uses one of these blocks, or an empty string if none does."""
     return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
 
 

@@ -59,8 +59,8 @@ class ModelsView(TableView[ModelRow]):
     title = "Models"
     short = "Models"
     help_text = (
-        "All models. Below the table are the selected model's replicas, with load progress and actual and "
-        "predicted memory use, and its versions, aliases and traffic splits. {open} shows them full-screen."
+        "All models. Below the table: the selected model's replicas (load progress, predicted and used "
+        "memory), versions, aliases and traffic splits. {open} shows them full-screen."
     )
     target: TargetKind = "model"
     sorted_by = "name"

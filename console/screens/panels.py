@@ -187,7 +187,7 @@ def failed(rates: Rates, *, share: bool = True) -> str:
 
 
 def _errors(rates: Rates, width: int) -> Line:
-    """Return the rates of failed and of refused requests."""
+    """Return the failed and refused request rates."""
     return line(
         span("errors  " if width >= 36 else "", "label"),
         span("failed ", "label"),

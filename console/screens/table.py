@@ -210,12 +210,13 @@ class TableView(View, Generic[R]):
 
     @staticmethod
     def _hint(context: Context, text: str, command: str = "back") -> str:
-        """Insert the name of the command's key into `text`. Return an empty string if it has no key."""
+        """Insert the name of a command's key into `text`. Return an empty string if the command has no
+        key."""
         key = key_of(context.keys, command)
         return text.format(key) if key else ""
 
     def _missing(self, context: Context) -> tuple[str, str] | None:
-        """If a required list has not been read, return the reason, with its role."""
+        """If a required list has not been read, return the reason as text, with its role."""
         for name in self.required_lists():
             if name not in context.rows:
                 error = context.row_errors.get(name, "")

@@ -101,7 +101,7 @@ def test_the_impact_of_ending_a_version_names_its_requests_and_the_freed_memory(
     *versions, requests, tokens, end, freed = lines_of(action, target, two_versions(previous=1))
     is_replaced = action in ("models.default", "models.rollback")
     assert versions == (["default version: 2 → 1"] if is_replaced else [])
-    assert requests == "2 running and 1 queued requests of 3 tenants: acme, beta, gamma"
+    assert requests == "2 running and 1 queued requests from 3 tenants: acme, beta, gamma"
     assert tokens == "50 output tokens generated so far"
     assert end.startswith("expected end: in 9.0s")
     # Replicas report the sum over their ranks.
@@ -110,7 +110,7 @@ def test_the_impact_of_ending_a_version_names_its_requests_and_the_freed_memory(
 
 def test_the_impact_of_ending_another_version_leaves_out_the_default_version() -> None:
     requests, tokens, _, freed = lines_of("models.unload", "chat@1", two_versions())
-    assert requests == "1 running and 0 queued requests of 1 tenant: acme"
+    assert requests == "1 running and 0 queued requests from 1 tenant: acme"
     assert tokens == "7 output tokens generated so far"
     assert freed == "frees 30.0G weights + 100G KV cache of 1 replica"
 
@@ -138,7 +138,7 @@ def test_a_sleeping_model_frees_only_host_memory() -> None:
 @pytest.mark.parametrize("action", ["models.split", "models.alias", "models.shadow"])
 def test_the_impact_of_routing_names_the_requests_for_the_name(action: str) -> None:
     requests, tokens = lines_of(action, "chat", two_versions())
-    assert requests == "3 running and 0 queued requests of 2 tenants: acme, beta"
+    assert requests == "3 running and 0 queued requests from 2 tenants: acme, beta"
     assert tokens == "57 output tokens generated so far"
 
 
