@@ -55,6 +55,9 @@ class Context:
     """Whether actions are permitted."""
     is_past: bool = False
     """Whether the snapshot and the lists show a past time."""
+    incident_since: float | None = None
+    """Start of the period that the open incident file covers, in unix seconds. None if no incident file is
+    open."""
 
     def rows_of(self, name: ListName, kind: type[RowT]) -> list[RowT]:
         """Return a list's rows of type `kind`, or an empty list if it has not been read."""

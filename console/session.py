@@ -47,10 +47,11 @@ class ConsoleSession:
 
     def __init__(self, source: SnapshotSource, *, write: bool = False) -> None:
         self.source = source
+        incident_since = source.recording().begin if source.kind == "replay" else None
         self.views = all_views()
         self.theme = "dark"
         self.state = FrameState(
-            context=Context(write=write),
+            context=Context(write=write, incident_since=incident_since),
             view=self.views[0],
             views=self.views,
             label=source.label,
@@ -137,7 +138,11 @@ class ConsoleSession:
         if self.state.past is None:
             live = self._live
             self.state.context = Context(
-                glyphs=live.glyphs, keys=live.keys, compared=live.compared, is_past=True
+                glyphs=live.glyphs,
+                keys=live.keys,
+                compared=live.compared,
+                is_past=True,
+                incident_since=live.incident_since,
             )
         self.state.past = past
         self.context.snapshot, self.context.history = past.instant.snapshot, history

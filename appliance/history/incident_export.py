@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.history.pages import AlertLogQuery, Seconds, StoredQuery
-from appliance.history.sources import PastError, PastSource
+from appliance.history.sources import ACTIONS, LOG_LINES, PastError, PastSource
 from appliance.pages import MAX_PAGE_ROWS, AuditQuery, LogQuery, RequestLogQuery
 from store.errors import StoreError
 from store.incidents import IncidentWriter
@@ -59,11 +59,12 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
             requests = _requests(past, writer, since, until)
             rows = past.alert_log(AlertLogQuery(since=since, until=until)).rows
             writer.alerts(rows)
-            notes: list[str] = []
-            actions = _noted(notes, "operators' actions", lambda: _actions(past, writer, since, until))
-            lines = _noted(notes, "log lines", lambda: _lines(past, writer, since, until))
+            missing: dict[str, str] = {}
+            actions = _noted(missing, ACTIONS, lambda: _actions(past, writer, since, until))
+            lines = _noted(missing, LOG_LINES, lambda: _lines(past, writer, since, until))
             facts = {"since": since, "until": until, "exported_at": time.time()}
             writer.describe({"source": past.label, **{name: repr(at) for name, at in facts.items()}})
+            writer.describe({f"without {part}": reason for part, reason in missing.items()})
             size = writer.size
     except StoreError as error:
         raise PastError(str(error)) from error
@@ -77,7 +78,7 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
         actions=actions,
         log_lines=lines,
         bytes=size,
-        notes=notes,
+        notes=[f"without {part}: {reason}" for part, reason in missing.items()],
     )
 
 
@@ -141,9 +142,10 @@ def _lines(past: PastSource, writer: IncidentWriter, since: float, until: float)
         until = lines[0].at
 
 
-def _noted(notes: list[str], part: str, export: Callable[[], int]) -> int:
+def _noted(missing: dict[str, str], part: str, export: Callable[[], int]) -> int:
+    """Export a part and return its number of rows. If the part cannot be exported, record the reason."""
     try:
         return export()
     except PastError as error:
-        notes.append(f"without {part}: {error}")
+        missing[part] = str(error)
         return 0

@@ -45,6 +45,8 @@ from store.incidents import IncidentReader, readable_copy
 from store.requests import RequestPosition, RequestReader
 
 Answer = TypeVar("Answer")
+ACTIONS, LOG_LINES = "operators' actions", "log lines"
+"""Parts of an incident file that an export may be unable to read. The file then contains the reason."""
 
 
 class PastError(Exception):
@@ -187,6 +189,7 @@ class FilePast:
 
     def audit(self, query: AuditQuery) -> AuditPage:
         """Return a page of operators' actions, newest first."""
+        self._check_contains(ACTIONS)
         with _explained():
             rows = self._actions(query)
         shown = rows[: query.limit]
@@ -199,6 +202,7 @@ class FilePast:
                 "history.db contains no log lines: read the journal, or open an incident file written by "
                 "'appliance history export'"
             )
+        self._check_contains(LOG_LINES)
         until = _END if query.until is None else query.until
         with _explained():
             documents = self._incident.lines(until, query.limit)
@@ -208,6 +212,14 @@ class FilePast:
     def close(self) -> None:
         """Remove the temporary copy of the file, if any."""
         self._folder.cleanup()
+
+    def _check_contains(self, part: str) -> None:
+        """Raise PastError if a part could not be exported to this incident file."""
+        reason = None if self.facts is None else self.facts.get(f"without {part}")
+        if reason is not None:
+            raise PastError(
+                f"this incident file contains no {part}, because the export could not read them: {reason}"
+            )
 
     def _actions(self, query: AuditQuery) -> list[AuditAction]:
         """Return up to one action more than the query's limit. An extra action means that there is another

@@ -90,7 +90,8 @@ class AuditView(ListView):
         "The audit trail of operator actions, newest first. The audit chain has two rows per action: its "
         "start and its result. Each row contains the previous row's hash, so any later change is detected. "
         "The heading shows the newest hash and the number of rows proven unchanged. {verify} verifies the "
-        "whole chain on the service's machine, and shows the first wrong row, if any."
+        "whole chain on the service's machine, and shows the first wrong row, if any. "
+        "An incident file contains the actions of its period, but not the chain."
     )
     sorted_by = "seq"
     reverse = True
@@ -138,10 +139,22 @@ class AuditView(ListView):
         name = "Spooled" if _number(row) is None else f"Row {row.id}"
         return f"{name}: {row.subject} {row.target}".rstrip()
 
+    def empty_text(self, context: Context) -> str:
+        if context.incident_since is None or context.snapshot is None:
+            return self.empty
+        since, at = (units.short_date(one) for one in (context.incident_since, context.snapshot.at))
+        return (
+            f"this incident file contains no actions from its start ({since}) to the displayed time ({at}): "
+            "the service recorded none in this period"
+        )
+
     def note(self, context: Context) -> str:
         snapshot = context.snapshot
         if snapshot is None or snapshot.audit_rows is None:
             return ""
+        if context.incident_since is not None:
+            rows = units.counted(snapshot.audit_rows, "row")
+            return f"in this file: since {units.clock(context.incident_since)} · chain of the service: {rows}"
         # Before the first action, the head hash is all zeros.
         head = f" · head {snapshot.audit_head[:12]}" if snapshot.audit_head and snapshot.audit_rows else ""
         anchored = units.count(snapshot.audit_recorded_rows)

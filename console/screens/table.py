@@ -161,7 +161,7 @@ class TableView(View, Generic[R]):
         lines += self.above(context, width)
         shown = self._fitting(width)
         lines.append(self._titles(shown, width))
-        lines += self._body(rows, shown, width, height - len(lines))
+        lines += self._body(rows, shown, context, width, height - len(lines))
         return [*lines, *self.below(rows, context, width, height - len(lines))]
 
     def _drop_ended_marks(self, context: Context) -> None:
@@ -246,7 +246,7 @@ class TableView(View, Generic[R]):
                 if not column.drop
             ]
             facts.append((self.columns[0].shown(row).strip(), " ".join(cells), "text"))
-        return facts or [(self.title.lower(), self._empty_text(), "dim")]
+        return facts or [(self.title.lower(), self._empty_text(context), "dim")]
 
     def small(self, context: Context, width: int, height: int) -> list[Line]:
         """Return one line per row, with the cursor, filter and marks, or one row's details."""
@@ -282,10 +282,10 @@ class TableView(View, Generic[R]):
         return names, [[column.value(row) for column in self.columns] for row in self.ordered(context)]
 
     def _body(
-        self, rows: list[R], shown: list[tuple[TableColumn, int]], width: int, height: int
+        self, rows: list[R], shown: list[tuple[TableColumn, int]], context: Context, width: int, height: int
     ) -> list[Line]:
         if not rows:
-            return [[span(self._empty_text(), "dim")]]
+            return wrap(self._empty_text(context), width, "dim")
         self._follow_cursor(height)
         lines = [
             self._row(rows[index], shown, width, selected=index == self._index) for index in self._visible
@@ -296,8 +296,12 @@ class TableView(View, Generic[R]):
             ] + lines[len(JUMP_LETTERS) :]
         return lines
 
-    def _empty_text(self) -> str:
-        return "no rows match the filter" if self.filter else self.empty
+    def _empty_text(self, context: Context) -> str:
+        return "no rows match the filter" if self.filter else self.empty_text(context)
+
+    def empty_text(self, context: Context) -> str:
+        """Return the text that a table without rows shows."""
+        return self.empty
 
     def _follow_cursor(self, height: int) -> None:
         """Scroll to keep the row under the cursor visible in a table of this height."""

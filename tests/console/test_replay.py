@@ -229,6 +229,42 @@ def test_a_list_that_is_not_recorded_says_where_it_can_be_found(history: Path) -
     asyncio.run(read())
 
 
+def audit_screen(path: Path) -> str:
+    """Return the screen Audit of a file as text, in a terminal of 100 columns."""
+    replay = ReplaySource(file_recording(path))
+
+    async def read() -> str:
+        session = ConsoleSession(replay)
+        session.accept(await replay.next())
+        session.run("screen audit")
+        try:
+            session.take_rows("audit", await replay.rows("audit"))
+        except SourceError as error:
+            session.take_rows("audit", (), str(error))
+        await replay.close()
+        return " ".join(plain(row).strip() for row in session.view.render(session.context, 100, 30))
+
+    return asyncio.run(read())
+
+
+def test_an_incident_file_without_actions_in_its_period_says_so(incident: Path, tmp_path: Path) -> None:
+    path = tmp_path / "incident.db"
+    shutil.copy(incident, path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DELETE FROM incident WHERE name LIKE 'without %'")
+        connection.commit()
+    shown = audit_screen(path)
+    assert "this incident file contains no actions from its start (" in shown
+    assert "the service recorded none in this period" in shown
+    assert "chain of the service:" in shown and "no actions have been recorded" not in shown
+
+
+def test_an_incident_file_says_why_the_export_could_not_read_the_actions(incident: Path) -> None:
+    shown = audit_screen(incident)
+    assert "no operators' actions, because the export could not read them: " in shown
+    assert "control.db does not exist" in shown and "no actions have been recorded" not in shown
+
+
 @pytest.mark.parametrize(
     ("content", "reason"), [(b"", "no recorded history"), (b"x" * 5000, "not a database")]
 )
@@ -256,6 +292,7 @@ def test_a_file_that_another_version_wrote_is_refused_without_ending_the_console
     path = tmp_path / "incident.db"
     shutil.copy(incident, path)
     with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DELETE FROM incident WHERE name LIKE 'without %'")
         connection.execute("INSERT INTO incident_lines (at, number, document) VALUES (0, 1, '{}')")
         connection.execute("INSERT INTO incident_actions (at, seq, document) VALUES (0, 1, '{}')")
         connection.execute(change)
