@@ -40,14 +40,14 @@ class Context:
     keys: KeyTable = KEYS
     """The commands, with the operator's key assignments."""
     rows: dict[ListName, Sequence[Row]] = field(default_factory=dict)
-    """The lists read so far."""
+    """The lists that have been read."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
     """For each list that could not be read, the reason."""
     chain: ChainReport | str | None = None
     """The result of the latest audit chain verification, a message if there is no result, or None if no
     verification was requested."""
     compared: Compared | None = None
-    """The snapshot at a comparison's first time, or None if no first time has been chosen."""
+    """The snapshot at the first of two compared times, or None if no first time has been chosen."""
     jumping: bool = False
     """Whether jump mode is active. Rows and panels then show letters, and the next key jumps to one of
     them."""

@@ -57,7 +57,7 @@ class KeyHint(NamedTuple):
     key: str
     does: str
     more: str = ""
-    """Continuation of `does`, shown if there is enough space."""
+    """More text to show after `does` if there is enough space."""
 
 
 class ScrollArea(VerticalScroll, can_focus=False):

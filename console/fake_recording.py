@@ -95,7 +95,7 @@ class FakeRecording:
         return PastTimeline(since, until, values, sorted(marks))
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as of a past time, newest rows first."""
+        """Return a list as it was at a given time, newest rows first."""
         if name in ("settings", "findings", "models", "tenants", "callers", "silences", "rules"):
             raise UnsupportedListError(NOT_RECORDED)
         if name == "usage":

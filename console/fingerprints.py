@@ -79,7 +79,7 @@ def alerts_of(rule: str | None, snapshot: Snapshot) -> list[Alert]:
 
 
 def peer_name(peer: PeerMapping) -> str:
-    """Return the name of a mapped user or group in commands, such as "uid:1000" or "any"."""
+    """Return the name that commands use for a mapped user or group, such as "uid:1000" or "any"."""
     return "any" if peer.kind == "any" else f"{peer.kind}:{peer.number}"
 
 

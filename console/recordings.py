@@ -64,7 +64,7 @@ class RecordedPast(Protocol):
         ...
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as of a past time, newest rows first."""
+        """Return a list as it was at a given time, newest rows first."""
         ...
 
     async def export(self, since: float, until: float, path: Path) -> str:

@@ -102,7 +102,7 @@ class ReplaySource:
             return await self.seek(following + _HALF_MS)
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list as of the displayed time."""
+        """Return a list as it was at the displayed time."""
         if self.instant is None:
             raise SourceError("no sample has been read yet")
         return await self._recording.rows(name, self.instant.snapshot.at)

@@ -173,7 +173,7 @@ class SimLimit:
     name: str
     capacity: float
     period_s: float
-    """Time in which the full capacity refills."""
+    """Time needed to refill the full capacity."""
     level: float = 0.0
     """Tokens used and not yet refilled."""
 

@@ -81,7 +81,7 @@ class StoredRecording:
         return await _in_thread(read)
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as of a past time, newest rows first."""
+        """Return a list as it was at a given time, newest rows first."""
         match name:
             case "audit":
                 query = AuditQuery(until=until, limit=MAX_ROWS)

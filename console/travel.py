@@ -53,7 +53,7 @@ class TimeTravel:
         return self.source.recording()
 
     def run(self, command: str) -> bool:
-        """Run a command from the key table. Return False if it does not concern history."""
+        """Run a command from the key table. Return False if it is unrelated to history."""
         word, _, rest = command.partition(" ")
         past = self._app.session.past
         if word in ("mark", "pause"):

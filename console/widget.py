@@ -139,7 +139,7 @@ _PLAIN = frozenset(
         *("input", "output", "p0", "p1", "p2", "p3", "prefill", "decode"),
     )
 )
-"""Roles in which a space looks the same in every theme. "warn" is not among them, because the mono theme
+"""Roles whose spaces look the same in every theme. "warn" is not among them, because the mono theme
 underlines it."""
 
 

@@ -104,7 +104,7 @@ ENGINE: dict[str, Explanation] = {
         "SEQS, sequences",
         "sequences",
         NOW,
-        "Running sequences, and their maximum number.",
+        "Running sequences, and the maximum.",
         "appliance_sequences",
     ),
     "stall": Explanation(

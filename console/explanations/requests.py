@@ -234,7 +234,7 @@ REQUESTS: dict[str, Explanation] = {
         "tenants: prompt_tokens, cached_tokens",
     ),
     "limits": Explanation(
-        "usage of limits",
+        "limit usage",
         "% of the limit",
         NOW,
         "Each limit, and how much of it is used. Limits per minute and per day refill continuously; "
@@ -278,7 +278,7 @@ REQUESTS: dict[str, Explanation] = {
         "ID",
         "",
         "",
-        "Key id, or the name of the user or group in commands.",
+        "Key id, or the name that commands use for the user or group.",
         "keys: id; peers: number",
     ),
     "caller_tenant": Explanation(
@@ -303,7 +303,7 @@ REQUESTS: dict[str, Explanation] = {
         "keys, peers: created_at",
     ),
     "caller_limits": Explanation(
-        "usage of limits",
+        "limit usage",
         "% of the limit",
         NOW,
         "The key's limits, and how much of each is used.",

@@ -76,9 +76,9 @@ class GpusView(TableView[Gpu]):
     title = "GPUs"
     short = "GPU"
     help_text = (
-        "All GPUs, as reported by NVML. n/a means that a GPU does not support a value, -- that the value is "
-        "unknown. Bars below the table divide each GPU's memory into weights, KV cache and other use. Press "
-        "{open} to see all of a GPU's metrics and processes."
+        "All GPUs, as reported by NVML. n/a means that the GPU does not support a value; -- means that the "
+        "value is unknown. Bars below the table divide each GPU's memory into weights, KV cache and other "
+        "use. Press {open} to see all of a GPU's metrics and processes."
     )
     sorted_by = "number"
     empty = "no NVIDIA GPUs found, or the service does not report GPUs"

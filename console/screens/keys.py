@@ -28,7 +28,7 @@ class CallerRow(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The key's id, or the name of the user or group in commands."""
+        """The key's id, or the name that commands use for the user or group."""
         return self.caller.id if isinstance(self.caller, Key) else peer_name(self.caller)
 
     @property

@@ -158,7 +158,7 @@ class TenantsView(TableView[TenantUse]):
         return ()
 
     def title_of(self, row: TenantUse) -> str:
-        return f"{row.name}: usage of limits"
+        return f"{row.name}: limit usage"
 
     def describe(self, row: TenantUse, context: Context, width: int) -> list[Line]:
         lines = limit_lines(row.usage, width, context.glyphs)
