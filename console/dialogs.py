@@ -118,6 +118,7 @@ class Dialog(ModalScreen[R]):
     Dialog #buttons { height: auto; align-horizontal: right; margin-top: 1; }
     Dialog.-small #buttons { margin-top: 0; }
     Dialog Button { min-width: 12; margin-left: 2; }
+    Dialog .-stacked Button { margin-left: 0; max-width: 100%; }
     Dialog.-small Button { min-width: 0; margin-left: 1; }
     Dialog Button:focus { text-style: bold reverse; }
     Dialog #keys { color: $text-muted; height: 1; }
@@ -207,7 +208,9 @@ class Dialog(ModalScreen[R]):
         width = dialog.content_size.width
         for buttons in self.query("#buttons"):
             needed = sum(_button_width(one, small=small) for one in buttons.query(Button))
-            buttons.styles.layout = "vertical" if needed > width else "horizontal"
+            is_stacked = needed > width
+            buttons.styles.layout = "vertical" if is_stacked else "horizontal"
+            buttons.set_class(is_stacked, "-stacked")
         height = self.size.height if small else int(self.size.height * 0.94)
         others = sum(self.height_of(one, width) for one in dialog.children if one.id != "body")
         scrolls = self.fit_body(max(_MIN_BODY, height - _BORDER - others), width)

@@ -20,6 +20,8 @@ from console.timeline import PastState, badge_text, timeline_lines
 _RESTARTED_S = 60.0
 """How long the RESTARTED badge is shown, in seconds."""
 _MIN_SCREEN = (20, 5)
+_MIN_TABS_HEIGHT = 8
+"""Minimum height of the terminal for the line with the tabs."""
 _MAX_MESSAGE_ROWS = 4
 _IMPORTANT_KEYS = ("help", "quit", "command", "actions", "variant")
 """Commands shown in the footer even if the terminal is too narrow for the others."""
@@ -65,10 +67,10 @@ def frame(state: FrameState, width: int, height: int) -> list[Line]:
     """Return all of the terminal's lines."""
     state.small = width < MIN_WIDTH or height < MIN_HEIGHT
     top = [_header(state, width)]
-    if not state.small:
+    if not state.small or height >= _MIN_TABS_HEIGHT:
         top.append(_tabs(state, width))
-        if state.past is not None and state.footer:
-            top += timeline_lines(state.past, width, state.context.glyphs)
+    if not state.small and state.past is not None and state.footer:
+        top += timeline_lines(state.past, width, state.context.glyphs)
     top += _banners(state, width)
     bottom = _footer(state, width) if state.footer else []
     space = max(0, height - len(top) - len(bottom))
@@ -189,7 +191,9 @@ def _tabs(state: FrameState, width: int) -> Line:
         action, key = f"screen {view.key}", _key_of_view(state, view)
         title = span(f"{key} {view.short}", "tab", action) if view is shown else span(key, "key", action)
         spans += [title, Span("  ")]
-    return spans
+    if width_of(spans) <= width + 2:
+        return spans
+    return [span(f"{_key_of_view(state, shown)} {shown.short}", "tab")]
 
 
 def _key_of_view(state: FrameState, view: View) -> str:

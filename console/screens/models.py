@@ -71,7 +71,12 @@ class ModelsView(TableView[ModelRow]):
         ),
         TableColumn("state", "STATE", 12, lambda r: r.model.state, _progress, right=False, role=_role),
         TableColumn(
-            "replicas", "READY", 6, lambda r: r.ready, lambda r: f"{r.ready}/{len(r.model.replicas)}"
+            "replicas",
+            "READY",
+            6,
+            lambda r: r.ready,
+            lambda r: f"{r.ready}/{len(r.model.replicas)}",
+            fact="replicas",
         ),
         TableColumn("queued", "QUEUED", 7, lambda r: r.model.queued, lambda r: units.count(r.model.queued)),
         TableColumn(

@@ -43,11 +43,18 @@ class TableColumn(NamedTuple):
     empty for numbers."""
     rank: Callable[[Any], Cell] | None = None
     """Returns the value to sort by, if it differs from `value`."""
+    fact: str = ""
+    """The value's name in small terminals. By default, the heading."""
 
     @property
     def names(self) -> tuple[str, str]:
         """The column's names in filters and in the `sort` command: its heading and its name."""
         return self.title.lower().replace(" ", "_"), self.name
+
+    @property
+    def fact_name(self) -> str:
+        """The value's name in small terminals. To save space, texts have no name."""
+        return (self.fact or self.title.lower()) if self.right else ""
 
     def shown(self, row: Any) -> str:
         """Return a cell's text."""
@@ -239,9 +246,8 @@ class TableView(View, Generic[R]):
             return [(self.title.lower(), *missing)]
         facts = []
         for row in self.ordered(context):
-            # To save space in small terminals, text values are shown without headings.
             cells = [
-                f"{column.title.lower() if column.right else ''} {column.shown(row).strip()}".strip()
+                f"{column.fact_name} {column.shown(row).strip()}".strip()
                 for column in self.columns[1:]
                 if not column.drop
             ]

@@ -23,7 +23,7 @@ def visible(screen: Screen[object], *selectors: str) -> bool:
     """Return whether all widgets of a dialog that match the selectors are completely visible."""
     if not screen.query("#dialog"):
         return False
-    inside = screen.region.intersection(screen.query_one("#dialog").region)
+    inside = screen.region.intersection(screen.query_one("#dialog").content_region)
     found = [one for selector in selectors for one in screen.query(selector)]
     return all(one.region.area and inside.contains_region(one.region) for one in found)
 

@@ -36,7 +36,7 @@ def end(made: ConsoleSession, *requests: str) -> None:
     made.accept(msgspec.structs.replace(snapshot, at=snapshot.at + 1, requests=left))
 
 
-@pytest.mark.parametrize(("size", "row"), [((120, 40), 2), ((80, 24), 2), ((59, 17), 1)])
+@pytest.mark.parametrize(("size", "row"), [((120, 40), 2), ((80, 24), 2), ((59, 17), 2)])
 def test_the_mark_of_an_ended_row_is_dropped_and_the_heading_says_so(size: tuple[int, int], row: int) -> None:
     made, view = marked(3)
     ended, *left = sorted(view.marks)

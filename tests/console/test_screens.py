@@ -19,6 +19,7 @@ from console.screens import panels
 from console.screens.base import View
 from console.screens.batches import BatchesView
 from console.screens.keys import KeysView
+from console.screens.models import ModelsView
 from console.screens.overview import OverviewView
 from console.screens.requests import RequestsView
 from console.screens.rows import AuditView, LogsView
@@ -222,7 +223,7 @@ def test_a_table_in_a_small_terminal_has_a_cursor_a_filter_and_details() -> None
     [at] = [row for row in rows if row.startswith("▸")]
     assert at.startswith(f"▸{chosen.request_id}  D decode {chosen.class_name} {chosen.tenant} age ")
     made.run("filter tenant:nobody")
-    assert [plain(row) for row in made.lines(50, 16)][1:3] == [
+    assert [plain(row) for row in made.lines(50, 16)][2:4] == [
         "requests  no rows match the filter",
         "/tenant:nobody  (esc to clear)",
     ]
@@ -231,6 +232,21 @@ def test_a_table_in_a_small_terminal_has_a_cursor_a_filter_and_details() -> None
     made.run("open")
     assert view.detail == chosen.request_id
     assert any(plain(row).startswith("tenant ") for row in made.lines(50, 16))
+
+
+@pytest.mark.parametrize("size", [(59, 17), (40, 12), (24, 8)])
+@pytest.mark.parametrize("name", VIEW_NAMES)
+def test_a_small_terminal_shows_the_title_of_the_screen(
+    shown: ConsoleSession, name: str, size: tuple[int, int]
+) -> None:
+    shown.run(f"screen {name}")
+    tabs = shown.lines(*size)[1]
+    assert [one.text for one in tabs if one.role == "tab"] == [f"{shown.view.key} {shown.view.short}"]
+
+
+def test_a_model_in_a_small_terminal_names_its_state_once() -> None:
+    facts = {name: value for name, value, _ in ModelsView().facts(session().context)}
+    assert facts["llama-3.3-70b"].startswith("ready replicas 1/1 queued ")
 
 
 def overview_facts(snapshot: Snapshot) -> dict[str, str]:

@@ -179,11 +179,11 @@ def test_jump_mode_labels_the_rows_of_a_table_in_a_small_terminal() -> None:
     assert isinstance(view, TableView)
     made.lines(59, 17)
     made.run("jump")
-    rows = [plain(row) for row in made.lines(59, 17)[1:]]
+    rows = [plain(row) for row in made.lines(59, 17)[2:]]
     assert [row[0] for row in rows[:3]] == ["a", "s", "d"]
     made.jump("d")
     assert rows[2][1:].startswith(view.cursor)
-    assert plain(made.lines(59, 17)[3]).startswith(f"▸{view.cursor}")
+    assert plain(made.lines(59, 17)[4]).startswith(f"▸{view.cursor}")
 
 
 def _started_and_replaced(size: tuple[int, int], screen: str) -> tuple[ConsoleSession, list[str], list[str]]:
