@@ -33,7 +33,8 @@ ENGINE: dict[str, Explanation] = {
         "step, decode step, mixed step",
         "ms",
         STEPS,
-        "Mean step time. Decode steps only decode; mixed steps also process prompts.",
+        "Mean step time. Decode steps only decode; mixed steps also process prompts. On Models, if the "
+        "replica has run no such step for 5 s, the last known time is shown with its age.",
         "appliance_step_seconds",
     ),
     "idle_us": Explanation(

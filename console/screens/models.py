@@ -16,6 +16,10 @@ from console.screens.panels import STATE_ROLES, state_text
 from console.screens.table import TableColumn, TableView
 from console.source import ListName
 
+_RECENT_S = 5.0
+"""Steps that ended less than this many seconds ago are shown without their age, which would change the layout
+several times per second."""
+
 
 class ModelRow(NamedTuple):
     """A model, with totals over its replicas."""
@@ -188,8 +192,8 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
     facts = (
         ("sequences", f"{one.running} of {one.max_num_seqs}, {one.waiting} waiting"),
         ("KV blocks", f"{one.blocks_used:,} of {one.blocks_total:,} ({units.percent(used)})"),
-        ("decode step", _step(one.step_ms, one.idle_us)),
-        ("mixed step", _step(one.mixed_step_ms, one.mixed_idle_us)),
+        ("decode step", _step(context, one, "step_ms", "idle_us")),
+        ("mixed step", _step(context, one, "mixed_step_ms", "mixed_idle_us")),
         ("fit", f"{units.size(one.predicted_bytes or None)} predicted"),
         ("memory", f"{units.size(one.used_bytes or None)} used{off}"),
         ("weights", f"{units.size(one.weight_bytes or None)}, loaded in {loaded_in}"),
@@ -295,9 +299,19 @@ def _difference(used: int, predicted: int) -> str:
     return f", {share} {'more' if used > predicted else 'less'} than predicted"
 
 
-def _step(duration_ms: float, idle_us: float) -> str:
-    # A time of 0 means that the engine has run no steps of this kind since its previous report.
-    return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none"
+def _step(context: Context, one: ReplicaStatus, duration: str, idle: str) -> str:
+    """Return the mean duration and idle time of a replica's newest steps of one kind. `duration` and `idle`
+    are the names of their fields in replicas' reports and in slices."""
+    # The engine reports a time of 0 if it has run no steps of this kind since its previous report.
+    if getattr(one, duration):
+        return f"{units.ms(getattr(one, duration))}, {units.us(getattr(one, idle))} idle"
+    for batch in reversed(context.history.batches.get(one.name, ())):
+        if getattr(batch, duration) is not None:
+            age_s = context.snapshot.at - batch.at if context.snapshot else 0.0
+            times = f"{units.ms(getattr(batch, duration))}, {units.us(getattr(batch, idle))} idle"
+            return times if age_s < _RECENT_S else f"{times}, {units.seconds(age_s)} ago"
+    span_s = context.history.span_of()
+    return f"none in the last {units.seconds(span_s)}" if span_s else "none"
 
 
 def _devices(one: ReplicaStatus) -> str:

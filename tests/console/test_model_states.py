@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
@@ -45,3 +47,26 @@ def test_a_model_that_is_not_in_memory_is_not_shown_as_loading(size: tuple[int, 
     made.run("screen overview")
     if size[1] >= 40:
         assert any(f"{first.name} " in row and " on demand " in row for row in map(plain, made.lines(*size)))
+
+
+def test_a_replica_without_recent_steps_shows_the_last_step_times_with_their_age() -> None:
+    made = session()
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    first, *others = snapshot.models
+    name = first.replicas[0].name
+    [batch] = [one for one in snapshot.batches if one.replica == name]
+    batch = msgspec.structs.replace(batch, step_ms=25.0, idle_us=12.0, mixed_step_ms=None, mixed_idle_us=None)
+    replicas = [
+        msgspec.structs.replace(one, step_ms=0.0, idle_us=0.0, mixed_step_ms=0.0, mixed_idle_us=0.0)
+        for one in first.replicas
+    ]
+    models = [msgspec.structs.replace(first, replicas=replicas), *others]
+    made.context.history.batches[name].clear()
+    made.context.history.batches[name].append(batch)
+    made.run("screen models")
+    for age_s, shown in ((3.0, "25.0ms, 12µs idle"), (90.0, "25.0ms, 12µs idle, 1m30s ago")):
+        made.context.snapshot = msgspec.structs.replace(snapshot, at=batch.at + age_s, models=models)
+        text = " ".join(plain(row) for row in made.view.render(made.context, 70, 40))
+        assert f"decode step       {shown} " in text
+        assert re.search(r"mixed step +none in the last \d", text)
