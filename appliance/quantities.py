@@ -136,6 +136,12 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…")
 
 
+def not_valid(text: str, expected: str) -> str:
+    """Return the part of a message after a field's name: its text is empty or not valid, and what to enter
+    instead."""
+    return f"{quoted(text)} is not valid: use {expected}" if text.strip() else f"is empty: enter {expected}"
+
+
 def _allowed(text: str, seconds: float, max_s: float) -> float:
     """Return the length of a time span. Raises ValueError if it is too long."""
     if seconds > max_s:
@@ -151,5 +157,5 @@ def _date(text: str, expected: str) -> float:
         if _FIRST_YEAR <= date.year <= _LAST_YEAR:
             return date.timestamp()
     except (ValueError, OverflowError, OSError):
-        raise ValueError(f"{quoted(text)} is not valid: use {expected}") from None
+        raise ValueError(not_valid(text, expected)) from None
     raise ValueError(f"{quoted(text)} is out of range: use a date from {_FIRST_YEAR} to {_LAST_YEAR}")

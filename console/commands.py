@@ -148,5 +148,7 @@ def _parameters(action: Action, words: list[str]) -> Values:
                 raise CommandError(f"{action.name}: --{option} needs a value")
             value = words[at]
             at += 1
+        if not value.strip() and found.kind != "text":
+            raise found.invalid(value)
         values[found.name] = value
     return values

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from appliance.actions import Action, Danger, flag
-from appliance.quantities import future_time, span_seconds, span_text
+from appliance.quantities import future_time, not_valid, span_seconds, span_text
 from console import units
 
 Values = dict[str, Any]
@@ -189,7 +189,7 @@ class Parameter:
             expected = f"{low or 0} to {high} characters" if high else "another value"
         if self.optional:
             expected += ", or none"
-        return CommandError(f"{self.flag} {str(text)[:40]!r} is not valid: use {expected}")
+        return CommandError(f"{self.flag} {not_valid(str(text), expected)}")
 
 
 @cache
@@ -220,6 +220,8 @@ def build(action: Action, values: Values) -> msgspec.Struct:
     for one in known.values():
         if one.required and values.get(one.name) in (None, ""):
             raise CommandError(f"{one.flag} is missing: enter a value")
+    if action.declared_fields and action.name.endswith(".set") and not values.keys() - {action.named_by}:
+        raise CommandError("nothing to change: enter a new value in at least one field")
     converted = {name: known[name].value(value) for name, value in values.items()}
     try:
         parameters = msgspec.convert(converted, action.parameters, strict=False)

@@ -80,7 +80,7 @@ class TimeDialog(_PastDialog[float | None]):
         try:
             self.dismiss(past_time(self.query_one(Input).value, self._now))
         except ValueError as error:
-            self.show_error(str(error))
+            self.show_error(f"time {error}")
 
 
 class SliceDialog(_PastDialog[Slice | None]):
@@ -120,13 +120,18 @@ class SliceDialog(_PastDialog[Slice | None]):
         super().on_mount()
         self.query_one("#file", Input).focus()
 
+    def _time(self, name: str) -> float:
+        """Return the time in a field. Raises ValueError, whose message names the field."""
+        try:
+            return past_time(self.query_one(f"#{name}", Input).value, self._now)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+
     @on(Button.Pressed, "#export")
     @on(Input.Submitted, "#file")
     def _export(self) -> None:
         try:
-            since, until = (
-                past_time(self.query_one(name, Input).value, self._now) for name in ("#from", "#to")
-            )
+            since, until = self._time("from"), self._time("to")
         except ValueError as error:
             self.show_error(str(error))
             return

@@ -112,7 +112,8 @@ class CreateTenant(_TenantChanges):
 
 
 class SetTenant(_TenantChanges):
-    """Change a tenant. The change takes effect immediately. Omitted fields keep their values."""
+    """Change a tenant. The change takes effect immediately. Fields without a new value keep their
+    values."""
 
     name: TenantName
 
@@ -144,7 +145,8 @@ class CreateKey(_KeyChanges):
 
 
 class SetKey(_KeyChanges):
-    """Change a key. The change takes effect immediately. Omitted fields keep their values."""
+    """Change a key. The change takes effect immediately. Fields without a new value keep their
+    values."""
 
     id: KeyId
 

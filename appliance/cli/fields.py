@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from appliance.actions import flag
+from appliance.quantities import not_valid
 from store.fields import Declared, declared
 from store.policies import Quota
 
@@ -67,7 +68,7 @@ def _value(field: Declared, text: str) -> Any:
     if value is None or (field.kind not in ("text", "list") and not field.allows(value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
-        raise CommandLineError(f"{name} {text[:40]!r} is not valid: use {expected}{lifted}")
+        raise CommandLineError(f"{name} {not_valid(text, expected + lifted)}")
     return value
 
 

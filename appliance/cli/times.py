@@ -5,7 +5,15 @@ from __future__ import annotations
 import time
 
 from appliance.cli.failure import CommandLineError
-from appliance.quantities import MAX_SPAN_S, future_time, past_time, quoted, span_seconds, span_text
+from appliance.quantities import (
+    MAX_SPAN_S,
+    future_time,
+    not_valid,
+    past_time,
+    quoted,
+    span_seconds,
+    span_text,
+)
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
@@ -23,9 +31,7 @@ def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
     """Parse a duration and return it in seconds. Raises CommandLineError, whose message names `option`."""
     seconds = span_seconds(text)
     if seconds is None:
-        raise CommandLineError(
-            f"{option} {quoted(text)} is not a time span: use a value such as 90s, 30m, 12h or 7d"
-        )
+        raise CommandLineError(f"{option} {not_valid(text, 'a time span such as 90s, 30m, 12h or 7d')}")
     if seconds > max_s:
         raise CommandLineError(f"{option} {quoted(text)} is too long: use at most {span_text(max_s)}")
     return seconds

@@ -114,11 +114,11 @@ def test_the_value_none_removes_a_limit(cli: Run, admin: AdminService, run_dir: 
         ),
         (
             ("tenants", "set", "a", "--burst", "60"),
-            "--burst '60' is not a time span: use a value such as 90s",
+            "--burst '60' is not valid: use a time span such as 90s, 30m, 12h or 7d",
         ),
         (("tenants", "set", "a"), "no changes were given: see appliance tenants set --help"),
         (("keys", "set", "key_1"), "no changes were given: see appliance keys set --help"),
-        (("keys", "rotate", "key_1", "--overlap", "soon"), "--overlap 'soon' is not a time span"),
+        (("keys", "rotate", "key_1", "--overlap", "soon"), "--overlap 'soon' is not valid: use a time span"),
         (("peers", "map", "user:nobody-here", "--tenant", "t"), "this machine has no user 'nobody-here'"),
         (("peers", "map", "group:nobody-here", "--tenant", "t"), "this machine has no group 'nobody-here'"),
     ],

@@ -19,7 +19,7 @@ from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
 from console.context import Context
 from console.dialogs import ChoiceDialog, TextDialog
-from console.past_dialogs import TimeDialog
+from console.past_dialogs import SliceDialog, TimeDialog
 from console.source import SourceError
 from console.target_state import state_lines
 from tests.console.frames import session
@@ -201,3 +201,36 @@ def test_an_operator_who_gives_up_after_a_failure_still_sees_the_failure() -> No
         assert "nothing was changed" not in shown(app)
 
     run(steps, console(write=True))
+
+
+def test_a_dialog_that_changes_nothing_says_so_and_stays_open() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.run_line, "tenants set mobile")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        # The empty fields show the values that they keep.
+        weight = dialog.query_one("#field-weight", Input)
+        await until(pilot, lambda: weight.placeholder == "now: 0.5")
+        dialog.query_one("#confirm", Button).press()
+        await until(
+            pilot, lambda: text_of(dialog, "#error").startswith("nothing to change: enter a new value")
+        )
+        assert app.screen is dialog and not hasattr(app.source, "performed")
+
+    run(steps, console(write=True))
+
+
+@pytest.mark.parametrize(("field", "value"), [("from", ""), ("to", " "), ("from", "soon")])
+def test_an_error_in_the_dialog_of_an_export_names_the_field(field: str, value: str) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        dialog = SliceDialog(1e9, 1e9 + 60.0, now=2e9)
+        app.call_later(app.push_screen, dialog)
+        await until(pilot, lambda: dialog.is_current and dialog.query("#export"))
+        dialog.query_one(f"#{field}", Input).value = value
+        dialog.query_one("#export", Button).press()
+        start = (
+            f"{field} 'soon' is not valid: use a time" if value.strip() else f"{field} is empty: enter a time"
+        )
+        await until(pilot, lambda: text_of(dialog, "#error").startswith(start))
+
+    run(steps, console())

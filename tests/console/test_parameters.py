@@ -4,6 +4,7 @@ parser."""
 from __future__ import annotations
 
 import math
+import re
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from appliance.actions import Action, action_named, action_of
 from appliance.actions.parameters import PruneModels
 from appliance.cli.app import app
 from appliance.protocol.registry import PrunedVersion, PrunedVersions
+from appliance.quantities import quoted
 from console.commands import parse_action
 from console.keys import offered
 from console.parameters import CommandError, Parameter, Values, build, entered, equivalent
@@ -152,7 +154,40 @@ def test_the_message_about_an_invalid_value_names_the_option_the_value_and_the_r
     with pytest.raises(CommandError) as error:
         build(chosen, values)
     option = next(one.flag for one in entered(chosen) if one.name == name)
-    assert str(error.value) == f"{option} {text[:40]!r} is not valid: use {remedy}"
+    assert str(error.value) == f"{option} {quoted(text)} is not valid: use {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "tenants set search --tokens-per-minute ''",
+            "--tokens-per-minute is empty: enter a number from 1e-06 to 1e+15, or none",
+        ),
+        ("drain --grace=", "--grace is empty: enter a time span such as 90s, 30m or 12h, at most 1w"),
+        (
+            "keys create --name ci --expires ' '",
+            "--expires is empty: enter a time span such as 90d, or a date",
+        ),
+        ("tenants set search --highest-class ''", "--highest-class is empty: enter P0, P1, P2 or P3"),
+    ],
+)
+def test_an_empty_value_on_the_command_line_is_refused(command: str, message: str) -> None:
+    with pytest.raises(CommandError, match="^" + re.escape(message)):
+        parse_action(command)
+
+
+def test_an_empty_text_is_a_value() -> None:
+    found = parse_action("alerts silence disk-full --reason ''")
+    assert found is not None and found[1] == {"rule": "disk-full", "reason": ""}
+
+
+@pytest.mark.parametrize("line", ["tenants set search", "keys set key_0a1b"])
+def test_a_change_without_new_values_is_refused(line: str) -> None:
+    found = parse_action(line)
+    assert found is not None
+    with pytest.raises(CommandError, match="nothing to change: enter a new value in at least one field"):
+        build(*found)
 
 
 def test_a_missing_parameter_is_named() -> None:
