@@ -228,7 +228,7 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
     blocks: BlockMap | None = None
 
 
-class UnfinishedRequest(InFlight, kw_only=True):
+class UnfinishedRequest(InFlight, kw_only=True, gc=False):
     """An unfinished request, with its progress."""
 
     class_name: str = ""

@@ -6,12 +6,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from appliance.channel.classes import CLASS_NAMES
 from appliance.channel.front_messages import RequestProgress
 from appliance.front_pool.progress import ProgressReader
+from appliance.protocol import RequestState
 from appliance.snapshot import Phase, UnfinishedRequest
 from appliance.traffic.request import Request as TrackedRequest
 from appliance.traffic.state import TrafficState
 from store.policies import Policies
+
+_PHASES: dict[RequestState, Phase] = {
+    "queued": "queued",
+    "running": "prefill",
+    "interrupted": "queued",  # the request has lost its replica and is waiting for another one
+    "ending": "ending",
+}
+"""Phase by state. A running request with a first token is in the decode phase instead."""
 
 
 class RunningRequests:
@@ -36,23 +46,30 @@ class RunningRequests:
         """Return the unfinished requests as of unix time `unix`, oldest first, with the given progress."""
         now, policies = self._traffic.clock(), self._policies()
         return [
-            _request(one, progress.get(one.request_id), policies, unix, now)
-            for one in self._traffic.in_flight.values()
+            _request(request_id, one, progress.get(request_id), policies, unix, now)
+            for request_id, one in self._traffic.in_flight.items()
         ]
 
 
 def _request(
-    one: TrackedRequest, progress: RequestProgress | None, policies: Policies, unix: float, now: float
+    request_id: str,
+    one: TrackedRequest,
+    progress: RequestProgress | None,
+    policies: Policies,
+    unix: float,
+    now: float,
 ) -> UnfinishedRequest:
-    first, state = one.first, one.state
-    key = policies.keys.get(first.identity.key_id)
-    started = progress is not None and progress.ttft_s is not None
+    first, identity, state = one.first, one.first.identity, one.state
+    key = policies.keys.get(identity.key_id)
+    ttft_s = None if progress is None else progress.ttft_s
+    started = ttft_s is not None
+    queue_s = None if one.queued_at is None else now - one.queued_at
     return UnfinishedRequest(
-        request_id=one.request_id,
+        request_id=request_id,
         state=state,
         model=first.model,
-        tenant=first.identity.tenant,
-        key_id=first.identity.key_id,
+        tenant=identity.tenant,
+        key_id=identity.key_id,
         key_name="" if key is None else key.name,
         peer=first.peer,
         front=one.front,
@@ -61,29 +78,13 @@ def _request(
         age_s=unix - first.arrived_at,
         prompt_tokens=first.prompt_tokens,
         max_tokens=first.max_tokens,
-        class_name=f"P{one.request_class}",
-        phase=_phase(one, started),
+        class_name=CLASS_NAMES[one.request_class],
+        phase="decode" if started and state == "running" else _PHASES[state],
         stream=first.stream,
-        queue_s=_queue_s(one, now),
-        ttft_s=None if progress is None else progress.ttft_s,
+        queue_s=queue_s if one.queue_ms is None else one.queue_ms / 1000.0,
+        ttft_s=ttft_s,
         cached_tokens=progress.cached_tokens if progress is not None and started else None,
         computed_tokens=first.prompt_tokens if started else None,
         generated_tokens=None if progress is None else progress.generated_tokens,
         deadline_left_s=None if one.deadline_at is None else one.deadline_at - now,
     )
-
-
-def _phase(one: TrackedRequest, started: bool) -> Phase:
-    match one.state:
-        case "running":
-            return "decode" if started else "prefill"
-        case "ending":
-            return "ending"
-        case _:
-            return "queued"  # includes requests that have lost their replica and are waiting for another one
-
-
-def _queue_s(one: TrackedRequest, now: float) -> float | None:
-    if one.queue_ms is not None:
-        return one.queue_ms / 1000.0
-    return None if one.queued_at is None else now - one.queued_at
