@@ -313,14 +313,14 @@ class ModelRunner:
             self._capture_graphs(progress)
             # While a graph is being captured, no other graph can be replayed.
             decoder.layer_graphs, decoder.halves_graphs = layers, halves
-        scratch = decoder.allocate_kv(1)
+        # A few layers launch every kernel. They also need as much memory as all layers, because a pass frees
+        # each layer's memory before running the next layer.
+        few = decoder.representative(decoder.allocate_kv(1))
         progress(Progress("warm up", detail="running the largest steps"))
-        # A pass frees each layer's memory before running the next layer, so a few layers need as much memory
-        # as all of them.
-        run_largest_steps(self._executor(*decoder.representative(scratch)), self.max_model_len, self.spec)
+        run_largest_steps(self._executor(*few), self.max_model_len, self.spec)
         if kernels:
             progress(Progress("warm up", detail="running steps of every size"))
-            apart = self._executor(decoder, scratch)
+            apart = self._executor(*few)
             warm_up(self.steps, apart, self.max_model_len, self._padding, to_host, progress)
         torch.cuda.synchronize(self.device)
 
