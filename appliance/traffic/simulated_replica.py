@@ -41,6 +41,15 @@ class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
         """Number of prompt tokens in a mixed step."""
         return max(1, self.credit_tokens // _CREDIT_STEPS)
 
+    def slower(self, factor: float) -> ReplicaSpeed:
+        """Return a copy of this speed in which everything takes `factor` times as long."""
+        return msgspec.structs.replace(
+            self,
+            step_s=factor * self.step_s,
+            sequence_s=factor * self.sequence_s,
+            prompt_token_s=factor * self.prompt_token_s,
+        )
+
     def decode_s(self, sequences: int) -> float:
         """Return the duration of a decode step."""
         return self.step_s + self.sequence_s * max(0, sequences - 1)

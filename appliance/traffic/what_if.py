@@ -1,7 +1,7 @@
 """Replays the last few minutes' requests with different limits, before an operator changes them. The replay
 runs the real request manager in simulated time, once with the current limits and once with the new ones, on
-replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference between the two runs
-is applied to the recorded outcome. The replay assumes that clients would send the same requests at the same
+replicas as fast as in those minutes (`appliance.traffic.simulated_replica`). The difference between the two
+runs is applied to the recorded outcome (`appliance.traffic.what_if_outcomes`). The replay assumes that clients would send the same requests at the same
 times, and that a refused request would have received an answer as long as one of the same tenant's other
 answers. The replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes
 seconds.
@@ -14,7 +14,7 @@ import math
 import subprocess
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -22,13 +22,14 @@ import msgspec
 from appliance.channel.core_messages import Abort, Admitted, Preempted, Refused
 from appliance.channel.front_messages import Admit, Settle
 from appliance.channel.identity import Identity
-from appliance.history.forecasts import Outcome, QuotaForecast, TenantForecast
+from appliance.history.forecasts import QuotaForecast
 from appliance.traffic.buckets import rate_of
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.recent import PastRequest
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.simulated_replica import ReplicaSpeed, SimulatedReplica, SimulatedSubmission
+from appliance.traffic.what_if_outcomes import OVER_QUOTA, Comparison, Result, slowdown, tenant_forecast
 from engine.client import run_module
 from engine.levels import level_of
 from store.policies import KeyRecord, Policies, Quota, QuotaScope, TenantRecord
@@ -42,11 +43,13 @@ _TICK_S = 0.25
 _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """How long a replay continues after the last arrival, so that its requests can end."""
+_CALIBRATIONS = 4
+"""Maximum number of times that the replicas' speeds are corrected."""
+_CALIBRATED_WITHIN = 0.01
 _STRIDE = 7919
 """Step width in the list of answers when choosing lengths. Prime, so that the choices are spread over the
 list."""
 _FRONT = "front"
-_OVER_QUOTA = 429
 _NOT_ADMISSION = range(400, 500)
 """HTTP statuses of requests refused as invalid: all 4xx except 429 (limit exceeded) and 499 (client
 disconnected)."""
@@ -83,6 +86,15 @@ class _Replayed(msgspec.Struct):
     submissions: int = 0
     first_token_at: float | None = None
     ended_at: float | None = None
+
+    @property
+    def result(self) -> Result:
+        first, end = self.first_token_at, self.ended_at
+        return Result(
+            self.status,
+            None if first is None else 1e3 * (first - self.at),
+            None if end is None else 1e3 * (end - self.at),
+        )
 
 
 class _NoLog:
@@ -257,33 +269,52 @@ def replay(given: ReplayInput) -> QuotaForecast:
         for one in given.requests
         if one.unit in units and _reached_admission(one) and _ended_at(one) >= given.since
     ]
-    present, changed = _prepared(chosen), _prepared(chosen)
-    _Replay(given).run(Policies(given.tenants, given.keys), present)
     tenants = {**{one.name: one for one in given.tenants}, **{one.name: one for one in given.changed_tenants}}
     keys = {**{one.id: one for one in given.keys}, **{one.id: one for one in given.changed_keys}}
-    _Replay(given).run(Policies(tenants.values(), keys.values()), changed)
-    # Requests already running when the replay starts contribute load, but are not counted.
-    counted = [one for one in chosen if one.arrived_at >= given.since]
+    given, present = _calibrated(given, chosen)
+    changed = _run(given, Policies(tenants.values(), keys.values()), chosen)
+    # Requests that were already running when the replay starts only contribute load; they are not counted.
     forecasts = []
-    for name in sorted({one.tenant for one in counted}):
-        recorded = _recorded([one for one in counted if one.tenant == name])
-        simulated = _simulated(_of_tenant(present, name, given.since))
-        with_change = _simulated(_of_tenant(changed, name, given.since))
-        forecasts.append(
-            TenantForecast(
-                tenant=name,
-                recorded=recorded,
-                simulated=simulated,
-                predicted=_predicted(recorded, simulated, with_change),
-            )
-        )
+    for name in sorted({one.tenant for one in chosen if one.arrived_at >= given.since}):
+        mine = [
+            Comparison(_recorded(one), before.result, after.result)
+            for one, before, after in zip(chosen, present, changed, strict=True)
+            if one.tenant == name and one.arrived_at >= given.since
+        ]
+        forecasts.append(tenant_forecast(name, mine))
+    counted = sum(one.arrived_at >= given.since for one in chosen)
     return QuotaForecast(
         since=given.since,
         until=given.until,
-        requests=len(counted),
-        left_out=sum(one.arrived_at >= given.since for one in given.requests) - len(counted),
+        requests=counted,
+        left_out=sum(one.arrived_at >= given.since for one in given.requests) - counted,
         tenants=forecasts,
     )
+
+
+def _run(given: ReplayInput, policies: Policies, chosen: Sequence[PastRequest]) -> list[_Replayed]:
+    """Replay the requests with these limits."""
+    requests = _prepared(chosen)
+    _Replay(given).run(policies, requests)
+    return requests
+
+
+def _calibrated(given: ReplayInput, chosen: Sequence[PastRequest]) -> tuple[ReplayInput, list[_Replayed]]:
+    """Return the input with the replicas' mean speeds in the replayed period, and the replay with the current
+    limits. The given speeds are those of the last few seconds. They are scaled until answers take as long in
+    the replay as they really did."""
+    policies = Policies(given.tenants, given.keys)
+    present = _run(given, policies, chosen)
+    for _ in range(_CALIBRATIONS):
+        factor = slowdown(
+            (_recorded(one), replayed.result) for one, replayed in zip(chosen, present, strict=True)
+        )
+        if abs(factor - 1.0) < _CALIBRATED_WITHIN:
+            break
+        slower = [speed.slower(factor) for speed in given.replicas]
+        given = msgspec.structs.replace(given, replicas=slower)
+        present = _run(given, policies, chosen)
+    return given, present
 
 
 def replay_apart(given: ReplayInput) -> QuotaForecast:
@@ -302,15 +333,15 @@ def replay_apart(given: ReplayInput) -> QuotaForecast:
 
 
 def _reached_admission(one: PastRequest) -> bool:
-    return one.status in (_OVER_QUOTA, 499) or one.status not in _NOT_ADMISSION
+    return one.status in (OVER_QUOTA, 499) or one.status not in _NOT_ADMISSION
+
+
+def _recorded(one: PastRequest) -> Result:
+    return Result(one.status, one.ttft_ms, one.e2e_ms)
 
 
 def _ended_at(one: PastRequest) -> float:
     return math.inf if not one.status else one.arrived_at + (one.e2e_ms or 0.0) / 1e3
-
-
-def _of_tenant(replayed: Iterable[_Replayed], tenant: str, since: float) -> list[_Replayed]:
-    return [one for one in replayed if one.past.tenant == tenant and one.at >= since]
 
 
 def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
@@ -358,62 +389,6 @@ def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
 def _quota(policies: Policies, scope: QuotaScope, name: str) -> Quota:
     known: Mapping[str, TenantRecord | KeyRecord] = policies.tenants if scope == "tenant" else policies.keys
     return known[name].quota if name in known else Quota()
-
-
-def _recorded(requests: Sequence[PastRequest]) -> Outcome:
-    refused = [one for one in requests if one.status in (_OVER_QUOTA, 503)]
-    over = sum(one.status == _OVER_QUOTA for one in refused)
-    return Outcome(
-        admitted=len(requests) - len(refused),
-        over_quota=over,
-        refused=len(refused) - over,
-        ttft_p99_ms=_p99([one.ttft_ms for one in requests if one.status == 200]),
-        e2e_p99_ms=_p99([one.e2e_ms for one in requests if one.status == 200]),
-    )
-
-
-def _simulated(requests: Sequence[_Replayed]) -> Outcome:
-    refused = [one for one in requests if one.status >= 400]
-    over = sum(one.status == _OVER_QUOTA for one in refused)
-    return Outcome(
-        admitted=len(requests) - len(refused),
-        over_quota=over,
-        refused=len(refused) - over,
-        ttft_p99_ms=_p99(
-            [1e3 * (one.first_token_at - one.at) for one in requests if one.first_token_at is not None]
-        ),
-        e2e_p99_ms=_p99([1e3 * (one.ended_at - one.at) for one in requests if one.ended_at is not None]),
-    )
-
-
-def _predicted(recorded: Outcome, simulated: Outcome, changed: Outcome) -> Outcome:
-    """Apply the difference between two replays to the recorded outcome."""
-    requests = recorded.admitted + recorded.over_quota + recorded.refused
-    over = min(requests, max(0, recorded.over_quota + changed.over_quota - simulated.over_quota))
-    refused = min(requests - over, max(0, recorded.refused + changed.refused - simulated.refused))
-    return Outcome(
-        admitted=requests - over - refused,
-        over_quota=over,
-        refused=refused,
-        ttft_p99_ms=_shifted(recorded.ttft_p99_ms, simulated.ttft_p99_ms, changed.ttft_p99_ms),
-        e2e_p99_ms=_shifted(recorded.e2e_p99_ms, simulated.e2e_p99_ms, changed.e2e_p99_ms),
-    )
-
-
-def _shifted(recorded: float | None, simulated: float | None, changed: float | None) -> float | None:
-    """Apply a latency's change between two replays to the recorded latency. If the latency rises, the
-    difference is added. If it falls, the recorded latency is multiplied by the ratio, so that the replay's
-    error stays proportional to the smaller latency."""
-    if recorded is None or simulated is None or changed is None:
-        return changed
-    if changed >= simulated:
-        return recorded + changed - simulated
-    return recorded * changed / simulated
-
-
-def _p99(values: Iterable[float | None]) -> float | None:
-    known = sorted(value for value in values if value is not None)
-    return known[min(len(known) - 1, int(0.99 * len(known)))] if known else None
 
 
 def main() -> None:

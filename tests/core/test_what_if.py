@@ -100,11 +100,14 @@ def given(server: SimulatedServer, changed: float | None) -> ReplayInput:
 @pytest.mark.parametrize(
     ("before", "after"), [(150_000.0, 450_000.0), (450_000.0, 150_000.0), (250_000.0, None)]
 )
-@pytest.mark.parametrize("cut_off", [False, True])
+@pytest.mark.parametrize(("cut_off", "slower"), [(False, 1.0), (True, 1.0), (False, 0.6), (False, 1.5)])
 def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(
-    before: float, after: float | None, cut_off: bool
+    before: float, after: float | None, cut_off: bool, slower: float
 ) -> None:
-    forecast = replay(given(served(before, cut_off=cut_off), after))
+    """`slower` is the ratio of the step times in the last few seconds to those of the whole load."""
+    asked_now = given(served(before, cut_off=cut_off), after)
+    replicas = [speed.slower(slower) for speed in asked_now.replicas]
+    forecast = replay(msgspec.structs.replace(asked_now, replicas=replicas))
     real = served(after, cut_off=cut_off)
     assert forecast.requests == len(real.asked)
     for one in forecast.tenants:
