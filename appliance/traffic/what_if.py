@@ -1,10 +1,10 @@
-"""Replays the last few minutes' requests with different limits, before an operator changes them. The replay
-runs the real request manager in simulated time, once with the current limits and once with the new ones, on
+"""Replays the last few minutes' requests with different limits, before an operator changes them. The replay runs
+the real request manager in simulated time, once with the current limits and once with the new ones, on
 replicas as fast as in those minutes (`appliance.traffic.simulated_replica`). The difference between the two
-runs is applied to the recorded outcome (`appliance.traffic.what_if_outcomes`). The replay assumes that clients would send the same requests at the same
-times, and that a refused request would have received an answer as long as one of the same tenant's other
-answers. The replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes
-seconds.
+runs is applied to the recorded outcome (`appliance.traffic.what_if_outcomes`). The replay assumes that
+clients would send the same requests at the same times, and that a refused request would have received an
+answer as long as one of the same tenant's other answers. The replay runs in a separate process (`python -m
+appliance.traffic.what_if`), because it takes seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _SETTLE_S = 600.0
 """How long a replay continues after the last arrival, so that its requests can end."""
 _CALIBRATIONS = 4
 """Maximum number of times that the replicas' speeds are corrected."""
-_CALIBRATED_WITHIN = 0.01
+_CALIBRATED_WITHIN = 0.005
+_DAMPING = 0.7
+"""Exponent of a correction. It is below 1 because slower replicas also run more sequences at a time, so that
+answers take longer by more than the correction."""
 _STRIDE = 7919
 """Step width in the list of answers when choosing lengths. Prime, so that the choices are spread over the
 list."""
@@ -311,7 +314,7 @@ def _calibrated(given: ReplayInput, chosen: Sequence[PastRequest]) -> tuple[Repl
         )
         if abs(factor - 1.0) < _CALIBRATED_WITHIN:
             break
-        slower = [speed.slower(factor) for speed in given.replicas]
+        slower = [speed.slower(factor**_DAMPING) for speed in given.replicas]
         given = msgspec.structs.replace(given, replicas=slower)
         present = _run(given, policies, chosen)
     return given, present
