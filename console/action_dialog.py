@@ -270,7 +270,8 @@ class ActionDialog(Dialog[Confirmed | None]):
         if isinstance(event.widget, Input) and field is not None:
             explained = field.description
             if field.name in self._present:
-                explained += f" Now: {field.shown(self._present[field.name])}"
+                now = field.shown(self._present[field.name])
+                explained = f"{explained.removesuffix('.')}. Now: {now}"
         show_text(self.query_one("#hint", Static), text(explained))
         self.fit()
 

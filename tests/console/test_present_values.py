@@ -59,7 +59,7 @@ def test_the_dialog_of_a_tenant_shows_the_present_value_of_every_field() -> None
         field.focus()
         await pilot.press(*"500")
         await until(pilot, lambda: beside(dialog, "tokens_per_minute") == "now: 240,000 tokens/min")
-        await until(pilot, lambda: "Now: 240,000 tokens/min" in str(dialog.query_one("#hint").render()))
+        await until(pilot, lambda: ". Now: 240,000 tokens/min" in str(dialog.query_one("#hint").render()))
         # Another operator changes the value.
         app.source.simulation.tenants["mobile"].limits[0].capacity = 123_456.0  # type: ignore[attr-defined]
         await until(pilot, lambda: beside(dialog, "tokens_per_minute") == "now: 123,456 tokens/min")
