@@ -1,5 +1,5 @@
-"""Replays the last few minutes' requests with different limits, before an operator changes them. The replay runs
-the real request manager in simulated time, once with the current limits and once with the new ones, on
+"""Replays the last few minutes' requests with different limits, before an operator changes them. The replay
+runs the real request manager in simulated time, once with the current limits and once with the new ones, on
 replicas as fast as in those minutes (`appliance.traffic.simulated_replica`). The difference between the two
 runs is applied to the recorded outcome (`appliance.traffic.what_if_outcomes`). The replay assumes that
 clients would send the same requests at the same times, and that a refused request would have received an
