@@ -19,6 +19,8 @@ _FEW_SLOTS = 8
 _MANY_SLOTS = 64
 """Replicas with at least this many slots always reserve at least one for urgent requests, so that a tenant
 returning after an idle period can start immediately."""
+_LONG_RUN_S = 120.0
+"""Half-life of a replica's long-run rates, in seconds of busy time."""
 _SLICE_ENDS = {*FIRST_VICTIMS, LEVELS}
 
 
@@ -66,6 +68,9 @@ class CreditAccount:
         running sequences, because exact counts arrive only when sequences finish."""
         self._generated = 0
         self.rates = ReplicaRates()
+        self.long_run_rates = ReplicaRates(_LONG_RUN_S)
+        """Rates over the last minutes, for replays of these minutes. They also cover times with few and with
+        many sequences, which shows how the step time depends on their number."""
 
     @property
     def available_slots(self) -> int:
@@ -169,6 +174,7 @@ class CreditAccount:
         self._available.clear()
         self.kv_tokens = report.blocks_total * BLOCK_TOKENS
         self.rates.learn(report)
+        self.long_run_rates.learn(report)
 
     def spend(self, level: int, seqs: int, tokens: int) -> None:
         """Subtract the credit for a submission sent to the replica."""

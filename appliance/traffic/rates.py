@@ -12,7 +12,7 @@ from __future__ import annotations
 from engine.rank_messages import Report
 
 _HALF_LIFE_S = 2.0
-"""Busy time, in seconds, after which a measurement's weight has halved."""
+"""Default half-life. Admission must notice quickly when a replica becomes slower."""
 _ENOUGH_S = 0.1
 """Total measured step time, in seconds, after which measurements replace the prediction."""
 FIRST_STEPS = 16
@@ -62,7 +62,9 @@ class ReplicaRates:
     time that a prompt token adds to a step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, half_life_s: float = _HALF_LIFE_S) -> None:
+        """`half_life_s` is the busy time, in seconds, after which a measurement's weight has halved."""
+        self._half_life_s = half_life_s
         self.busy_s = 0.0
         """Total measured step time since the replica started, in seconds."""
         self.running = 0
@@ -133,7 +135,7 @@ class ReplicaRates:
         mixed_s = mixed_steps * report.mixed_step_ms / 1e3
         busy_s = decode_s + mixed_s
         self.busy_s += busy_s
-        keep = _keep(busy_s)
+        keep = self._keep(busy_s)
         self._steps.add(busy_s, decode_steps + mixed_steps, keep)
         self._cached.add(found, started, keep)
         if decode_steps:
@@ -143,10 +145,10 @@ class ReplicaRates:
             # steps but the time of completed steps, so a step's tokens and time may appear in different
             # reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
-            self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
+            self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, self._keep(mixed_s))
 
     def _learn_decode(self, steps: int, seconds: float, size: int) -> None:
-        keep = _keep(seconds)
+        keep = self._keep(seconds)
         self._decode.add(seconds, steps, keep)
         self._batch_size.add(size * steps, steps, keep)
         self._batch_size_squared.add(size * size * steps, steps, keep)
@@ -164,8 +166,8 @@ class ReplicaRates:
         slope = max(0.0, (self._batch_size_by_s.ratio - mean_size * mean_s) / spread)
         return max(mean_s + slope * (size - mean_size), 0.1 * mean_s)
 
-
-def _keep(seconds: float) -> float:
-    # Annotated because mypy infers Any for `**` of two floats.
-    kept: float = 0.5 ** (seconds / _HALF_LIFE_S)
-    return kept
+    def _keep(self, seconds: float) -> float:
+        """Return the factor by which the weights of earlier measurements fall in this busy time."""
+        # Annotated because mypy infers Any for `**` of two floats.
+        kept: float = 0.5 ** (seconds / self._half_life_s)
+        return kept

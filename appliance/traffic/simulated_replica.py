@@ -18,6 +18,9 @@ from engine.levels import LEVELS
 from engine.messages import BLOCK_TOKENS
 from engine.rank_messages import Finished, Report
 
+_LAG_STEPS = 1.5
+"""Mean number of steps that a busy engine has launched, but not finished, when a submission arrives: half of
+the running one, and the one after it."""
 _CREDIT_STEPS = 2
 """A simulated replica's token credit covers the prompts of this many mixed steps."""
 
@@ -57,7 +60,7 @@ class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 def speed_of(account: CreditAccount) -> ReplicaSpeed | None:
     """Return a real replica's measured speed, or None while unknown."""
-    rates = account.rates
+    rates = account.long_run_rates if account.long_run_rates.measured else account.rates
     if not rates.known or not account.slots:
         return None
     one, all_slots = rates.decode_s(1), rates.decode_s(account.slots)
@@ -114,6 +117,11 @@ class SimulatedReplica:
         self._returned_seqs, self._returned_tokens = [0] * LEVELS, [0] * LEVELS
         self._generated = self._computed = self._started = self._cached = 0
         self._steps, self._seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
+
+    @property
+    def lag_s(self) -> float:
+        """Time until a submission sent now enters a step."""
+        return _LAG_STEPS * self._step_s() if self._prompts or self._running else 0.0
 
     def submit(self, submission: SimulatedSubmission, now: float) -> None:
         """Queue a prompt."""

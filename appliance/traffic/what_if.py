@@ -213,7 +213,7 @@ class _Replay:
                 cached_tokens=past.cached_tokens // past.submissions,
                 output_each=each,
             )
-            self._at(self.now, partial(self._submit, replica, submission))
+            self._at(self.now + replica.lag_s, partial(self._submit, replica, submission))
 
     def _submit(self, replica: SimulatedReplica, submission: SimulatedSubmission) -> None:
         replica.submit(submission, self.now)

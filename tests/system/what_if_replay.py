@@ -5,6 +5,10 @@ Three tenants send a load from a fixed seed, and one of them exceeds its quota. 
 the forecast for another quota, sets this quota, and the same load is sent again. The numbers of admitted and
 rejected requests, and the p99 latencies in the request log, must agree with the forecast. This is done once
 for a higher and once for a lower quota, each on a new service.
+
+A p99 of a few hundred requests depends on its few slowest ones, and differs by up to a quarter between two
+runs under the same quota. A predicted p99 is therefore compared with the 95% confidence interval of the
+measured one.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -58,6 +63,9 @@ class Outcome(NamedTuple):
     """Number of requests that were refused with 429 or 503."""
     ttft_p99_ms: float
     e2e_p99_ms: float
+    ttft_range_ms: tuple[float, float] = (0.0, 0.0)
+    """95% confidence interval of the p99, for measured latencies."""
+    e2e_range_ms: tuple[float, float] = (0.0, 0.0)
 
 
 def draw_load(
@@ -135,11 +143,14 @@ class Replays:
             assert set(mine) <= {200, 429, 503}, (tenant, mine)
             rows = self.running.rows(limit=len(load), tenant=tenant, since=began, status=200)
             assert len(rows) == mine.count(200), (tenant, len(rows), mine.count(200))
+            ttft_ms, e2e_ms = ([row[name] for row in rows] for name in ("ttft_ms", "e2e_ms"))
             outcomes[tenant] = Outcome(
                 mine.count(200),
                 len(mine) - mine.count(200),
-                _p99([row["ttft_ms"] for row in rows]),
-                _p99([row["e2e_ms"] for row in rows]),
+                _p99(ttft_ms),
+                _p99(e2e_ms),
+                p99_range(ttft_ms),
+                p99_range(e2e_ms),
             )
         return outcomes
 
@@ -187,16 +198,36 @@ def count_error(predicted: Outcome, measured: Outcome) -> float:
 
 
 def p99_errors(predicted: Outcome, measured: Outcome) -> tuple[float, float]:
-    """Return the relative errors of the two latencies."""
+    """Return the relative errors of the two latencies: their distances from the confidence intervals."""
     return (
-        abs(predicted.ttft_p99_ms / measured.ttft_p99_ms - 1.0),
-        abs(predicted.e2e_p99_ms / measured.e2e_p99_ms - 1.0),
+        _distance(predicted.ttft_p99_ms, measured.ttft_range_ms),
+        _distance(predicted.e2e_p99_ms, measured.e2e_range_ms),
     )
+
+
+def p99_range(values: list[float]) -> tuple[float, float]:
+    """Return the 95% confidence interval of the p99. The number of values above the true p99 has a binomial
+    distribution, so the interval's ends are two of the sorted values."""
+    known, above = sorted(values), 0.01 * len(values)
+    spread = 1.96 * math.sqrt(0.99 * above)
+    first = math.ceil(len(known) - above - spread) - 1
+    last = math.ceil(len(known) - above + spread) - 1
+    return known[max(0, first)], known[min(len(known) - 1, last)]
+
+
+def _distance(value: float, interval: tuple[float, float]) -> float:
+    low, high = interval
+    return max(0.0, 1.0 - value / low, value / high - 1.0)
 
 
 def _p99(values: list[float]) -> float:
     known = sorted(values)
     return known[min(len(known) - 1, int(0.99 * len(known)))]
+
+
+def _shown(p99_ms: float, interval: tuple[float, float]) -> str:
+    low, high = interval
+    return f"{p99_ms:6.0f} ms" + (f" ({low:.0f} to {high:.0f})" if high else "")
 
 
 def show(found: dict[str, dict[str, Outcome]]) -> bool:
@@ -207,7 +238,8 @@ def show(found: dict[str, dict[str, Outcome]]) -> bool:
         for name, one in outcomes.items():
             print(
                 f"{tenant:8} {name:9} admitted {one.admitted:4} rejected {one.rejected:4} "
-                f"TTFT p99 {one.ttft_p99_ms:7.1f} ms  e2e p99 {one.e2e_p99_ms:7.1f} ms"
+                f"TTFT p99 {_shown(one.ttft_p99_ms, one.ttft_range_ms)}  "
+                f"e2e p99 {_shown(one.e2e_p99_ms, one.e2e_range_ms)}"
             )
         counts, latencies = count_error(predicted, measured), p99_errors(predicted, measured)
         print(

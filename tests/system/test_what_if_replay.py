@@ -1,0 +1,24 @@
+"""A short form of `tests.system.what_if_replay`. Latencies are not compared, because a p99 of so few requests
+says little."""
+
+from __future__ import annotations
+
+from tests.system.service import service
+from tests.system.what_if_replay import FLAGS, LIMITED, LOAD, Replays, draw_load
+
+MAX_DIFFERENCE = 5
+"""Allowed difference of the rejections. Requests arrive at slightly different times in each run."""
+
+
+def test_a_forecast_agrees_with_what_a_real_service_then_admits() -> None:
+    with service(*FLAGS) as running:
+        replays = Replays(running)
+        load = draw_load(150, LOAD * replays.requests_per_s())
+        outcomes = replays.compare(load, raised=False)
+    for tenant, found in outcomes.items():
+        predicted, measured, before = found["predicted"], found["measured"], found["before"]
+        assert abs(predicted.rejected - measured.rejected) <= MAX_DIFFERENCE, (tenant, found)
+        if tenant == LIMITED:
+            assert measured.rejected > before.rejected + 2 * MAX_DIFFERENCE
+        else:
+            assert predicted.rejected == measured.rejected == 0
