@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
-    """Return an answer's leading fields, up to `choices`."""
+    """Return the JSON fields that precede an answer's `choices`."""
     task, context = generation.task, generation.context
     kind = "chat.completion" if task.chat else "text_completion"
     return {
@@ -83,7 +83,7 @@ def _choice(
 
 
 def _prompt_fields(task: GenerationTask, prompt: Prompt) -> Generator[None, None, bytes]:
-    """Return a prompt's JSON fields, encoded once and shared by all its choices."""
+    """Return the JSON fields that all of a prompt's `choices` have in common, encoded only once."""
     fields = b""
     if task.prompt_logprobs is not None:
         logprobs = yield from prompt_logprobs_steps(task.model.tokenizer, prompt, task.prompt_logprobs)

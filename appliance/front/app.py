@@ -104,7 +104,7 @@ def _document(app: Starlette) -> dict[str, Any]:
             name: refused.json_schema for name, refused in struct.refused.items()
         }
     components["securitySchemes"] = {
-        "key": {"type": "http", "scheme": "bearer", "description": "An API key of this server."}
+        "key": {"type": "http", "scheme": "bearer", "description": "An API key issued by this server."}
     }
     return document
 

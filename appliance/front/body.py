@@ -31,7 +31,8 @@ comma per 8 bytes or one colon per 32 bytes has more than 250,000 tokens in 2 Mi
 _FREE_BYTES = 64 << 10
 """Refused bodies up to this size are not charged against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""Above `_FREE_BYTES`, a refused body costs the caller one token per this many bytes."""
+"""A refused body larger than `_FREE_BYTES` is charged to the caller's token limits, at one token per
+`_BYTES_PER_TOKEN` bytes."""
 
 
 class ClientDisconnected(Exception):

@@ -16,8 +16,8 @@ core."""
 
 
 def limits_within(limits: Limits, descriptors: int) -> Limits:
-    """Return `limits`, lowered if necessary to allow at most `descriptors` connections in total, but at least
-    one of each kind."""
+    """Return `limits`, lowered if they allow more than `descriptors` connections in total. They always allow
+    at least one authenticated and one unauthenticated connection."""
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if wanted <= descriptors:
         return limits
@@ -30,8 +30,8 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return how many file descriptors this process can use for connections, counting its `connections` open
-    connections."""
+    """Return how many file descriptors this process can use for connections. `connections` is the number of
+    connections already open; their descriptors are included."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):

@@ -15,8 +15,7 @@ COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait for the event, for at most `timeout_s` seconds if that is not None. Return True if the event is
-    set."""
+    """Wait for the event, with an optional time limit. Return True if the event was set in time."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:

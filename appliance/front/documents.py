@@ -125,7 +125,7 @@ class ChatMessageDocument(_Document):
 
 
 class ChatChoiceDocument(_ChoiceDocument, kw_only=True):
-    """One sample."""
+    """One of the answers to a conversation."""
 
     index: int
     message: ChatMessageDocument
@@ -157,7 +157,7 @@ class CompletionLogprobsDocument(_Document):
 
 
 class CompletionChoiceDocument(_ChoiceDocument, kw_only=True):
-    """One sample."""
+    """One of the answers to a prompt."""
 
     index: int
     text: str

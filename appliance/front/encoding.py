@@ -46,8 +46,8 @@ async def do_work(
     characters: int,
     inline: int = _INLINE_CHARACTERS,
 ) -> Result:
-    """Run the computation `steps`, and return its result. `characters` is the length of the processed text.
-    Raises a 503 if the computation exceeds the time limit."""
+    """Run `steps`, a computation that yields between steps, and return its result. `characters` is the length
+    of the text that it processes. Raises a 503 if the computation exceeds the time limit."""
     try:
         if characters <= inline:
             return run_steps(steps)
@@ -60,6 +60,7 @@ async def do_work(
 
 
 def too_much_work(state: AppState, error: TooMuchWorkError) -> ApiError:
-    """Count a refusal, and return the 503 error for a tenant with too much text being processed."""
+    """Count a refused request, and return its 503 error, which says that the tenant already has too much text
+    being processed."""
     state.refused_prompts += 1
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

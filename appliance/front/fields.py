@@ -49,7 +49,7 @@ class PositiveOrMinusOne(int):
 
     @classmethod
     def parse(cls, value: Any) -> int:
-        """Return the number. Raises FieldError."""
+        """Return the number. Raises FieldError if the value is not allowed."""
         number = as_integer(value)
         if number is None or (number < 1 and number != -1):
             raise FieldError(f"must be an integer of at least 1, or -1, not {shown(value)}")
@@ -68,7 +68,7 @@ class KeepAliveField(float):
 
     @classmethod
     def parse(cls, value: Any) -> float:
-        """Return the duration in seconds. Raises FieldError."""
+        """Return the duration in seconds. Raises FieldError if the value is not allowed."""
         seconds = _seconds(value)
         if seconds is None or seconds > MAX_KEEP_ALIVE_S:
             raise FieldError(
@@ -79,7 +79,7 @@ class KeepAliveField(float):
 
 
 def _seconds(value: Any) -> float | None:
-    """Return a duration in seconds, or None if the value is not one."""
+    """Return the duration in seconds, or None if the value is not a valid duration."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value) if abs(value) <= MAX_KEEP_ALIVE_S else None
     if not isinstance(value, str) or len(value) > 64 or not _DURATION.fullmatch(value):
@@ -100,7 +100,7 @@ class TextFormatField:
 
     @classmethod
     def parse(cls, value: Any) -> None:
-        """Accept only the text format. Raises FieldError."""
+        """Accept only the text format. Raises FieldError for any other value."""
         kind = value.get("type") if isinstance(value, dict) else value
         if not isinstance(value, dict) or kind != "text":
             raise FieldError(
@@ -117,7 +117,7 @@ class NoToolChoiceField:
 
     @classmethod
     def parse(cls, value: Any) -> None:
-        """Accept only "none". Raises FieldError."""
+        """Accept only "none". Raises FieldError for any other value."""
         if value != "none":
             raise FieldError(
                 f"{shown(value)} is not supported by this server; tools are not available, so omit this "
@@ -145,7 +145,8 @@ class ContentField(str):
 
     @classmethod
     def parse(cls, value: Any) -> str:
-        """Return the text, joining multiple parts with line breaks. Raises FieldError."""
+        """Return the text, joining multiple parts with line breaks. Raises FieldError if the value is not
+        allowed."""
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
@@ -176,7 +177,7 @@ class StopsField(tuple[str, ...]):
 
     @classmethod
     def parse(cls, value: Any) -> tuple[str, ...]:
-        """Return the strings. Raises FieldError."""
+        """Return the strings. Raises FieldError if the value is not allowed."""
         strings = [value] if isinstance(value, str) else value
         return _strings(strings, "must be a string or a list of strings", "strings", MAX_STOP_STRINGS)
 
@@ -192,7 +193,7 @@ class BadWordsField(tuple[str, ...]):
 
     @classmethod
     def parse(cls, value: Any) -> tuple[str, ...]:
-        """Return the words. Raises FieldError."""
+        """Return the words. Raises FieldError if the value is not allowed."""
         words = _strings(value, "must be a list of strings", "words", MAX_BAD_WORDS)
         for index, word in enumerate(words):
             if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
@@ -223,7 +224,7 @@ class LogitBiasField(dict[int, float]):
 
     @classmethod
     def parse(cls, value: Any) -> dict[int, float]:
-        """Return the biases by token id. Raises FieldError."""
+        """Return the biases, keyed by token id. Raises FieldError if the value is not allowed."""
         if not isinstance(value, dict):
             raise FieldError("must be an object that maps token ids to numbers")
         if len(value) > MAX_LOGIT_BIASES:
@@ -245,7 +246,7 @@ class TokenIdsField(list[int]):
 
     @classmethod
     def parse(cls, value: Any) -> list[int]:
-        """Return the ids. Raises FieldError."""
+        """Return the ids. Raises FieldError if the value is not allowed."""
         ids = _ids(value)
         if ids is None:
             raise FieldError("must be a list of token ids")
@@ -259,7 +260,7 @@ class AllowedTokenIdsField(list[int]):
 
     @classmethod
     def parse(cls, value: Any) -> list[int]:
-        """Return the ids. Raises FieldError."""
+        """Return the ids. Raises FieldError if the value is not allowed."""
         ids = _ids(value)
         if not ids:
             raise FieldError("must be a non-empty list of token ids; omit this field to allow all tokens")
@@ -290,7 +291,8 @@ class PromptsField(list[str | list[int]]):
 
     @classmethod
     def parse(cls, value: Any) -> list[str] | list[list[int]]:
-        """Return the prompts as a list of strings or a list of lists of token ids. Raises FieldError."""
+        """Return the prompts as a list of strings or a list of lists of token ids. Raises FieldError if the
+        value is not allowed."""
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list) or not value:
@@ -321,7 +323,7 @@ class TemplateVariablesField(dict[str, Any]):
 
     @classmethod
     def parse(cls, value: Any) -> dict[str, Any]:
-        """Return the variables. Raises FieldError."""
+        """Return the variables. Raises FieldError if the value is not allowed."""
         if not isinstance(value, dict):
             raise FieldError(f"must be an object, not {shown(value)}")
         if len(value) > MAX_TEMPLATE_VARIABLES:

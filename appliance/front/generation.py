@@ -63,8 +63,8 @@ class Generation:
         """Called when the client disconnects. If None, the disconnect ends the request."""
         self.on_end: Callable[[], None] | None = None
         self.on_fallback: Callable[[], None] | None = None
-        """Called after the request has moved to its fallback model, with a new `task` and new `samples`. This
-        happens only before the first output."""
+        """Called after the request has moved to its fallback model and its `task` and `samples` have been
+        replaced. This happens only before the first output."""
         self.headers: dict[str, str] = {}
         """The caller's rate limit response headers."""
         self.prompt_tokens = task.prompt_tokens
@@ -80,8 +80,8 @@ class Generation:
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
-        """The numbers of attempts that ended because the replica was stopped to make room for another model.
-        They do not count as lost replicas."""
+        """The attempts (0 for the first) that ended because the replica was stopped to make room for another
+        model. These do not count as lost replicas."""
         self._submitted = False
         self._settled = False
         self._link: ReplicaClient | None = None
@@ -171,8 +171,8 @@ class Generation:
         self._fail(refusal_error(message))
 
     async def _fall_back(self, refusal: ApiError) -> None:
-        """Prepare the request for its model's fallback, and request admission again. If the fallback cannot
-        take it, the client gets the core's refusal for the original model."""
+        """Prepare the request for its fallback model, and request admission again. If the fallback model
+        cannot answer it either, the client gets the core's refusal for the original model."""
         prepare, self.task.fall_back = self.task.fall_back, None
         try:
             if prepare is None:
@@ -366,8 +366,8 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # The samples run in parallel. Every sample waits for each engine step, so a step's duration
-            # counts as one gap between tokens per sample.
+            # The samples run in parallel: during one engine step, every sample waits for its next token. The
+            # time therefore counts once per sample.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
@@ -384,7 +384,7 @@ class Generation:
         )
 
     def another(self, context: RequestContext, task: GenerationTask) -> Generation:
-        """Return a generation for a different request in this front."""
+        """Create a generation for another request in the same front."""
         return Generation(self.state, context, task)
 
     def measure(self) -> ShadowMeasure | None:
@@ -397,8 +397,8 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples included in the answer, in order: all samples or, if more than `n` per prompt were
-        generated, each prompt's best `n`."""
+        """The samples included in the answer, in order. If more than `n` samples per prompt were generated,
+        only each prompt's best `n` are included."""
         task = self.task
         if task.samples == task.n:
             return self.samples
@@ -425,7 +425,8 @@ class Generation:
         )
 
     def finish_reason(self, status: int) -> str:
-        """Return the finish reason shared by all samples, or the different reasons joined by ","."""
+        """Return the samples' finish reason. If samples finished for different reasons, the reasons are
+        joined with commas."""
         rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
         if status == CLIENT_DISCONNECTED:
             rest = "cancelled"

@@ -17,14 +17,14 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request. Its log probabilities and cache data arrive with its first outputs."""
+    """One prompt of a request. `cached_tokens` and `logprobs` are set when its first outputs arrive."""
 
     index: int
     token_ids: list[int]
     max_tokens: int
     """Maximum number of tokens to generate per sample."""
     echo_text: str = ""
-    """The prompt's text, with which the answer begins if `echo` is set."""
+    """The prompt's text. If `echo` is set, the answer begins with this text."""
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
     """Log probabilities of the prompt tokens, if requested. The first entry is None."""
@@ -73,16 +73,17 @@ class GenerationTask:
     """Whether to include token counts in every chunk of a stream."""
     asked_class: str = ""
     keep_alive_s: float | None = None
-    """The value for `Admit.keep_alive_s`."""
+    """Sent to the core as `Admit.keep_alive_s`."""
     may_lower: bool = False
-    """The value for `Admit.may_lower`."""
+    """Sent to the core as `Admit.may_lower`."""
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
-    """Prepares the request for the fallback model if `model` cannot answer it. Raises `ApiError`."""
+    """Prepares the request for the fallback model if `model` cannot answer it. Raises `ApiError` if the
+    fallback model cannot answer it either."""
     copy: RequestCopy | None = None
     """How to copy the finished request to a second model or version, or None if the request was not selected
     for shadow traffic."""
     shadow_of: str = ""
-    """The value for `Admit.shadow_of`."""
+    """Sent to the core as `Admit.shadow_of`."""
     asked: list[Text] = field(default_factory=list)
     """The prompts as sent by the client, if the log policy keeps them."""
 

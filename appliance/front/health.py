@@ -53,8 +53,8 @@ class _Health:
         return _answer(200, "live")
 
     async def simple(self, request: Request) -> Response:
-        """Report readiness on a path that other inference servers also use. The response is that of
-        /health/ready, except that the reason is omitted because it contains model names."""
+        """Report readiness on a path that other inference servers also use. The response is the same as that
+        of /health/ready, but without the reason, which would reveal model names."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 

@@ -49,7 +49,7 @@ async def answer(
     state: AppState, request: Request, key: bytes, body: bytearray, prepare: PrepareTask
 ) -> Response:
     """Return the response to a generation request with an idempotency key. `prepare` is called if the request
-    has to be run. Raises `ApiError`."""
+    has to be run. Raises `ApiError` if the request is refused."""
     context, retries = context_of(request), state.retries
     connection = context.connection
     scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)

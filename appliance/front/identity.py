@@ -98,7 +98,7 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the Authorization header's scheme and credentials (`bearer`). If this header is missing, return
+    """Return the scheme and the credentials from the Authorization header. If this header is missing, return
     the key from `api-key` or `x-api-key`, which Azure's and Anthropic's clients send."""
     scheme, key = bearer(headers)
     if scheme:

@@ -1,7 +1,7 @@
-"""Prepares prompts and answers kept by log policies: hashes them, redacts secrets, and sends them to the
-core. This takes 0.2 ms per thousand characters, so it is done after the answer has been sent, on a separate
-thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to pass on a
-descriptor.
+"""Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
+the core. This takes 0.2 ms per thousand characters, so it is done after the answer has been sent, on a
+separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to
+pass on a descriptor.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Keeper:
         """`hand_over` sends a message with file descriptors to the core, leaving the descriptors open."""
         self.rules = KeepRules()
         self.dropped = 0
-        """Requests whose texts were not stored because too many characters were waiting."""
+        """Requests whose texts were not stored because too many characters were already waiting for the
+        thread."""
         self._hand_over = hand_over
         self._waiting_chars = 0
         self._threads = ThreadPoolExecutor(1, "keep")
@@ -164,7 +165,7 @@ def _part(
 
 
 def _plain(text: Text) -> str:
-    """Return the text as stored. Conversations are stored as JSON without spaces."""
+    """Return the text in the form in which it is stored. Conversations are stored as JSON without spaces."""
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -174,7 +175,7 @@ class _Clean:
     def __init__(self, redactor: Redactor, space: int) -> None:
         self.secrets = 0
         self.cut = False
-        """Whether the rest of the text was dropped for being too long."""
+        """Whether the text was too long, so that only its beginning was kept."""
         self._redactor = redactor
         self._space = space
 

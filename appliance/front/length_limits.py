@@ -22,10 +22,10 @@ class LengthLimit(NamedTuple):
     combined."""
 
     owner: str
-    """The limit's owner, as a possessive for messages: "this model's", or a tenant's name with "'s"."""
+    """Whose limit it is, as a possessive for error messages: "this model's", or a tenant's name with "'s"."""
     tokens: int
     """The limit, or 0 if unknown. If it is unknown because the model cannot be loaded, the core refuses the
-    request with the cause. Otherwise, the engine applies the limit when the request runs."""
+    request and states the cause. Otherwise, the engine applies the limit when the request runs."""
     answer_tokens: int = 1
     """Minimum number of tokens that must be left for the answer."""
 
@@ -35,7 +35,7 @@ class LengthLimit(NamedTuple):
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
-        """Return the 400 error for a prompt of `tokens` tokens, or of unknown length if `tokens` is None."""
+        """Return the 400 error for a prompt that is too long. `tokens` is its length, or None if unknown."""
         count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
         return ApiError(
             400,
@@ -54,7 +54,7 @@ class AnswerLimit(NamedTuple):
     default: int | None
     """The default limit for requests that set none. If None, only the context length limits the answer."""
     field: str
-    """Name of the request field, for messages."""
+    """Name of the request field, for error messages."""
 
 
 def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> LengthLimit:

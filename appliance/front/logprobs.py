@@ -49,7 +49,7 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, 
 
 
 class _Columns:
-    """Builds `choices[].logprobs` of a completion: parallel lists to which each token is appended."""
+    """Builds `choices[].logprobs` of a completion: parallel lists with one entry per token."""
 
     def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
         self._tokenizer = tokenizer
@@ -89,7 +89,8 @@ class _Columns:
 
 
 class PromptLogprobs:
-    """A prompt's log probabilities, written in parts, for answers that begin with the prompt (`echo`)."""
+    """Writes a prompt's log probabilities, one part at a time, for answers that begin with the prompt
+    (`echo`)."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -98,7 +99,7 @@ class PromptLogprobs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole prompt's log probabilities have been written."""
+        """Whether log probabilities have been written for the whole prompt."""
         return self._position == len(self._prompt.token_ids)
 
     def move(self, columns: _Columns, count: int) -> None:
@@ -112,8 +113,8 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return how many tokens' log probabilities to write in one step, so that a step takes only a few
-    milliseconds."""
+    """Return the number of tokens whose log probabilities are written in one step. It is small enough for a
+    step to take only a few milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 

@@ -42,8 +42,8 @@ class LoadedModel:
 
 async def load_model(served: ServedModel) -> LoadedModel:
     """Read the tokenizer and chat template. This takes about two seconds for a vocabulary of 128 k tokens.
-    Raises TokenizerFilesError or, if a file has unexpected contents, any other error, including a Rust panic
-    (BaseException)."""
+    Raises TokenizerFilesError. If a file has unexpected contents, any other exception can be raised, even a
+    Rust panic (a BaseException)."""
     tokenizer, template = await asyncio.to_thread(_read_model, served)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
@@ -60,7 +60,7 @@ def _files(served: ServedModel) -> tuple[str, str | None, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a model cannot be loaded, given the error. Characters that UTF-8 cannot encode are
+    """Describe an error that prevented a model from being loaded. Characters that UTF-8 cannot encode are
     escaped."""
     text = str(error)
     if not isinstance(error, TokenizerFilesError):
@@ -75,7 +75,8 @@ def allows(identity: Identity, name: str) -> bool:
 
 class Catalog:
     """The loaded models, and the names that applications use for them. If a model cannot be loaded, its names
-    remain, and requests for it are refused with the cause. Other models are served as usual."""
+    remain, and requests for it are refused with an error that states the cause. Other models are served as
+    usual."""
 
     def __init__(self, on_waiting: Callable[[], None] = lambda: None) -> None:
         """`on_waiting` is called when a request begins to wait for a model that is not loaded."""
@@ -88,7 +89,7 @@ class Catalog:
         """Set when the names change, and then replaced by a new event."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        """Number of waiting requests, by name, for names whose model is not loaded."""
+        """For each name whose model is not loaded: the number of requests waiting for it."""
         self.max_held, self.hold_timeout_s = 0, 0.0
         """Limits on requests waiting for models to be loaded."""
 
@@ -107,8 +108,8 @@ class Catalog:
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """Chat template problems, by model: how often a model's templates have exceeded a limit, and which
-        limit was exceeded last."""
+        """For each model with chat template problems: how often its templates have exceeded a limit, and
+        which limit was exceeded last."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -122,12 +123,12 @@ class Catalog:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Names whose requests are waiting for a model to be loaded or woken on demand."""
+        """Names for which requests are waiting until a model has been loaded or woken on demand."""
         return tuple(name for name in self._held if self._waits(name) and self._is_on_demand(name))
 
     @property
     def listed(self) -> list[Route]:
-        """The names to list: those whose models can answer requests."""
+        """The names shown in model lists: those whose models can answer requests."""
         if self._routes is None:
             routes = [own_route(model, model.name) for model in self._served]
         else:
@@ -182,8 +183,8 @@ class Catalog:
     # ── use by requests ──
 
     def prepare(self, model: LoadedModel) -> Callable[[], None]:
-        """Count a request that is being prepared for the model, until the returned function is called. Until
-        then, the core keeps the model loaded. Further calls have no effect."""
+        """Record that a request is being prepared for the model, and return a function to call when the
+        preparation has ended. Until then, the core keeps the model loaded. Further calls have no effect."""
         unit, counts = model.unit, self._preparing
         counts[unit] += 1
         left = [unit]

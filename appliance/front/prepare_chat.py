@@ -16,7 +16,7 @@ from appliance.front.tokenization import chat_tokens, conversation
 async def chat_task(
     state: AppState, model: LoadedModel, context: RequestContext, body: ChatRequest
 ) -> GenerationTask:
-    """Return the task for a chat completion. Raises `ApiError`."""
+    """Return the task for a chat completion. Raises `ApiError` if the request is invalid."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "requires logprobs: true")
     continues = bool(body.continue_final_message)

@@ -25,7 +25,7 @@ MAX_ECHOED = 131_072
 async def completion_task(
     state: AppState, model: LoadedModel, context: RequestContext, body: CompletionRequest
 ) -> GenerationTask:
-    """Return the task for a completion. Raises `ApiError`."""
+    """Return the task for a completion. Raises `ApiError` if the request is invalid."""
     n = body.n or 1
     best_of = body.best_of or n
     _check_fields(body, n, best_of)
@@ -74,7 +74,7 @@ async def completion_task(
 
 
 def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
-    """Check interdependent fields. Raises a 400."""
+    """Check fields that depend on each other. Raises a 400 if their values conflict."""
     if best_of < n:
         raise invalid("best_of", f"is {best_of}, but must be at least n = {n}; raise best_of, or omit it")
     if best_of > n and body.stream:

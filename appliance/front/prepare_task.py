@@ -20,7 +20,7 @@ MAX_PROMPT_LOGPROBS = 131_072
 """Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many blocks
 the event loop for 40 ms."""
 MAX_ANSWER_LOGPROBS = 262_144
-"""Maximum number of generated tokens' log probabilities in a non-streamed answer. They are held in memory
+"""Maximum number of log probabilities of generated tokens in a non-streamed answer. They are held in memory
 until the answer is complete, and take about 200 bytes each."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
 """Maximum number of prompt token ids in an answer with `return_token_ids`."""
@@ -72,7 +72,7 @@ async def make_task(
     discard_output: bool = False,
 ) -> GenerationTask:
     """Return the task for a request with tokenized prompts. `may_lower` is true if the request sets no token
-    limit, so that the default limit may be lowered. Raises `ApiError`."""
+    limit, so that the default limit may be lowered. Raises `ApiError` if the request is invalid."""
     n = body.n or 1
     best_of = best_of or n
     if logprobs is not None and not body.stream:
@@ -146,8 +146,8 @@ def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: boo
 
 
 def _check_returned_prompts(body: GenerationRequest, prompt_tokens: int) -> None:
-    """Raise a 400 if the answer would contain too much prompt data. `prompt_tokens` counts each prompt once
-    per choice."""
+    """Raise a 400 if the answer would contain too much prompt data. `prompt_tokens` counts a prompt's tokens
+    once for each choice that contains them."""
     if body.return_token_ids and prompt_tokens > MAX_RETURNED_PROMPT_TOKENS:
         raise invalid(
             "return_token_ids",

@@ -145,8 +145,8 @@ class FrontProcess:
         return socket.socket(fileno=self._channel.take_fd())
 
     async def _configure(self) -> None:
-        """Apply received configurations one by one. If one fails, log the error and continue with the
-        next."""
+        """Apply configurations in the order in which they arrive from the core. If one fails, log the error
+        and continue with the next."""
         while True:
             configure = self._latest = await self._configurations.get()
             try:
@@ -196,7 +196,7 @@ class FrontProcess:
             generation.abort("the service stopped before this request was finished")
         await stopping
         await state.keeper.flush()
-        # Wait until the core has received the last requests' settlements.
+        # Wait until the core has received `Settle` for the last requests.
         deadline = loop.time() + _ERROR_EVENT_GRACE_S
         while self._channel.backlog_bytes and loop.time() < deadline:
             await asyncio.sleep(0.01)

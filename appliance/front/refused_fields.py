@@ -17,8 +17,8 @@ class RefusedField(NamedTuple):
     name: str
     remedy: str
     neutral: tuple[Any, ...] = ()
-    """Values that are accepted, because they do not change the answer, in addition to null, false and empty
-    values."""
+    """Values that do not change the answer and are therefore accepted. Null, false and empty values are
+    always accepted."""
     is_content: bool = False
     """Whether the field's value is conversation text, which must not be quoted in error messages because they
     are logged."""

@@ -40,7 +40,7 @@ class RequestContext:
     """The service class, 0 to 3, or None until the body has been parsed."""
     model: str = ""
     fallback_of: str = ""
-    """The requested model, if the request has been moved to its fallback."""
+    """The model that the client requested, if the request has been moved to that model's fallback."""
     stream: bool = False
     user: str = ""
     """The body's `user` field. Written to the request log."""
@@ -48,8 +48,8 @@ class RequestContext:
     encoded_tokens: int = 0
     """Number of prompt tokens before truncation (`truncate_prompt_tokens`)."""
     work_tokens: int = 0
-    """Parsing and encoding work that this front has done, in tokens. If the front refuses the request, the
-    tenant is charged for this work."""
+    """Work that this front has done to parse and encode the request, in tokens. If the front refuses the
+    request, the tenant is charged for this work."""
     admitted: bool = False
     """Whether `Admit` has been sent. If so, the request must be closed with `Settle` or `Refused` instead of
     `Rejected`."""
@@ -69,11 +69,12 @@ class RequestContext:
         return f"{self.identity.key_id or self.peer}\0{self.user}"
 
     def logged_fields(self) -> dict[str, Any]:
-        """Return the fields of `LoggedFields`."""
+        """Return the request's values for the fields of `LoggedFields`."""
         return {name: getattr(self, name) for name in LoggedFields.__struct_fields__}
 
     def elapsed_ms(self, until: float | None = None) -> float:
-        """Return how many milliseconds ago the request head was read."""
+        """Return the time, in milliseconds, from when the request head was read until `until` (default:
+        now)."""
         return ((time.monotonic() if until is None else until) - self.started) * 1000.0
 
 

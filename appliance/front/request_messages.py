@@ -22,7 +22,7 @@ def admit_message(
 ) -> Admit:
     """Return the message that asks the core to admit the request.
 
-    After the first attempt, only unfinished samples are counted, and each sample's existing tokens count as
+    Later attempts count only unfinished samples. The tokens that such a sample has already generated count as
     part of its prompt. `send_prefixes` is true if the core can choose between several replicas.
     """
     again = attempt > 0
@@ -58,8 +58,8 @@ def submit_messages(
     admitted: Admitted,
 ) -> Iterator[tuple[Submit, list[Sample]]]:
     """Yield each submission to the replica, together with the samples it generates. The first attempt has one
-    submission per prompt. Later attempts have one per unfinished sample, whose prompt includes the sample's
-    existing tokens."""
+    submission per prompt. Later attempts have one per unfinished sample, and its prompt includes the tokens
+    that the sample has already generated."""
     n = task.samples
     if admitted.attempt:
         groups = [(sample.prompt, [sample]) for sample in samples if not sample.finish_reason]

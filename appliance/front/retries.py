@@ -57,8 +57,8 @@ class KeyedRun:
         self.held_bytes = _RUN_BYTES
         """This run's memory in bytes, which counts toward `RetryRules.max_bytes`."""
         self.timer = Timer()
-        """Timer for the grace period after the last client has disconnected and, later, for the answer's
-        storage time."""
+        """Drops the run when the grace period after the last client's disconnect ends. Once the answer is
+        stored, drops the run when the answer expires."""
         self.generation: Generation | None = None
         """The running generation, which continues after its client has disconnected."""
         self._retries = retries
@@ -142,7 +142,7 @@ class KeyedRun:
             else:
                 self.timer.start(self._retries.rules.grace_s, partial(self._retries.drop, self))
         if generation is not None and generation.on_end is not None:
-            # Write the events held back for a slow client, so that they are stored.
+            # Write the events that are being held back for a slow client, so that they are stored.
             generation.on_end()
 
 
@@ -175,7 +175,7 @@ class Retries:
 
     def grew(self, run: KeyedRun, size: int) -> None:
         """Count `size` bytes added to a run's answer. If the memory limit is exceeded, drop the oldest
-        answers of finished runs or, if there are none, this one."""
+        answers of finished runs. If no finished runs are left, drop this run's answer."""
         run.held_bytes += size
         self.kept_bytes += size
         while self.kept_bytes > self.rules.max_bytes and run.is_kept:

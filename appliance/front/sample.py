@@ -66,7 +66,7 @@ class Sample:
         self.delivered = 0
         """Number of answer tokens, including end tokens but not tokens after a completed stop string."""
         self.cumulative_logprob = 0.0
-        """Sum of the delivered tokens' reported log probabilities."""
+        """Sum of the log probabilities that the replica reported for the delivered tokens."""
         self.counted = 0
         """Number of answer tokens that have been written to a stream."""
         self.finish_reason: FinishReason = ""

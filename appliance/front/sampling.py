@@ -34,7 +34,7 @@ async def sampling_params(
     """Return the sampling parameters for answers of at most `max_tokens` tokens.
 
     `logprobs` and `prompt_logprobs` are the numbers of alternatives to request from the engine; the answer
-    may show fewer. Raises `ApiError`.
+    may show fewer. Raises `ApiError` if a parameter is invalid.
     """
     defaults = model.served.sampling
     temperature = _first(body.temperature, defaults.temperature, 1.0)
@@ -98,7 +98,7 @@ def _first(requested: float | None, default: float | None, otherwise: float) -> 
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """Return the ids. Raises a 400 if any is not in the model's vocabulary. If the vocabulary size is
+    """Return the ids. Raises a 400 if an id is not in the model's vocabulary. If the vocabulary size is
     unknown, all ids are accepted."""
     most = model.served.vocab_size - 1
     if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
@@ -123,7 +123,7 @@ async def bad_word_tokens(
     state: AppState, context: RequestContext, model: LoadedModel, words: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
     """Return two token sequences per word: one for the word at the beginning of a text, and one for the word
-    after a space. Raises `ApiError`."""
+    after a space. Raises `ApiError` if a word has too many tokens."""
     if not words:
         return ()
     texts = {variant: index for index, word in enumerate(words) for variant in (word, " " + word.lstrip(" "))}

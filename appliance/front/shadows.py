@@ -44,7 +44,7 @@ class NoConnection:
 
 
 class ShadowTraffic:
-    """A front's copied requests."""
+    """The shadow traffic of one front: selects requests to copy, and runs the copies."""
 
     def __init__(self, state: AppState) -> None:
         self.running = 0

@@ -1,8 +1,9 @@
 """Builds server-sent events from prepared strings. A JSON encoder would be too slow, because building events
-takes most of a front's CPU time per token. A token costs one list append when it arrives, and a share of one
-chunk when its stream is flushed. Streams are flushed whenever the event loop has processed the messages in a
-replica's channel. While the client's socket is full, no events are built. When the socket accepts data again,
-each sample's waiting tokens are written as one event.
+takes most of a front's CPU time per token. A token costs one list append when it arrives. When its stream is
+flushed, the token shares the cost of one chunk with the stream's other new tokens. Streams are flushed
+whenever the event loop has processed the messages in a replica's channel. While the client's socket is full,
+no events are built. When the socket accepts data again, each sample's waiting tokens are written as one
+event.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ MAX_HELD_OUTPUTS = 65_536
 """Maximum number of outputs held for a client that is not reading. Each output has one or a few tokens. If
 the limit is exceeded, the request is ended."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
-"""Maximum number of held outputs that have log probabilities. Such an output may take a kilobyte."""
+"""Maximum number of outputs with log probabilities that are held for a client that is not reading. Such an
+output may take up a kilobyte."""
 
 _MAX_COST = 2048
 """Maximum cost of one flush. A flush of this cost takes about 10 ms. Each event, each log probability, and
@@ -35,7 +37,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EventStream:
-    """Writes one generation to the client's connection, from `open` until `done` is set."""
+    """Writes one generation's output to the client's connection, starting when `open` is called and ending
+    when `done` is set."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -48,7 +51,7 @@ class EventStream:
         self._scheduled = False
         self._held = 0
         self._echoed: dict[int, PromptLogprobs] = {}
-        """Echoed prompts' log probabilities, for each sample."""
+        """For each sample, the log probabilities of its echoed prompt."""
         self._prepare()
         generation.on_progress = self.progress
         generation.on_end = self.ended
@@ -172,7 +175,7 @@ class EventStream:
                 and sample.prompt.logprobs is None
                 and self.generation.failure is None
             ):
-                # A prompt's log probabilities arrive with its first sample's first output.
+                # A prompt's log probabilities arrive with the first output of its first sample.
                 self._wait(sample)
                 return cost
             if not self._begin(sample, events):

@@ -29,8 +29,8 @@ _MESSAGE_CHARACTERS = 16
 """Number of characters that each message adds to a conversation's size, because searching its role and field
 names for control tokens takes as long as searching this many characters."""
 _MARK_DIGITS = 20
-"""Number of digits in the marker appended to a message to be continued. The marker consists of digits because
-no chat template filter changes digits."""
+"""Number of digits in the marker that is appended to the message to be continued. The marker consists of
+digits because no chat template filter changes digits."""
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -44,7 +44,7 @@ async def text_tokens(
     limit: LengthLimit | None = None,
 ) -> list[list[int]]:
     """Return the tokens of each text in the `prompt` field. If `limit` is None, the texts may have at most
-    `MAX_TOKENS_SHOWN` tokens in total. Raises `ApiError`."""
+    `MAX_TOKENS_SHOWN` tokens in total. Raises `ApiError` if they cannot be encoded."""
     try:
         with text_memory(state, context, text_bytes(texts)):
             steps = model.tokenizer.encode_steps(texts, add_special_tokens, _max_tokens(limit))
@@ -74,7 +74,7 @@ async def chat_tokens(
 
     If `add_generation_prompt` is None, its default applies. If `continue_final_message` is set, the prompt
     ends with the text of the last message. If `limit` is None, the prompt may have at most `MAX_TOKENS_SHOWN`
-    tokens. Raises `ApiError`.
+    tokens. Raises `ApiError` if the conversation cannot be encoded.
     """
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
@@ -147,7 +147,7 @@ def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
 
 
 def prompt_param(index: int, prompts: Sequence[object]) -> str:
-    """Return the name of a completion's prompt for error messages."""
+    """Return the name by which error messages refer to one of a completion's prompts."""
     return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
 
 
@@ -170,7 +170,8 @@ def _checked_size(variables: dict[str, Any]) -> int:
 
 
 def _before_mark(text: str, mark: str) -> str:
-    """Return the rendered conversation up to the marker at the end of its last message. Raises `ApiError`."""
+    """Return the rendered conversation up to the marker at the end of its last message. Raises `ApiError` if
+    the chat template has changed the marker."""
     end = text.rfind(mark)
     if end < 0:
         raise invalid(

@@ -21,7 +21,7 @@ INVALID, MISSING, UNSUPPORTED = "invalid_value", "missing_required_parameter", "
 _MAX_SHOWN_CHARS = 40
 
 Parser = Callable[[Any], Any]
-"""A function that returns the validated value. Raises FieldError."""
+"""A function that validates a value and returns it. Raises FieldError if the value is not allowed."""
 
 
 class FieldError(ValueError):
@@ -55,7 +55,7 @@ class ParsedType(Protocol):
 
     @classmethod
     def parse(cls, value: Any) -> Any:
-        """Return the value in the service's internal form. Raises FieldError."""
+        """Return the value in the service's internal form. Raises FieldError if the value is not allowed."""
 
 
 class RefusedName(Protocol):
@@ -81,7 +81,7 @@ Body = TypeVar("Body", bound=RequestStruct)
 
 
 def parse_struct(kind: type[Body], value: Any) -> Body:
-    """Convert the decoded JSON object to a struct. Raises FieldError."""
+    """Convert the decoded JSON object to a struct. Raises FieldError if a value is not allowed."""
     if not isinstance(value, dict):
         raise FieldError(f"must be an object, not {_shown_kind(value)}")
     parsers, required = _parsers(kind)

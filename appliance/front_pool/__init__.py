@@ -1,1 +1,1 @@
-"""The core's view of the front processes: starts them, configures them and hands connections to them."""
+"""The part of the core that starts the front processes, configures them and hands connections to them."""

@@ -1,5 +1,5 @@
-"""The core's view of one front process: starts the process, sends it the configuration and connections, and
-restarts it after it exits. A `Front` does not depend on requests, models or other fronts. It passes the
+"""Represents one front process in the core: starts the process, sends it the configuration and connections,
+and restarts it after it exits. A `Front` does not depend on requests, models or other fronts. It passes the
 process's messages to a `FrontEvents`, implemented by `appliance.front_pool.pool.FrontPool`.
 """
 
@@ -111,8 +111,8 @@ class Front:
         """Connections given to the process but not yet read by it, keyed by connection number."""
         self._max_untaken = _max_untaken()
         self._receives_connections = True
-        """Whether the process has received every connection sent to it since its last report. If not, it has
-        too many open files."""
+        """Whether, since its last report, the process has received every connection sent to it. If not, it
+        has too many open files."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -313,7 +313,8 @@ class Front:
 
     def _descriptors(self, count: int) -> list[int]:
         """Return the descriptors sent with a message; the caller must close them. If the kernel has dropped
-        any of them because this process has too many open files, return none."""
+        any of them because this process has too many open files, close the others and return an empty
+        list."""
         taken: list[int] = []
         try:
             if self._child is not None:
@@ -368,7 +369,7 @@ class Front:
         )
 
     def _explained(self, report: FrontReport | None) -> str:
-        """Explain the front's state to operators, or return an empty string."""
+        """Return an explanation of the front's state for operators, or an empty string if all is well."""
         if self._starting_s > _SLOW_START_S:
             return (
                 f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "

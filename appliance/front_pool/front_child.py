@@ -66,7 +66,7 @@ class FrontChild:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes queued for the process that its control channel has not yet accepted."""
+        """Number of bytes queued for the process but not yet accepted by its control channel."""
         return self._channel.backlog_bytes
 
     def send(self, message: CoreToFront, descriptors: tuple[int, ...] = ()) -> None:

@@ -146,8 +146,8 @@ class Listeners:
         balancer: ConnectionBalancer,
         note: NoteProblem,
     ) -> None:
-        """Match the `given` sockets to listeners by address, and open sockets for the remaining listeners.
-        Raises ListenError."""
+        """Match the sockets in `given` to listeners by address, and open sockets for the remaining listeners.
+        Raises ListenError if a given socket is unsuitable or a socket cannot be opened."""
         self.admin: socket.socket | None = None
         """The admin API's socket if opened by the service manager, otherwise None."""
         self._listeners: list[Listener] = []

@@ -119,7 +119,7 @@ class FrontPool:
         self._module = module
         self._claims = Claims()
         self._by_name: dict[str, Front] = {}
-        """Fronts with a running process, by process name."""
+        """Fronts with a running process, keyed by process name."""
         self._replicas: dict[str, _Endpoint] = {}
         self._numbers = itertools.count()
         self._leaving: set[Front] = set()
