@@ -24,7 +24,7 @@ class Body(Protocol):
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
         """Return the body content in `data`, and how many bytes of `data` belong to this body. Raises
-        RequestError."""
+        RequestError if the body is malformed."""
         ...
 
 

@@ -51,14 +51,14 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, server: HttpServer, address: str, request: bytes = b"") -> None:
         self.server = server
         self.authenticated = False
-        """Whether the connection has a place in the pool of known clients."""
+        """Whether the connection has a place in the pool for known clients."""
         self.on_writable: Callable[[], None] | None = None
         """Called when the transport can accept bytes again."""
         self.on_disconnect: Callable[[], None] | None = None
         """Called once, after the connection has closed. `on_writable` and `on_disconnect` are set for the
         response in progress."""
         self.on_chunk: Callable[[bytes], None] | None = None
-        """Called with each argument of `write_chunk`, even after the connection has closed."""
+        """Called with each chunk passed to `write_chunk`, even after the connection has closed."""
         self.last_chunk_at = 0.0
         """Monotonic time, in seconds, at which part of a response was last written."""
         self._address = address
@@ -148,7 +148,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def leave(self) -> tuple[int, bytes]:
         """Stop reading, and wait until earlier responses have been sent. Return the connection's descriptor,
-        and any bytes already read from later requests."""
+        and any bytes of later requests that have already been read."""
         self._waits_to_read = False
         self._pause_reading(True)
         while self.transport.get_write_buffer_size() and not self.disconnected:
@@ -175,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
             return
         self._timer.start(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
-        # First process the bytes already read from this connection by another process.
+        # First process the bytes that another process has already read from this connection.
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -245,7 +245,8 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def advance(self) -> None:
-        """Parse the received bytes that can be used now: at most the next head, or the awaited body."""
+        """Parse as many of the received bytes as can be used now: at most the next request head, or the body
+        that the application is waiting for."""
         if self._advancing:
             return
         self._advancing = True

@@ -25,9 +25,9 @@ class Operation(NamedTuple):
     body: Any = None
     """Type of the request's JSON body."""
     errors: Mapping[int, Any] = {}
-    """Types of other responses' JSON bodies, by status."""
+    """JSON body types of the other responses, keyed by status."""
     parameters: tuple[dict[str, Any], ...] = ()
-    """Additional OpenAPI parameter objects, besides the path parameters."""
+    """OpenAPI parameter objects, except those of the path parameters."""
     security: tuple[dict[str, list[str]], ...] | None = None
     """OpenAPI security requirements, or None to omit them."""
 

@@ -49,10 +49,10 @@ class Pool:
         return max(self.limit - self.limit // OTHERS_SHARE, 1)
 
     def add(self, connection: Occupant, tenant: str = "", source: str = "") -> bool:
-        """Give the connection a place in the pool, closing a waiting connection first if none is free. Return
-        False if all places, or all of the tenant's places, belong to connections with requests in progress.
-        `source` identifies the connection's origin. If it is empty for all connections, the longest-waiting
-        one is closed.
+        """Give the connection a place in the pool. If no place is free, close a waiting connection first.
+        Return False if all places, or all of the tenant's places, belong to connections with requests in
+        progress. `source` identifies the connection's origin. If it is empty for all connections, the
+        longest-waiting one is closed.
         """
         if not self._make_space_of(tenant) or not self.make_space(1):
             return False
@@ -92,7 +92,7 @@ class Pool:
             del self._sources[connection]
 
     def mark_busy(self, connection: Occupant) -> None:
-        """Record that the connection has a complete request, and so is not waiting."""
+        """Record that the connection has received a complete request and is no longer waiting."""
         source = self._waiting.pop(connection, None)
         if source is not None:
             self._waiting_by_source[source] -= 1

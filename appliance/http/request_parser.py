@@ -22,7 +22,8 @@ class RequestParser:
         """The body of the request in progress, or None if the body is complete."""
 
     def read_head(self) -> RequestHead | None:
-        """Return the next request's head, or None if it is not complete yet. Raises RequestError."""
+        """Return the next request's head, or None if it is not complete yet. Raises RequestError if the head
+        is too long or malformed."""
         head = self.head.feed(self.received)
         if head is not None:
             self.head, body = HeadReader(), body_of(head)
@@ -30,7 +31,7 @@ class RequestParser:
         return head
 
     def read_body(self) -> bytes:
-        """Return the next piece of body content. Raises RequestError."""
+        """Return the next piece of body content. Raises RequestError if the body is malformed."""
         assert self.body is not None
         content, consumed = self.body.feed(bytes(self.received[:PIECE_BYTES]))
         del self.received[:consumed]

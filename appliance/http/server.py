@@ -20,8 +20,8 @@ from appliance.http.turns import Turns
 WRITE_TIMEOUT_S = 60.0
 """A connection is closed if its client reads none of the response for this long."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total number of unsent response bytes across all connections. If it is exceeded, the server closes
-the longest-congested connection of the tenant with the most unsent bytes."""
+"""Maximum total number of unsent response bytes across all connections. If it is exceeded, the server picks
+the tenant with the most unsent bytes and closes whichever of its connections has been congested longest."""
 READ_BYTES = 64 << 10
 """Maximum number of body bytes per read from a connection."""
 
@@ -64,7 +64,8 @@ class HttpServer:
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._congested: dict[Connection, None] = {}
-        """Connections whose transport accepts no more bytes, longest-congested first."""
+        """Connections whose transport accepts no more bytes. The one that has been congested longest comes
+        first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None

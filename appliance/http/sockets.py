@@ -24,7 +24,8 @@ class ListenError(Exception):
 def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
     """Return a listening Unix socket with this file mode. A stale socket file is replaced. The socket's group
     is set to `gid` if this process has permission. The caller must hold the run directory's lock, which
-    proves that no other process is using a socket file at this path. Raises ListenError.
+    proves that no other process is using a socket file at this path. Raises ListenError if the socket cannot
+    be created.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -18,7 +18,7 @@ TURN_S = 0.002
 the previous iteration's duration divided by this time, but at least 1 and at most `MAX_TURNS_PER_PASS`."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
-"""Maximum average share of the event loop's time that one budget's turns may take."""
+"""Maximum average share of the event loop's time that turns charged to one budget may take."""
 BURST_S = 0.1
 """Event loop time, in seconds, that a budget may use without pausing after it has been idle for a while."""
 MAX_CHARGE_S = 0.004
@@ -63,7 +63,7 @@ class Turns:
         """A heap of waiting operations for each source. The dict's first source gets the next turn."""
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._used: list[str] = []
-        """The budget of each turn in this event loop iteration."""
+        """For each turn taken in this event loop iteration, the budget that is charged for it."""
         self._serial = itertools.count()
         self._loop = asyncio.get_running_loop()
         self._last_pass = 0.0
