@@ -13,6 +13,6 @@ are omitted, because they select the default class."""
 
 
 def service_class(asked: str, identity: Identity) -> int:
-    """Return a request's service class: the class that the client requested, or else the tenant's default,
-    but never a higher priority than the tenant and the key allow."""
+    """Return a request's service class: the class that the client requested or, by default, the tenant's. The
+    class is lowered if the tenant or the key does not permit such a high priority."""
     return max(_ASKED.get(asked, identity.default_class), identity.highest_class)

@@ -78,14 +78,15 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
 
 
 class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
-    """A channel to a replica. The message carries one file descriptor."""
+    """Gives a front process a channel to a replica. The message carries one file descriptor."""
 
     replica: str
     model: str
 
 
 class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
-    """A client connection accepted by the core. The message carries one file descriptor."""
+    """Gives a front process a client connection that the core has accepted. The message carries one file
+    descriptor."""
 
     kind: SocketKind
     peer: str
@@ -156,7 +157,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """Whether a retry would fail too. If so, OpenAI's clients are told not to retry automatically."""
     rate_limits: RateLimits | None = None
     falls_back: bool = False
-    """Whether the request stays open, because another model may be able to answer it (`Admit.may_fall_back`).
+    """Whether the request stays open because another model may be able to answer it (`Admit.may_fall_back`).
     If so, the front process then sends either a new first attempt for the fallback model or `Settle`."""
 
 

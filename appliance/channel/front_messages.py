@@ -16,7 +16,7 @@ class FrontReady(msgspec.Struct, tag="front_ready", frozen=True):
 
 
 class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's fields in every message about its row in the request log."""
+    """Fields of a request that are part of every message about its row in the request log."""
 
     request_id: str
     identity: Identity
@@ -60,7 +60,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     """Whether the front process can send the request to another model if this model cannot answer it
     (`Refused.falls_back`)."""
     may_lower: bool = False
-    """Whether the core may lower the limit (`Admitted.most_tokens`), because the client has set no limit."""
+    """Whether the core may lower the limit (`Admitted.most_tokens`). True if the client has set no limit."""
     asked_class: str = ""
     """Service class requested by the client, or "" for the default."""
     retry_of: str = ""
@@ -100,7 +100,7 @@ class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
 
     scope: bytes
     kind: SocketKind
-    """The values of `ClientConnection.kind` and `ClientConnection.peer`."""
+    """`kind` and `peer` have the same meaning as in `ClientConnection`."""
     peer: str
 
 
@@ -132,8 +132,8 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     status: int
     """HTTP status code of the response, or 499 if the client disconnected."""
     finish_reason: str
-    """The samples' finish reason: "stop", "length", "cancelled" or "error". Different reasons are joined by
-    ","."""
+    """The samples' finish reason: "stop", "length", "cancelled" or "error". If samples finished for different
+    reasons, the reasons are joined with commas."""
     error: str = ""
     delivered_tokens: int
     """Number of output tokens in the answer, all of which are billed."""
@@ -241,8 +241,8 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """A front process's state. A report is sent every half second. Further reports are sent before
-    `FrontReady`, when routes have taken effect, and when requests begin to wait for a name that no loaded
-    model answers."""
+    `FrontReady`, when routes have taken effect, and when requests begin to wait for a name whose model is not
+    loaded."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
     """Models whose chat templates have exceeded a limit since startup, each with how often that has happened

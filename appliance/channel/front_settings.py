@@ -45,8 +45,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     request with a valid key has arrived yet. Once the limit is reached, each new connection replaces the
     oldest one from the address with the most unauthenticated connections."""
     unauthenticated_timeout_s: _PositiveSeconds = 10.0
-    """Time, in seconds, after which an unauthenticated connection that has sent no request is closed. No
-    other timeout of an unauthenticated connection is longer than this."""
+    """Time, in seconds, after which an unauthenticated connection that has sent no request is closed. Longer
+    timeouts are shortened to this value for unauthenticated connections."""
     max_tenant_body_bytes: _Bytes = 32 << 20
     """Maximum total size, in bytes, of one tenant's unfinished request bodies per front process. A body that
     would exceed this total is refused with 503, but a single body of up to `max_body_bytes` is always

@@ -23,7 +23,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     highest_class: int = INTERACTIVE
     """The highest-priority service class that the request can get, as a number: 0 is P0."""
     default_class: int = INTERACTIVE
-    """The service class of requests that do not name one."""
+    """The service class for requests that do not specify one."""
     context_tokens: int | None = None
     """Maximum total length of prompt and output, or None if only the model's limit applies."""
     default_max_tokens: int | None = None
@@ -35,7 +35,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     expires_at: float | None = None
     """When the key expires, in unix seconds."""
     suspended: bool = False
-    """Whether the tenant is suspended, so that all its requests are refused."""
+    """Whether the tenant is suspended. If so, all its requests are refused."""
 
 
 SHADOW_IDENTITY = Identity(tenant="(shadow)", highest_class=BACKGROUND, default_class=BACKGROUND)

@@ -38,12 +38,12 @@ class Arm(msgspec.Struct, frozen=True, array_like=True):
     """The arm's weight. The arm's share of the requests is this weight divided by the sum of all arms'
     weights."""
     target: str
-    """The target, as written by the operator. Callers are assigned to arms by this text, so callers keep
-    their arm even if the target's default version changes."""
+    """The target, as written by the operator. Arms are assigned to callers based on this text, so callers
+    keep their arm even if the target's default version changes."""
 
 
 class Shadow(msgspec.Struct, frozen=True, array_like=True):
-    """A model or version that gets copies of a share of the requests for a name."""
+    """A model or version that gets copies of some of the requests for a name."""
 
     unit: str
     share: float
@@ -61,8 +61,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """When the model's files were created, in unix seconds."""
     max_model_len: int = 0
     listed: bool = True
-    """Whether `GET /v1/models` lists the name, because the model can answer requests now or after it is
-    loaded on demand."""
+    """Whether `GET /v1/models` lists the name. True if the model can answer requests now or can be loaded on
+    demand."""
     fallback: str = ""
     """Name of the model that answers requests if this one cannot and the key allows a fallback."""
     shadow: Shadow | None = None
