@@ -41,7 +41,7 @@ class ChatTemplate:
         """Compile the templates.
 
         - `sources`: template texts by name. Empty for a model without templates.
-        - `special_tokens`: texts by the names that templates use (`bos_token`).
+        - `special_tokens`: the special tokens' texts, keyed by their names in templates, such as `bos_token`.
 
         Raises `ChatTemplateError` if a template does not compile.
         """

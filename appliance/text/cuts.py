@@ -51,8 +51,8 @@ cut, and the matches on one side of a cut do not depend on the text on the other
 """
 
 _MAX_NFC_SHRINKING = 4
-"""Upper bound on the factor by which NFC normalization can shorten UTF-8 text. The largest factor in Unicode
-14, found by searching it, is 3.5 (U+1FBE U+0308 U+0301 becomes U+0390)."""
+"""Upper bound on the factor by which NFC normalization can shorten UTF-8 text. According to a search of
+Unicode 14, the largest factor is 3.5 (U+1FBE U+0308 U+0301 becomes U+0390)."""
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:

@@ -30,7 +30,7 @@ class TooManyTokensError(ValueError):
     def __init__(self, index: int, tokens: int | None, encoded_tokens: int) -> None:
         super().__init__(f"text {index} has too many tokens")
         self.index = index
-        """Index of the text."""
+        """Index of the text with too many tokens."""
         self.tokens = tokens
         """Number of tokens in the text, or None if encoding stopped early."""
         self.encoded_tokens = encoded_tokens
@@ -69,7 +69,7 @@ class UncuttableTextError(ValueError):
                 f"texts are limited to {MAX_UNCUT_BYTES} bytes: shorten the text, or send token ids"
             )
         self.index = index
-        """Index of the text."""
+        """Index of the text that cannot be encoded."""
         self.encoded_tokens = encoded_tokens
         """Total number of tokens in the texts that were encoded before the error."""
 

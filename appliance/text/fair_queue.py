@@ -52,7 +52,7 @@ class TenantQueue(Generic[Item]):
 
     @property
     def tenants(self) -> Iterable[str]:
-        """Tenants with items, in turn order."""
+        """Tenants with items, in the order in which they take turns."""
         return self._waiting.keys()
 
     def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:
@@ -79,7 +79,8 @@ class TextMemory:
 
     @contextmanager
     def reserved(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes for the tenant while the context is active. Raises `TooMuchWorkError`."""
+        """Count `size` bytes for the tenant while the context is active. Raises `TooMuchWorkError` if the
+        tenant would exceed its share."""
         size += _MIN_BYTES
         used = self._used.get(tenant, 0)
         share = self._max_bytes // len(self._used.keys() | {tenant})
@@ -118,8 +119,8 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether all tenants with work are pausing, so that the next step is scheduled for the end of a
-        pause."""
+        """Whether all tenants with work are pausing. If so, the next step is scheduled for when the first
+        pause ends."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False

@@ -89,8 +89,8 @@ class Redactor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in parts that end at a line break, so that other threads can run in between. Only
-    private keys span several lines."""
+    """Yield the text in parts that end at a line break, so that other threads can run in between. No
+    secret other than a private key spans several lines."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)

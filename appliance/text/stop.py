@@ -41,7 +41,7 @@ class StopSet:
         self.match = [-1]
         """For each state, the index of the longest stop string that ends there, or -1."""
         self.fallback = [0]
-        """For each state, the state for the next shorter suffix of the text."""
+        """For each state, its failure link: the state that represents the next shorter suffix of the text."""
         for index, string in enumerate(self.strings):
             if not string:
                 raise StopStringsError(f"string {index} is empty; each string needs at least one character")

@@ -12,7 +12,7 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 def read_template_sources(folder: Path, replacement: str | None = None) -> dict[str, str]:
     """Return chat template texts by name: `default`, and additional templates such as `tool_use`. The result
-    is empty if there are none. Raises `TokenizerFilesError`.
+    is empty if there are none. Raises `TokenizerFilesError` if a file is invalid.
 
     If the file `replacement` is given, it replaces all templates in the folder. Otherwise, templates are read
     from `chat_template.jinja` and `additional_chat_templates/` or, if these do not exist, from

@@ -32,7 +32,7 @@ class Compile(msgspec.Struct, tag="compile", frozen=True):
     sources: dict[str, str]
     """Template texts by name."""
     special_tokens: dict[str, str]
-    """Texts by the names that templates use (`bos_token`)."""
+    """The special tokens' texts, keyed by their names in templates, such as `bos_token`."""
 
 
 class Render(msgspec.Struct, tag="render", frozen=True):

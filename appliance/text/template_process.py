@@ -78,7 +78,7 @@ class TemplateProcess:
         """Store the templates. The process is started later.
 
         - `sources`: template texts by name. Empty for a model without templates.
-        - `special_tokens`: texts by the names that templates use (`bos_token`).
+        - `special_tokens`: the special tokens' texts, keyed by their names in templates, such as `bos_token`.
         """
         self._compile = Compile(dict(sources), dict(special_tokens))
         self._max_render_s, self._max_compile_s = max_render_s, max_compile_s
@@ -97,7 +97,7 @@ class TemplateProcess:
         cls, folder: Path | str, special_tokens: Mapping[str, str], replacement: str | None = None
     ) -> TemplateProcess:
         """Read the templates from a model folder or, if given, from the file `replacement`. A folder may have
-        no templates. Raises `TokenizerFilesError`."""
+        no templates. Raises `TokenizerFilesError` if a file is invalid."""
         return cls(read_template_sources(Path(folder), replacement), special_tokens)
 
     @property
@@ -243,7 +243,7 @@ class _Child:
 
     async def ask(self, message: ToWorker, limit_s: float) -> str:
         """Send a message and return the text in the reply. If there is no reply within `limit_s` seconds, the
-        process is killed. Raises `ChatTemplateError`."""
+        process is killed. Raises `ChatTemplateError` in that case, and if the reply is an error."""
         self._compiles = isinstance(message, Compile)
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)

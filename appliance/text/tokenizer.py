@@ -41,8 +41,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-        """Create a tokenizer from `backend`, which must not be used elsewhere. Use `Tokenizer.load`
-        instead."""
+        """For internal use by `Tokenizer.load`. `backend` must not be used elsewhere."""
         self._backend = backend
         self._encoder = Encoder(backend)
         self._tokens = id_to_token(backend)
@@ -102,7 +101,8 @@ class Tokenizer:
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
     def encode_blocking(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode `text` in the calling thread and return its token ids. Raises `LoneSurrogateError`."""
+        """Encode `text` in the calling thread and return its token ids. Raises `LoneSurrogateError` if the
+        text contains a lone surrogate."""
         return run_steps(self.encode_steps([text], add_special_tokens))[0]
 
     def shield(self) -> Shield:

@@ -71,7 +71,8 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or {} if the file does not exist. Raises `TokenizerFilesError`."""
+    """Return the JSON object in `path`, or {} if the file does not exist. Raises `TokenizerFilesError` if the
+    file is invalid."""
     try:
         value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode())
     except FileNotFoundError:
@@ -85,7 +86,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids in `folder`. Files
-    may be missing. Raises `TokenizerFilesError`.
+    may be missing. Raises `TokenizerFilesError` if a file is invalid.
 
     Precedence is as in transformers: the special tokens map is used only if `tokenizer_config.json` has no
     `added_tokens_decoder`, and the ids in `config.json` only if `generation_config.json` has none.
@@ -128,7 +129,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 def _special_entries(config: Mapping[str, Any], path: Path) -> list[tuple[str, Any]]:
     """Return a (name, token) pair for each special token in a tokenizer config. Tokens in a list without
-    names get the name "". Raises `TokenizerFilesError`."""
+    names get the name "". Raises `TokenizerFilesError` if an entry is not a token."""
     entries = [(name, config[name]) for name in NAMED_SPECIAL_TOKENS if config.get(name) is not None]
     entries += [
         (name, value)
