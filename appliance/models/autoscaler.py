@@ -21,8 +21,8 @@ small load changes from removing a replica and adding it back."""
 _LATE_SHARE = 0.5
 """A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
-"""Late first tokens count only if the demand uses at least this share of each replica. At lower demand, they
-are caused by long prompts, and another replica would not help."""
+"""Late first tokens trigger scaling only if the demand uses at least this share of each replica. At lower
+demand, the cause is long prompts, and another replica would not help."""
 _AHEAD_S = 30.0
 """How far beyond a new replica's startup time the load is predicted, in seconds."""
 REFUSED_S = 60.0
@@ -37,8 +37,8 @@ class ScalingRules(NamedTuple):
     ttft_target_s: float
     """Target time to first token."""
     cooldown_s: float
-    """Time for a change to take effect. During this time, no replica is removed, and none is added because of
-    late requests."""
+    """Time allowed for a change to take effect. During this time, no replica is removed, and none is added
+    because of late requests."""
     idle_s: float
     """How long the load must have been low before a replica is removed."""
 
@@ -53,7 +53,7 @@ class ModelLoad(NamedTuple):
     demand: float
     """The number of replicas that the load would fully occupy."""
     wait_s: float
-    """The oldest request's waiting time or a new request's expected one, whichever is longer."""
+    """The oldest request's waiting time or a new request's expected waiting time, whichever is longer."""
     ttft_s: float | None
     """99th percentile of recent times to first token, or None if there were no requests."""
     load_s: float
@@ -75,14 +75,14 @@ class Autoscaler:
         self.expected = Demand(0.0, "")
         """The expected demand on which the latest decision was based."""
         self.refusal = ""
-        """Why no replica can be added, or an empty string. Cleared before the next attempt."""
+        """Why no replica can be added; empty if one can. Cleared before the next attempt."""
         self._changed_at = -math.inf
         self._refused_at = -math.inf
         self._needs: deque[tuple[float, float]] = deque()
-        """(time, expected demand) pairs from the last `idle_s` seconds. A demand is dropped once a later one
-        is at least as high."""
+        """(time, expected demand) pairs from the last `idle_s` seconds. A pair is dropped once a later pair
+        has an equal or higher demand."""
         self._since: float | None = None
-        """Time of the first observation."""
+        """Time of the first call to `decide`."""
 
     def refuse(self, now: float, reason: str) -> None:
         """Record that no additional replica can be started, and why."""
@@ -94,7 +94,7 @@ class Autoscaler:
 
     def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
         """Return the change that is due, or None. Call this once per second. After making the change, call
-        `changed`; if it is not possible, call `refuse`."""
+        `changed`; if the change is impossible, call `refuse`."""
         if now - self._refused_at >= REFUSED_S:
             self.refusal = ""
         self.forecast.add(now, load.demand)

@@ -110,7 +110,7 @@ class Bundles:
         return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
 
     def kept(self, unit: str) -> str:
-        """Return why the model always stays loaded, or an empty string."""
+        """Return why the model always stays loaded, or an empty string if it may be unloaded."""
         settings = self._manager.settings_of(unit)
         if settings is None:
             return ""
@@ -121,8 +121,8 @@ class Bundles:
         return f"{unit!r} is pinned" if pinned else ""
 
     def stays(self, unit: str) -> bool:
-        """True if the model must not be put to sleep or unloaded now, because it is already unloaded or
-        always stays loaded."""
+        """True if the model cannot be put to sleep or unloaded: it always stays loaded, or it is already
+        unloaded."""
         return self._manager.settings_of(unit) is None or bool(self.kept(unit))
 
     def is_leaving(self, unit: str) -> bool:
@@ -201,7 +201,7 @@ class Bundles:
         )
 
     def next_unit(self, wanted: Bundle) -> str:
-        """Return the bundle's next model to load or wake, or an empty string."""
+        """Return the bundle's next model to load or wake, or an empty string if there is none."""
         left = (
             unit for unit in wanted.units if self._manager.is_parked(unit) and not self.occupies_memory(unit)
         )

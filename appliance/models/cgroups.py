@@ -6,8 +6,8 @@ service then creates this tree below its cgroup:
     service/        the core, the fronts and replicas without limits
     replica-NAME/   the ranks of one replica
 
-All processes leave the service's own cgroup, because a cgroup must not contain processes if it passes
-controllers on to its children."""
+All processes leave the service's own cgroup, because cgroup v2 does not allow processes in a cgroup that
+enables controllers for its children."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS_REMEDY = (
 
 
 class ReplicaLimits(NamedTuple):
-    """One replica's limits, each for all ranks together."""
+    """One replica's limits. Each applies to all of its ranks combined."""
 
     cpus: float | None = None
     """CPU time per second, as a number of CPUs."""

@@ -7,15 +7,15 @@ from collections import deque
 from typing import NamedTuple
 
 _RECENT_S, _TREND_S = 10.0, 300.0
-"""Periods over which the current demand is averaged and the trend computed."""
+"""Periods, in seconds, for averaging the current demand and for computing the trend."""
 _MIN_TREND_S = 30.0
 """The trend is used only once demand has been recorded for this long."""
 _MAX_GROWTH = 2.0
 """The trend's prediction is capped at this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
-"""The prediction also considers yesterday's demand, from the current time of day until this long after the
-predicted time of day."""
+"""The prediction also considers yesterday's demand, from the current time of day until this many seconds
+after the time of day being predicted."""
 
 
 class Demand(NamedTuple):

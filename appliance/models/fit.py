@@ -47,7 +47,7 @@ class MachineMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted memory per rank of a replica, in bytes."""
+    """A replica's predicted memory use. Sizes are in bytes per rank."""
 
     model_type: str
     parameters: int
@@ -90,7 +90,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_num_seqs, self.kv_blocks // -(-tokens // BLOCK_TOKENS))
 
     def lengths(self) -> list[int]:
-        """Return the sequence lengths worth showing `sequences` for, in ascending order."""
+        """Return the lengths for which to show the number of concurrent sequences, in ascending order."""
         longest = min(self.max_model_len, self.kv_tokens)
         return [*(length for length in _LENGTHS if length < longest), longest] if longest else []
 
@@ -173,7 +173,7 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
 
 
 class MemoryShortage(NamedTuple):
-    """The memory that a model lacks to run alongside the running replicas."""
+    """How much more memory a model needs to run alongside the running replicas."""
 
     bytes: int = 0
     """Missing memory in bytes over all ranks; 0 if the model fits."""

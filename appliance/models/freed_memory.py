@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 _RETURNED_WITHIN_S = 10.0
 """How long the memory may take to be freed after the processes have exited or been killed."""
 _CHECKED_WITHIN_S = 15.0
-"""Time limit for the check itself. It is longer, because an NVML call may hang."""
+"""Time limit for the whole check, including NVML calls that may hang."""
 _POLL_S = 0.1
 
 GpuProcesses = Callable[[], Mapping[int, Collection[int]]]
@@ -50,8 +50,8 @@ def held_reason(
     kernel and calls NVML, so it must not run on the event loop.
 
     `pids` holds the process ids of the replica's ranks. Each rank leads a session that also contains the
-    processes it starts. In a container, NVML may list no processes or use the machine's process ids. In these
-    cases, only the processes are checked: the kernel frees a process's GPU memory when the process ends.
+    processes it starts. In a container, NVML may list no processes or use the host's process ids. Then only
+    the processes are checked: the kernel frees a process's GPU memory when the process ends.
     """
     deadline = time.monotonic() + within_s
     while problem := _held(pids, processes_on_gpus):
@@ -80,8 +80,8 @@ def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
 
 
 def _members(sessions: Collection[int]) -> dict[int, str]:
-    """Return the state of each process in these sessions, by process id. Zombies are included only if some of
-    their threads are still running; otherwise they hold no memory."""
+    """Return the state of each process in these sessions, by process id. Zombies are omitted unless some of
+    their threads are still running, because they hold no memory."""
     found = {}
     for entry in Path("/proc").iterdir() if sessions else ():
         if not entry.name.isdecimal():

@@ -55,8 +55,8 @@ def find_gpus() -> GpuReport:
 
 
 def gpu_processes() -> dict[int, set[int]]:
-    """Return the ids of the processes using each GPU's or MIG instance's memory, by its number. The result is
-    empty if NVML lists no processes."""
+    """For each GPU or MIG instance, by number, return the ids of the processes that use its memory. The
+    result is empty if NVML lists no processes."""
     import pynvml
 
     try:

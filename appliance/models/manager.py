@@ -49,8 +49,8 @@ from appliance.traffic.request_manager import RequestManager
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_LOADS = 2
-"""Failed starts after which a registered version counts as unloadable. A second attempt is worthwhile,
-because the first also fails if another process has not freed its memory yet."""
+"""Number of failed starts after which loading a registered version is considered to have failed. A second
+attempt is worthwhile, because the first also fails if another process has not freed its memory yet."""
 
 
 class ModelManager:
@@ -93,8 +93,8 @@ class ModelManager:
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
         self._grace_s: dict[str, float] = {}
-        """Grace period in seconds for the requests of models being unloaded, where it differs from the
-        settings."""
+        """Grace periods, in seconds, of models that are being unloaded, if they differ from the configured
+        one."""
         self._parked: dict[str, Parked] = {}
         self._returning: set[str] = set()
         """Models that were parked and are being loaded or woken."""
@@ -158,7 +158,7 @@ class ModelManager:
         self._scaling.check()
 
     def of(self, model: str) -> list[Replica]:
-        """Return the replicas of a model."""
+        """Return a model's replicas."""
         return [replica for replica in self.replicas if replica.model == model]
 
     def unusable(self, model: str) -> str:
@@ -170,7 +170,7 @@ class ModelManager:
         return replicas[0].failure if all(replica.bad_checkpoint for replica in replicas) else ""
 
     def required(self) -> list[str]:
-        """Return the models that must be ready for the service to be ready."""
+        """Return the models that must be ready before the service is ready."""
         return [name for name, model in self.models.items() if model.required]
 
     def is_declared(self, name: str) -> bool:
@@ -178,21 +178,21 @@ class ModelManager:
         return name in self._declared
 
     def fallback(self, unit: str) -> str:
-        """Return the name of this model's fallback, or an empty string."""
+        """Return the name of this model's fallback, or an empty string if it has none."""
         wanted = self._wanted.get(unit)
         return "" if wanted is None else wanted.fallback or ""
 
     def failure(self, unit: str) -> str:
-        """Return why no replica of the model can start, or an empty string."""
+        """Return why no replica of the model can start, or an empty string if one can."""
         replicas = self.of(unit)
         return replicas[0].failure if replicas and all(replica.failure for replica in replicas) else ""
 
     def remedy(self, unit: str) -> str:
-        """Return the remedy for the model's `failure`, or an empty string."""
+        """Return the remedy for the model's `failure`, or an empty string if there is none."""
         return next(filter(None, map(replica_remedy, self.of(unit))), "")
 
     def retry(self, unit: str) -> list[str]:
-        """Start the model's replicas that are waiting for their next start, and return their names."""
+        """Immediately start the model's replicas that are waiting to be restarted, and return their names."""
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
@@ -212,7 +212,7 @@ class ModelManager:
 
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
         """Serve these models with these settings from now on. Return a description of each change. `served`
-        must describe all new models. Models with unchanged settings are left alone, except that settings that
+        must describe all new models. Models with unchanged settings are left alone, but settings that
         previously failed to load are retried.
         """
         described = {model.name: model for model in served}
@@ -237,7 +237,7 @@ class ModelManager:
         return changes
 
     def _redescribe(self, name: str, wanted: ModelSettings, described: ServedModel | None) -> None:
-        """Apply those of a model's settings that do not require new replicas. `described` is the model's new
+        """Apply the model settings that can change without new replicas. `described` is the model's new
         description if a text setting has changed, otherwise None."""
         known = msgspec.structs.replace(self.models[name], required=wanted.required)
         if described is not None and described.folder == known.folder:
@@ -327,7 +327,7 @@ class ModelManager:
         return parked is not None and parked.asleep
 
     def is_parked(self, unit: str) -> bool:
-        """True if the model accepts requests although it has, or soon will have, no awake replicas."""
+        """True if the model accepts requests although it has no awake replicas or soon will have none."""
         return unit in self._parked
 
     def accepts_early(self, unit: str) -> bool:
@@ -375,7 +375,7 @@ class ModelManager:
 
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
         """Return how much memory is missing to run `count` more replicas with these settings alongside the
-        running replicas. By default, these are all the replicas that a load would start."""
+        running replicas. By default, `count` is the number of replicas that a load would start."""
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load the model
@@ -419,7 +419,7 @@ class ModelManager:
         }
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the model has its target number."""
+        """Start or stop replicas until the model has its target number of replicas."""
         if unit in self._wanted:
             self._changes.begin(unit)
 

@@ -2,10 +2,10 @@
 Checking one reads at most `_WHOLE_BYTES` of each file, unless its modification time has changed. Neither may
 be done on the event loop.
 
-For large files, only samples of the contents are compared. They reveal a replacement of the same size,
-because training changes every part of the weights. They do not reveal a change of a few bytes between the
-samples, but such a change updates the modification time. The whole file is read if only the modification time
-has changed, because copying or `touch` also updates it.
+For large files, only samples of the contents are compared. They reveal that a file has been replaced by
+another one of the same size, because training changes every part of the weights. They do not reveal a change
+of a few bytes between the samples, but such a change updates the modification time. The whole file is read if
+only the modification time has changed, because copying or `touch` also updates it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class ManifestError(Exception):
 
 
 def read_manifest(folder: str) -> tuple[ModelFile, ...]:
-    """Return the manifest of a folder's files, without hidden files and subfolders. Raises ManifestError."""
+    """Return the manifest of a folder's files, excluding hidden files and subfolders. Raises
+    ManifestError."""
     try:
         paths = _files(Path(folder))
         with ThreadPoolExecutor(_READERS) as pool:
@@ -48,7 +49,7 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
     """Check that the files in a folder still match the manifest. For large files, compare the size and
     samples, and also the SHA-256 if the modification time differs. Manifests created by older releases
-    contain no samples or modification times, so compare neither. Raises ManifestError."""
+    contain no samples or modification times, so neither is compared. Raises ManifestError."""
     known = {file.name: file for file in files}
     try:
         paths = {_name(path): path for path in _files(Path(folder))}

@@ -56,8 +56,8 @@ _RETRY_S = 30.0
 """How long requests for a model are refused after an on-demand load has failed. The first request after this
 time retries the load."""
 _FORGET_S = 600.0
-"""How long after its last request an unloaded on-demand version is removed from the fronts, so that its
-tokenizer does not occupy memory."""
+"""An unloaded on-demand version is removed from the fronts this many seconds after its last request, so that
+its tokenizer does not occupy memory."""
 
 
 class OnDemand:
@@ -373,7 +373,8 @@ class OnDemand:
 
     async def _free_memory(self, unit: str, settings: ModelSettings) -> None:
         """Unload idle models until `unit` fits into memory or no more models can be unloaded. If `unit` is
-        asleep and can be loaded on other GPUs but not woken on its own, unload it first."""
+        asleep and its GPUs cannot provide enough memory to wake it, but other GPUs can provide enough to load
+        it, unload it first."""
         wanted = Bundle((unit,), waiting_since=self._clock())
 
         async def next_towards(shortage: MemoryShortage, target: str) -> Step:

@@ -391,8 +391,8 @@ class ModelOperations:
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a loaded version, allow its requests `grace_s` seconds to finish, and
         release its memory. A version that is being woken is put to sleep afterwards. A version that is
-        already asleep or going to sleep for a different reason counts as put to sleep by this command. Raises
-        LoadError if the version is not loaded or stays awake."""
+        already asleep or going to sleep for a different reason is treated as if this command had put it to
+        sleep. Raises LoadError if the version is not loaded or stays awake."""
         unit = unit_name(record.model, record.version)
         if (waking := self._wakes.get(unit)) is not None:
             await asyncio.wait([waking])
@@ -435,7 +435,7 @@ class ModelOperations:
     async def wake(self, record: VersionRecord) -> None:
         """Restore a sleeping version's memory, and return when every front can send requests to it. A version
         that is going to sleep is kept awake. Raises MemoryShortageError if there is not enough memory, and
-        LoadError for other problems. Either way, the version then stays asleep."""
+        LoadError for other problems. If it raises, the version stays asleep."""
         unit = unit_name(record.model, record.version)
         if (sleeping := self._sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)

@@ -48,8 +48,8 @@ def check_model(
     """Check a model's folder and settings, stopping at the first problem, because later checks depend on
     earlier ones.
 
-    - `memory`: the memory of this machine. It is a problem if the model needs more than the machine's total
-      memory, and a warning if it needs more than is currently free.
+    - `memory`: this machine's memory. Needing more than the total memory is a problem; needing more than is
+      currently free is a warning.
     - `reader`: the user that runs the service.
     - `compile_text`: whether to load the tokenizer and compile the templates. This takes about a second for a
       large vocabulary, and must not be done on the event loop thread.
@@ -58,7 +58,7 @@ def check_model(
 
 
 def problem_of(findings: list[ModelFinding]) -> ModelFinding | None:
-    """Return the finding that is a problem, or None if the model can be served."""
+    """Return the first problem among the findings, or None if the model can be served."""
     return next((finding for finding in findings if finding.level == "problem"), None)
 
 

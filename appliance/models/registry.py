@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the models' problems as settings faults, each located at the model's folder setting."""
+    """Return the models' problems as settings faults. Each fault refers to the model's `folder` setting."""
     return [
         _fault(loaded, name, finding)
         for name, found in findings.items()
@@ -101,8 +101,9 @@ def describe_models(
 
 
 def describe(name: str, settings: ModelSettings) -> ServedModel:
-    """Describe a model to the fronts before any replica is ready. Values that are not in the model's
-    configuration are 0 until then. Raises OSError if the folder or the chat template cannot be read.
+    """Describe a model to the fronts before any replica is ready. Values that the model's configuration does
+    not contain are 0 until a replica is ready. Raises OSError if the folder or the chat template cannot be
+    read.
     """
     folder = Path(settings.folder)
     config = _config(folder / "config.json")

@@ -105,7 +105,7 @@ class Replica:
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.latest_report: Report | None = None
-        """The latest report since the latest start."""
+        """The latest report received since the latest start."""
         self.account: CreditAccount | None = None
         """The replica's credits while it is ready; None otherwise. Each start gets a new account."""
         self.retiring = False
@@ -427,7 +427,7 @@ class Replica:
 
     @property
     def deaths(self) -> int:
-        """Exits that currently count towards opening the circuit breaker."""
+        """Number of exits that currently count towards opening the circuit breaker."""
         return self._restarts.deaths(self._serving_s)
 
     @property

@@ -84,7 +84,7 @@ class ReplicaConnections:
         self._publish()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        # Look up the tenant first, because processing the report may end the request it names.
+        # Look up the tenant first, because processing the report may remove the request that it refers to.
         request_id = report.longest_step.request_id if report.longest_step is not None else ""
         request = self._requests.state.in_flight.get(request_id)
         self.stalls.add(replica.name, time.time(), report, request.tenant if request is not None else "")
@@ -115,7 +115,7 @@ class ReplicaConnections:
 
     def update(self, replica: Replica) -> None:
         """Start or stop dispatching requests to the replica, depending on `Replica.answers`. Call this
-        whenever that result may have changed."""
+        whenever that property may have changed."""
         if (account := replica.account) is None:
             return
         self._requests.retire_replica(account)  # so that the replica is not added twice

@@ -23,7 +23,7 @@ class ReplicaSleep:
         self.sleeps = self.wakes = 0
         """How often the replica has gone to sleep and been woken."""
         self.wake_s = 0.0
-        """Total time that waking has taken, in seconds."""
+        """Total time spent waking the replica, in seconds."""
         self._latest = MemoryChanged(False)
         self._since = 0.0
         self._pending: asyncio.Future[MemoryChanged] | None = None

@@ -5,10 +5,10 @@ Models waiting for memory are loaded in the order in which their oldest requests
 for the first waiting model, other models are evicted: first idle models, starting with the least recently
 used, then sleeping models, then models with requests. An evicted model is put to sleep or unloaded; a model
 that is already asleep is unloaded. A model stays in memory for at least `min_residence_s` after it began to
-load or wake, unless the first waiting model has already waited `DRAIN_S` longer than that. It always stays
-for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the first waiting model
-has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to finish; any that have
-not finished by then continue when their model is reloaded.
+load or wake, unless the first waiting model has already waited for `min_residence_s` plus `DRAIN_S`. It
+always stays for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the first
+waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to finish;
+any that have not finished by then continue when their model is reloaded.
 
 If two models compete for memory that can hold only one, they are swapped at most once every
 `min_residence_s`. A request waits for at most `min_residence_s` (or the load time plus `MIN_SERVICE_S`, if
@@ -47,8 +47,8 @@ class Bundle(NamedTuple):
     """Whether requests for the bundle's models are running or waiting."""
     waiting_since: float | None = None
     """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later.
-    None if no request is waiting. If the unloading did not count, a model with a long queue would be reloaded
-    immediately after its eviction."""
+    None if no request is waiting. If the time of unloading were ignored, a model with a long queue would be
+    reloaded immediately after its eviction."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
@@ -106,8 +106,8 @@ class Residency(NamedTuple):
     loads: int
     """How often the model was loaded or woken on demand."""
     evictions: Mapping[EvictionReason, int]
-    """How often the model was automatically unloaded or put to sleep, by reason. Unloading a sleeping model
-    does not count again."""
+    """How often the model was automatically unloaded or put to sleep, by reason. Unloading a model that is
+    already asleep is not counted."""
 
 
 EvictionReason = Literal["memory", "group", "idle"]

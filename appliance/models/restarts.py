@@ -65,7 +65,7 @@ class Restarts:
         self._served_s = 0.0
         """Total service time of all earlier incarnations, in seconds."""
         self._deaths: list[float] = []
-        """`_served_s` at each unexpected exit."""
+        """The value of `_served_s` at each unexpected exit."""
         self._open = False
 
     def reset(self) -> None:

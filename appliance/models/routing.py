@@ -21,7 +21,7 @@ def unit_name(model: str, version: int) -> str:
 
 
 def split_target(target: str) -> tuple[str, int | None]:
-    """Split NAME@VERSION into name and version. The version is None if missing."""
+    """Split NAME@VERSION into name and version. The version is None if `target` contains none."""
     name, at, version = target.rpartition("@")
     if at and name and version.isascii() and version.isdecimal() and len(version) < 10:
         return name, int(version)
@@ -79,7 +79,7 @@ class Routing:
         return {*filter(self._models.is_declared, self._models.models), *registry.models, *registry.aliases}
 
     def unit_of(self, name: str) -> str:
-        """Return the model or version that answers requests for the name, or an empty string."""
+        """Return the model or version that answers requests for the name, or an empty string if none does."""
         return next((route.unit for route in self.routes() if route.name == name), "")
 
     def target_of(self, name: str) -> tuple[str, int] | None:
@@ -139,8 +139,8 @@ class Routing:
         )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
-        """Return the route of a name whose requests are split between several targets, without unloaded and
-        failed ones."""
+        """Return the route of a name whose requests are split between several targets. Targets that are
+        unloaded or have failed are left out."""
         arms = [
             Arm(unit, weight, target)
             for target, weight in split.weights.items()

@@ -32,10 +32,10 @@ class ScaledModels(Protocol):
         """Return the settings of all models, except those whose replicas are currently being changed."""
 
     def of(self, model: str) -> list[Replica]:
-        """Return the replicas of a model."""
+        """Return a model's replicas."""
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the model has its target number of replicas."""
+        """Start or stop replicas until the model has its target number of replicas."""
 
     async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return why `count` more replicas do not fit into memory, or an empty string if they do."""

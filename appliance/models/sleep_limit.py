@@ -1,4 +1,4 @@
-"""Limits the host memory occupied by the weights of automatically sleeping models."""
+"""Limits the host memory occupied by the weights of models that were put to sleep automatically."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SleepLimit:
         self._bundles = bundles
 
     async def may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
-        """True if a model that must release its memory should be put to sleep rather than unloaded. May
-        unload other automatically sleeping models to stay within the limit (`unload_down_to`). It does so
-        before it is known whether the model's replicas can sleep, because the limit must never be exceeded.
-        `wanted` holds the models that need the memory.
+        """True if a model that must release its memory should be put to sleep rather than unloaded. To stay
+        within the limit, this method may unload other models that were put to sleep automatically
+        (`unload_down_to`). They are unloaded before it is known whether the model's replicas can sleep,
+        because the limit must never be exceeded. `wanted` holds the models that need the memory.
         """
         replicas = self._manager.of(unit)
         if not self._bundles.occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
@@ -40,16 +40,16 @@ class SleepLimit:
         return sum(self._manager.parked_host_bytes().values()) <= capacity
 
     async def unload_down_to(self, limit_bytes: int, wanted: tuple[str, ...] = ()) -> None:
-        """Unload automatically sleeping models, least recently used first, until the weights of the rest fit
-        into `limit_bytes`. Models that will soon be woken (those in `wanted` and those with waiting requests)
-        are never unloaded, even if the weights do not fit."""
+        """Unload models that were put to sleep automatically, least recently used first, until the weights of
+        the rest fit into `limit_bytes`. Models that will soon be woken (those in `wanted` and those with
+        waiting requests) are never unloaded, even if the weights do not fit."""
         while sum(self._manager.parked_host_bytes().values()) > limit_bytes:
             if not (unused := self._unused(wanted)):
                 return
             await self._unload(min(unused, key=lambda one: self._bundles.times(one).used_at))
 
     def limit_bytes(self) -> int:
-        """Return the host memory limit for the weights of automatically sleeping models:
+        """Return the host memory limit for the weights of models that were put to sleep automatically:
         `on_demand.sleeping_memory_gb` minus the memory of models put to sleep by a command."""
         parked = self._manager.parked_host_bytes()
         others = [replica for replica in self._manager.replicas if replica.model not in parked]
@@ -62,7 +62,7 @@ class SleepLimit:
         await wait_until(lambda: not self._bundles.is_leaving(unit), None)
 
     def _unused(self, wanted: tuple[str, ...]) -> list[str]:
-        """Return the automatically sleeping models that may be unloaded."""
+        """Return the models that were put to sleep automatically and may be unloaded."""
         return [
             unit
             for unit in self._manager.parked_host_bytes()

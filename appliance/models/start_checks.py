@@ -8,8 +8,8 @@ from appliance.models.manifest import find_problem
 from appliance.settings import ModelSettings
 
 Preflight = Callable[[str, ModelSettings], str]
-"""Checks a model's files, given its name and settings. Returns the problem, or an empty string. Called in a
-thread."""
+"""Checks a model's files, given its name and settings. Returns the problem, or an empty string if there is
+none. Called in a thread."""
 FilesCheck = Callable[[str], str]
 """Returns how a version's files differ from its manifest, or an empty string if they match. Models in the
 settings have no manifest, so the result is empty for them. Called in a thread."""

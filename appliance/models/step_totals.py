@@ -1,4 +1,4 @@
-"""Totals of a replica's steps."""
+"""Running totals for each kind of step that a replica runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepTotal:
 
 
 class StepTotals:
-    """Totals for decode steps and for steps that compute prompts."""
+    """Separate totals for decode steps and for steps that compute prompts."""
 
     def __init__(self) -> None:
         self.decode, self.mixed = StepTotal(), StepTotal()

@@ -69,8 +69,8 @@ class Topology(NamedTuple):
     nodes: tuple[int, ...] = ()
     """NUMA node of each GPU, or -1 if unknown. Empty if no node is known."""
     instances: frozenset[int] = frozenset()
-    """Numbers of the MIG instances. They can run only single-rank replicas, because a process can use only
-    one MIG instance."""
+    """GPU numbers of the MIG instances. They can run only single-rank replicas, because a process can use
+    only one MIG instance."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
         """Return the links between these GPUs, one for each linked pair."""
@@ -79,8 +79,8 @@ class Topology(NamedTuple):
 
 NO_TOPOLOGY = Topology([], {})
 _SIMILAR_FREE = 0.9
-"""Two GPUs' free memory counts as equal if the smaller amount is at least this fraction of the larger one,
-because idle GPUs' free memory varies."""
+"""Two GPUs are treated as having equal free memory if the smaller amount is at least this fraction of the
+larger one, because the free memory of idle GPUs varies slightly."""
 
 
 def choose_gpus(
@@ -89,7 +89,7 @@ def choose_gpus(
     """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if there are fewer GPUs.
 
     `replicas` holds the number of replicas per GPU, and `free` the free memory per GPU in bytes (empty if
-    unknown). GPUs that offer less than 90% of the other GPUs' free memory are excluded. Of the rest, those
+    unknown). GPUs with less than 90% of the best available GPUs' free memory are excluded. Of the rest, those
     with the fewest replicas are chosen. Ties are broken, in this order, by the cost of the slowest link, the
     total cost of the links, the number of NVLinks, and the GPU numbers.
     """
@@ -115,7 +115,7 @@ def choose_gpus(
 
 def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
     """Describe the links between these GPUs. If the links differ, include the number of GPU pairs for each
-    kind. Empty for a single GPU."""
+    kind of link. Empty for a single GPU."""
     texts = [link.text for link in sorted(topology.between(gpus), key=lambda link: link._cost)]
     kinds = list(dict.fromkeys(texts))
     if len(kinds) <= 1:

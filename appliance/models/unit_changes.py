@@ -35,7 +35,7 @@ class ChangedUnits(Protocol):
         """Time limit in seconds for checking a model's files."""
 
     def of(self, model: str) -> list[Replica]:
-        """Return the replicas of a model."""
+        """Return a model's replicas."""
 
     def settings_of(self, unit: str) -> ModelSettings | None:
         """Return the settings that the model's replicas should have, or None if the model is to be

@@ -22,7 +22,7 @@ from store.models import VersionRecord
 log = logging.getLogger(__name__)
 
 Commit = Callable[[], Any]
-"""Stores a change of default version. Returns an awaitable."""
+"""Stores the new default version. Returns an awaitable."""
 
 
 class VersionSwaps:
