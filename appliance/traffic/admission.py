@@ -135,8 +135,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the request's maximum use in its tenant's and key's quotas. Return a refusal if a quota has too
-    little left."""
+    """Reserve the request's maximum use in its tenant's and key's quotas. Return a refusal if any quota would
+    be exceeded."""
     first = request.first
     held = quotas.reserve(
         request.tenant,

@@ -55,7 +55,7 @@ class AdmissionPauses:
         return self._held.pop(request.request_id, None) is not None
 
     def held(self, model: str | None = None) -> list[Request]:
-        """Return the requests held for `model` (None: for all models), in order of arrival."""
+        """Return the requests held for `model`, or for all models if it is None, in order of arrival."""
         return [request for request in self._held.values() if model in (None, request.unit)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:

@@ -1,5 +1,5 @@
-"""Token buckets, which track how much of a rate limit is left. Buckets have no clock: callers pass the time
-in seconds."""
+"""Token buckets, which track how much of each rate limit remains. Buckets have no clock: callers pass the
+time in seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from bisect import bisect_left, bisect_right
 from store.policies import RATE_LIMITS, Quota
 
 _PERIODS_S = {"min": 60.0, "day": 86400.0}
-"""A limit's period in seconds, by the time in its unit, such as "min" in "tokens/min"."""
+"""Length of a limit's period in seconds. Keys are the time units in limit units, such as "min" in
+"tokens/min"."""
 
 
 class Rate:
@@ -39,10 +40,10 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
 class Bucket:
     """One rate limit of a tenant or key. The bucket refills continuously up to its capacity.
 
-    A request takes the most it can use, and later returns the unused amount. If the bucket has been full in
-    between, less is returned, so that the level is never higher than if the unused amount had not been taken.
-    In any period, requests therefore use at most the capacity plus that period's refill, no matter how much
-    they reserve.
+    A request takes the maximum amount that it may use, and later returns the unused part. If the bucket has
+    been full in between, less is returned, so that the level is never higher than if the unused part had not
+    been taken. In any period, requests therefore use at most the capacity plus that period's refill, no
+    matter how much they reserve.
 
     `level` is negative only after a crash, if requests had used more than was recorded.
     """
@@ -65,7 +66,7 @@ class Bucket:
 
     @property
     def settled(self) -> float:
-        """The level if requests in flight held nothing."""
+        """The level there would be if no in-flight request held anything."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
@@ -83,7 +84,8 @@ class Bucket:
         self.level = min(self.level, rate.capacity)
 
     def take(self, amount: float) -> int:
-        """Take this amount for a request, and return the take's serial number. Call `refill` first."""
+        """Take this amount for a request, and return the serial number to pass to `settle`. Call `refill`
+        first."""
         number = self._peaks.take(self.level)
         self.level -= amount
         self.held += amount
@@ -109,8 +111,8 @@ class Bucket:
 
 
 class Peaks:
-    """A bucket's highest level since each unsettled take. A *take* is an amount taken for a request. The
-    level falls only on takes, so peaks occur just before them. A peak is kept until the level reaches it
+    """A bucket's highest level since each unsettled take. A *take* is an amount taken for a request. Only
+    takes lower the level, so each peak occurs just before a take. A peak is kept until the level reaches it
     again, and at most one peak is kept per unsettled take.
     """
 

@@ -74,7 +74,7 @@ class CreditAccount:
 
     @property
     def available_slots(self) -> int:
-        """Slots not occupied by dispatched, unfinished sequences."""
+        """Slots not occupied by sequences that were dispatched and have not finished."""
         return self.slots - sum(self._spent_seqs) + sum(self._returned_seqs)
 
     @property
@@ -104,8 +104,8 @@ class CreditAccount:
         return self._availability(share).free_levels
 
     def slot_levels(self, share: float) -> int:
-        """Return the levels that have a free slot, or would after preempting lower-priority sequences, as a
-        bit mask like `free_levels`."""
+        """Return the levels that have a free slot or would have one after preempting lower-priority
+        sequences, as a bit mask like `free_levels`."""
         return self._availability(share).slot_levels
 
     def open_levels(self, share: float) -> int:

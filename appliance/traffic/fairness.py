@@ -76,7 +76,7 @@ class QueuedTokens:
 
 
 class _Reach(NamedTuple):
-    """The urgencies at which a tenant's request can be served next."""
+    """The urgency of a tenant's first request, and of its requests that may overtake others."""
 
     first: int
     """Urgency of the tenant's first request."""
@@ -89,7 +89,7 @@ _NO_REACH = _Reach(0, 0)
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[Item]):
-    """One tenant's waiting requests in this class."""
+    """One tenant's waiting requests of one service class."""
 
     tenant: str
     weight: float
@@ -100,7 +100,7 @@ class _Line(Generic[Item]):
     parked: dict[str, Timeline[Ticket[Item]]] = field(default_factory=dict)
     held: bool = False
     entry: int = 0
-    """Serial number of the tenant's valid heap entry, or 0."""
+    """Serial number of the tenant's valid heap entry, or 0 if it has none."""
     reach: _Reach = _NO_REACH
     """The tenant's `_Reach` when the valid heap entry was added."""
     urgent: dict[int, Timeline[Ticket[Item]]] = field(default_factory=dict)
@@ -136,18 +136,19 @@ class FairQueue(Generic[Item]):
 
     A tenant is *light* while it has few running sequences. A light tenant's requests are *urgent* unless they
     have many samples. A tenant is *held* while it is at its running-request limit. A request is *parked*
-    while its key is at its limit. Held tenants and parked requests are not in the order.
+    while its key is at its limit. The *serving order* excludes held tenants and parked requests.
     """
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
         """Totals of requests that are neither held nor parked."""
         self.weight = 0.0
-        """Total weight of the tenants in the order."""
+        """Total weight of the tenants in the serving order."""
         self.tenants = 0
-        """Number of tenants in the order."""
+        """Number of tenants in the serving order."""
         self.floor = 0.0
-        """The waiting tenants' lowest virtual token counter when a request was last served."""
+        """The lowest virtual token counter among the waiting tenants at the time a request was last
+        served."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by the
@@ -185,10 +186,10 @@ class FairQueue(Generic[Item]):
         """Return the next request with at least this urgency.
 
         An urgent request may overtake earlier, less urgent requests of its own tenant, and tenants with a
-        lower counter. It may overtake only while few of its tenant's requests are at least as urgent. It may
-        overtake other tenants only if its own tenant has received no more than its fair share plus one step's
-        tokens. If `only_reserved` is set, the fair share is ignored, because the only free slots are reserved
-        ones, which non-urgent requests cannot use.
+        lower counter. It may overtake only while only a few of its tenant's requests are at least as urgent.
+        It may overtake other tenants only if its own tenant has received no more than its fair share plus one
+        step's tokens. If `only_reserved` is set, the fair share is ignored, because the only free slots are
+        reserved ones, which non-urgent requests cannot use.
         """
         least, line = _first(self._orders[0]), _first(self._orders[urgency])
         if least is None or (line is not None and line.counter <= least.counter):
@@ -207,7 +208,7 @@ class FairQueue(Generic[Item]):
         return found
 
     def urgency(self, ticket: Ticket[Item]) -> int:
-        """Return a waiting request's urgency, for `Submit.urgency`."""
+        """Return a waiting request's urgency, as sent in `Submit.urgency`."""
         return self._urgency_if_light(ticket) if self._lines[ticket.tenant].light else 0
 
     def _urgency_if_light(self, ticket: Ticket[Item]) -> int:
@@ -227,7 +228,7 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Remove a starting request from the queue, and charge its tenant for the prompt."""
+        """Remove a request that is starting from the queue, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         # If the request is urgent, it may have overtaken the tenant with the lowest counter.
         least = _first(self._orders[0])
@@ -259,7 +260,7 @@ class FairQueue(Generic[Item]):
         self._reorder(line)
 
     def hold(self, tenant: str) -> None:
-        """Remove a tenant's requests from the order."""
+        """Remove a tenant's requests from the serving order."""
         line = self._lines[tenant]
         if not line.held:
             line.held = True
@@ -271,15 +272,15 @@ class FairQueue(Generic[Item]):
         return line is not None and line.held
 
     def release(self, tenant: str) -> None:
-        """Put a held tenant's requests back into the order. The tenant is not compensated for the time it was
-        held."""
+        """Put a held tenant's requests back into the serving order. The tenant is not compensated for the
+        time it was held."""
         line = self._lines.get(tenant)
         if line is not None and line.held:
             line.held = False
             self._join(line)
 
     def park(self, ticket: Ticket[Item]) -> None:
-        """Remove a request from the order until its key's requests are unparked."""
+        """Remove a request from the serving order until its key's requests are unparked."""
         line = self._lines[ticket.tenant]
         self._extract(line, ticket)
         ticket.parked = True
@@ -287,8 +288,8 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Put a key's first parked requests back into the order: at most `most`, or all of them if `most` is
-        None."""
+        """Put a key's parked requests back into the serving order: the first `most`, or all of them if `most`
+        is None."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):
             parked = line.parked[key_id]
@@ -321,7 +322,7 @@ class FairQueue(Generic[Item]):
             return own
         joins = line is None or not line.entry
         shares = (self.weight + (weight if joins else 0.0)) / weight
-        # Waiting tenants' counters differ by about one request at most.
+        # Waiting tenants' counters differ by no more than about one request.
         others = (self.tenants if joins else self.tenants - 1) / total.tickets
         return (
             min(total.prompt_tokens, own[0] * shares + others * total.prompt_tokens),

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from appliance.traffic.credits import CreditAccount
 
 _BUSY_SHARE = 0.95
-"""Fraction of slots that are busy while requests wait. Below 1 because a free slot is filled only one or two
-steps later."""
+"""Fraction of slots that are busy while requests wait. It is below 1 because a free slot is filled only one
+or two steps later."""
 
 
 class Forecast:

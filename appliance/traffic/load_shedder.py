@@ -20,7 +20,7 @@ _DONE = (
     "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""Highest load-shedding step for each overloaded class, P0 first."""
+"""Highest load-shedding step for an overload of class P0, P1 and P2, in this order."""
 _RELIEVED = 0.5
 """An overload ends when all waiting times are below this fraction of their overload limits."""
 
@@ -34,11 +34,11 @@ class LoadShedder:
         self._reason = ""
         self._direction = 0
         self._since = 0.0
-        """When an overload last began or ended, or the step last changed."""
+        """When an overload last began or ended or the step last changed, whichever is latest."""
 
     @property
     def reason(self) -> str:
-        """The cause of the overload, and which requests are being refused. Empty without overload."""
+        """The cause of the overload, and which requests are being refused. Empty if there is no overload."""
         return f"{self._reason}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:

@@ -29,8 +29,8 @@ _LIGHT_PART, _MIN_LIGHT_SLOTS = 32, 2
 slots divided by `_LIGHT_PART`. The maximum number of samples for an urgent request is computed in the same
 way."""
 _NEARLY_EQUAL_PART = 8
-"""Two replicas have nearly the same number of free slots if the difference is at most a replica's slot count
-divided by this."""
+"""Two replicas are treated as having the same number of free slots if the difference is at most a replica's
+slot count divided by this number."""
 _MAX_PROMISED = 0.8
 """Maximum share of the service promised to requests with deadlines. The rest is left for later arrivals."""
 _UNKNOWN_RUN_S = 1.0
@@ -44,7 +44,7 @@ def most_kv_tokens(admit: Admit) -> int:
 
 
 class Turn(NamedTuple):
-    """The next request, the replica that will run it, and its level there."""
+    """The next request, the replica that will run it, and the service level at which it will run."""
 
     request: Request
     account: CreditAccount
@@ -155,7 +155,7 @@ class ModelTraffic:
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
         """Update the queue order after a change to a tenant's weight, limits or usage. Put the tenant's
-        requests and at most `most` of the key's parked requests back into the order."""
+        requests and at most `most` of the key's parked requests back into the serving order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
@@ -174,7 +174,7 @@ class ModelTraffic:
         return self._levels(CreditAccount.free_levels)
 
     def _slot_levels(self) -> int:
-        """Return the levels for which any replica has a slot, or would after preempting sequences."""
+        """Return the levels for which any replica has a slot or would have one after preempting sequences."""
         return self._levels(CreditAccount.slot_levels)
 
     def _levels(self, of_account: Callable[[CreditAccount, float], int]) -> int:
@@ -422,8 +422,8 @@ class ModelTraffic:
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return each class's predicted waiting time at the end of the queue, in seconds, or None if
-        unknown."""
+        """Return the predicted waiting time, in seconds, of a request that joins the end of each class's
+        queue, or None if unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -434,7 +434,8 @@ class ModelTraffic:
         return waits_s
 
     def run_s(self, request: Request, output_tokens: float) -> float:
-        """Return a request's predicted run time in seconds, with `output_tokens` output tokens per sample."""
+        """Return a request's predicted run time in seconds if it generates `output_tokens` tokens per
+        sample."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_slots = waiting / max(1, self.forecast.replicas)
         # Near full load, slots that are currently free will soon be occupied.

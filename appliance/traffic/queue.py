@@ -43,16 +43,17 @@ class RequestQueue(Generic[Item]):
         self.classes: list[FairQueue[Item]] = [FairQueue() for _ in range(CLASSES)]
         self.promises: Promises[Ticket[Item]] = Promises()
         self.promised_requests = 0
-        """Number of requests in `promises`, by class."""
+        """Number of requests with a promised start."""
         self.promised_prompt_tokens = 0
-        """Prompt tokens of the requests in `promises`, by class."""
+        """Total number of prompt tokens in requests with a promised start."""
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """Each class's requests in order of arrival. A request that has left the queue is removed once all
-        earlier ones have been."""
+        """Each class's requests in order of arrival. A request that has left the queue is removed from here
+        once all earlier requests have been removed."""
         self._owed = [0.0] * CLASSES
-        """Amount of service that each late class may still receive ahead of higher-priority classes."""
+        """Amount of service that each class with late requests may still receive before higher-priority
+        classes are served."""
 
     def __len__(self) -> int:
         return self._length
@@ -136,7 +137,7 @@ class RequestQueue(Generic[Item]):
         return found is not None and found.ticket is ticket
 
     def take(self, ticket: Ticket[Item], now: float) -> None:
-        """Remove a starting request, and update the reserved shares of late classes."""
+        """Remove a request that is starting, and update the reserved shares of classes with late requests."""
         number = ticket.request_class
         self.classes[number].take(ticket)
         self._forget(ticket)

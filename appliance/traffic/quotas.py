@@ -4,7 +4,7 @@
        └──► Shortage: nothing was taken
 
 Each request reserves one request and its maximum number of tokens (prompt and answer) in every bucket of its
-tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests therefore never
+tenant and key. If any bucket contains too little, nothing is reserved. Concurrent requests therefore never
 jointly exceed a limit. The unused amount is returned when the request is settled. A request that is retried
 on another replica keeps its reservation.
 
@@ -82,7 +82,8 @@ class Reservation:
         self.max_tokens = max_tokens
         """Limit on generated tokens, summed over all samples."""
         self.taken = taken
-        """The buckets, each with the serial number of the take."""
+        """The buckets from which the amount was taken, each with the serial number returned by
+        `Bucket.take`."""
 
 
 class Shortage:
@@ -191,10 +192,10 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Reserve a request's maximum use. If a bucket has too little left, reserve nothing and return the
-        shortage. `max_tokens` limits the output tokens of all samples together. `may_lower` means that the
-        client set no limit, so `max_tokens` may be lowered to the tokens that are left, by the same amount
-        for each sample.
+        """Reserve a request's maximum use. If any bucket contains too little, reserve nothing and return the
+        shortage. `max_tokens` limits the output tokens of all samples together. If `may_lower` is set, the
+        client set no limit, so `max_tokens` may be lowered to the number of tokens remaining, by the same
+        amount for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -357,7 +358,7 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """Return `max_tokens`, capped at what is left of the scarcest token limit."""
+    """Return `max_tokens`, capped at the smallest number of tokens remaining under any token limit."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens

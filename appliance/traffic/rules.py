@@ -31,14 +31,14 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     """A request is late once it has waited for this multiple of its class's target waiting time. A class with
     late requests gets a guaranteed share of the service (`lifted_share`)."""
     lifted_share: _Part = 0.1
-    """Fraction of the service that each class with late requests receives before higher-priority classes are
-    served."""
+    """Minimum share of the service guaranteed to each class with late requests, before higher-priority
+    classes are served."""
     background_share: _Part = 0.02
-    """Fraction of the service that P3 receives before higher-priority classes are served, as long as P3
-    requests are waiting."""
+    """Minimum share of the service guaranteed to P3 while P3 requests are waiting, before higher-priority
+    classes are served."""
     reserved_slots: _Part = 0.03
-    """Fraction of a replica's sequence slots that is reserved for P0 requests, and for P1 requests of tenants
-    with few running sequences, while more than one tenant sends requests."""
+    """Fraction of a replica's sequence slots reserved for P0 requests and for P1 requests of tenants with few
+    running sequences. Slots are reserved only while more than one tenant is sending requests."""
     overload: _Factor = 10.0
     """Overload begins when a class's expected waiting time exceeds this multiple of its target."""
     overload_s: _Seconds = 5.0

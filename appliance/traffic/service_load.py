@@ -12,8 +12,8 @@ from store.policies import CLASSES
 
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
-"""Maximum outstanding service of started requests, in seconds, to count in later ticks. It is capped because
-predicted output lengths are often too high."""
+"""Maximum outstanding service of started requests, in seconds, that is carried over to the next tick. It is
+capped because predicted output lengths are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Offered load, as a fraction of capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to stay
@@ -65,7 +65,7 @@ class ServiceLoad:
         self._ticked_at = now
 
     def share_left(self, request_class: int, total: float = 1.0) -> float:
-        """Return the part of `total` that higher-priority classes leave to this class."""
+        """Return the part of `total` that higher-priority classes leave for this class."""
         return max(_MIN_SHARE, total - sum(self._busy[:request_class]))
 
     @property
@@ -83,7 +83,7 @@ class StartedTokens:
         self.output_tokens = 0.0
 
     def add(self, admit: Admit, expected_tokens: float) -> None:
-        """Count a starting request and its expected number of output tokens."""
+        """Count a request that is starting, and its expected number of output tokens."""
         per_seq = (admit.prompt_tokens + expected_tokens) / max(1, admit.num_seqs)
         known = self.tokens_per_seq or per_seq
         self.tokens_per_seq = known + _OF_THE_NEW * (per_seq - known)
@@ -112,8 +112,8 @@ class StartedTokens:
     def _prompt_tokens_after(self, promised_requests: int, promised_prompt_tokens: int) -> float:
         """Return the mean prompt length once all requests with a promised start have started. They start
         before other waiting requests, so a few of them with long prompts can lengthen steps even if most
-        waiting requests have short prompts. The number of output tokens stays the same: requests with short
-        answers are promised a start more often, but requests with longer answers run at the same time.
+        waiting requests have short prompts. The mean output length is assumed not to change: requests with
+        short answers are promised a start more often, but requests with longer answers run at the same time.
         """
         keep = (1.0 - _OF_THE_NEW) ** promised_requests
         each = promised_prompt_tokens / max(1, promised_requests)

@@ -36,9 +36,9 @@ class ShadowSums:
     originals: MeasureSum = field(default_factory=MeasureSum)
     copies: MeasureSum = field(default_factory=MeasureSum)
     greedy: int = 0
-    """Compared requests with greedy sampling and identical prompt tokens for both models."""
+    """Number of compared requests with greedy sampling and the same prompt tokens for both models."""
     greedy_tokens: int = 0
-    """Answer tokens of the requests counted in `greedy`, using the longer of the two answers."""
+    """Answer tokens of the requests counted in `greedy`, taking the longer of each request's two answers."""
     equal_tokens: int = 0
     """Tokens before the two answers first differ, summed over the requests counted in `greedy`."""
 

@@ -24,7 +24,7 @@ class ModelStats(NamedTuple):
     """Requests that have lost their replica and are waiting to continue."""
     running: int
     overload_step: int
-    """The current load-shedding step; 0 without overload."""
+    """The current load-shedding step; 0 if there is no overload."""
 
 
 class TenantStats(NamedTuple):
@@ -61,7 +61,8 @@ def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return each class's status, combined over all models. Its waiting time is that of the slowest model."""
+    """Return each class's status, combined over all models. The waiting time is the longest of any
+    model's."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []

@@ -3,7 +3,7 @@ are in seconds on one clock.
 
 `Timeline` holds one tenant's requests in plain lists. Each operation is at most linear in the queue length,
 and the loops run in C. Most new requests are due after nearly all waiting requests, so the totals before a
-new request are the totals of all requests minus a few items.
+new request are computed by subtracting a few items from the totals of all requests.
 
 `Promises` holds a model's requests with a promised start. It must sum over the requests after a given time,
 so it divides them into blocks and stores a summary of each. The cost of an operation grows with about the
@@ -30,7 +30,7 @@ _Promise = tuple[Any, ...]
 
 
 class Timeline(Generic[Item]):
-    """Items in time order, each with its numbers of prompt and output tokens."""
+    """Items in time order, each with its prompt and output token counts."""
 
     __slots__ = ("_items", "_keys", "_outputs", "_prompts", "_total_output", "_total_prompt")
 
@@ -84,9 +84,9 @@ class Timeline(Generic[Item]):
 
 
 class Promises(Generic[Item]):
-    """Items that must each begin by a given time, with a check that all of them can. Items are served one at
-    a time, earliest first, and each takes a given number of seconds of work. An item begins in time if all
-    preceding work is completed by its own time. This check is the processor demand test of
+    """Items that must each begin by a given time. The class also checks whether all of them can. Items are
+    served one at a time, earliest first, and each takes a given number of seconds of work. An item begins in
+    time if all preceding work is completed by its own time. This check is the processor demand test of
     earliest-deadline-first scheduling (Baruah et al. 1990).
     """
 
@@ -141,8 +141,8 @@ class Promises(Generic[Item]):
 
     def latest_begin_with(self, time: float, work_s: float) -> float:
         """Return what `latest_begin` would return with an additional item that must begin by `time` and takes
-        `work_s` seconds. Only the new item and later ones are considered, because it does not delay earlier
-        ones."""
+        `work_s` seconds. Only the new item and later items are considered, because the new item does not
+        delay earlier ones."""
         at = self._block_of((time, _AFTER_ALL))
         block = self._blocks[at]
         index = bisect_left(block, (time, _AFTER_ALL))

@@ -48,10 +48,10 @@ _CALIBRATIONS = 4
 _CALIBRATED_WITHIN = 0.005
 _DAMPING = 0.7
 """Exponent of a correction. It is below 1 because slower replicas also run more sequences at a time, so that
-answers take longer by more than the correction."""
+answers slow down by more than the correction itself."""
 _STRIDE = 7919
-"""Step width in the list of answers when choosing lengths. Prime, so that the choices are spread over the
-list."""
+"""Stride for picking answer lengths from a list of known ones. It is prime, so that the lengths are picked
+from the whole list."""
 _FRONT = "front"
 _NOT_ADMISSION = range(400, 500)
 """HTTP statuses of requests refused as invalid: all 4xx except 429 (limit exceeded) and 499 (client
@@ -135,7 +135,7 @@ class _Replay:
         self._manager.add_front(_FRONT)
 
     def run(self, policies: Policies, requests: Sequence[_Replayed]) -> None:
-        """Replay the requests with these limits, storing the results in them."""
+        """Replay the requests with these limits, and store each request's result in the request."""
         given, manager = self._given, self._manager
         manager.set_policies(policies)
         manager.state.quotas.restore(QuotaState(levels=_levels(given, policies)), given.since)
@@ -374,8 +374,8 @@ def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
 
 
 def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
-    """Return the quota levels at the start of the replay under these limits. The level of a changed limit is
-    scaled so that the same fraction of it is left."""
+    """Return the quota levels at the start of the replay under these limits. If a limit has changed, its
+    level is scaled so that the same fraction of the limit remains."""
     found = []
     present = Policies(given.tenants, given.keys)
     for levels in given.levels:

@@ -30,7 +30,7 @@ class Result(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A request's results."""
+    """A request's recorded result and its results in both replays."""
 
     recorded: Result
     present: Result
