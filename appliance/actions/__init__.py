@@ -53,7 +53,7 @@ class Action(NamedTuple):
 
     @property
     def declared_fields(self) -> dict[str, Declared]:
-        """The declared tenant or key fields among the parameters, by name."""
+        """The parameters that are declared tenant or key fields, by name."""
         return getattr(self.parameters, "DECLARED", {})
 
     @property
@@ -64,8 +64,8 @@ class Action(NamedTuple):
         return any(field.required for field in fields if field.name == self.named_by)
 
     def typed_text(self, target: str) -> str:
-        """Return the text that confirms an action that cannot be undone: the target's name or, without a
-        target, the last word of the action's name."""
+        """Return the text that must be typed to confirm an action that cannot be undone: the target's name
+        or, without a target, the last word of the action's name."""
         return target if self.named_by else self.name.rpartition(".")[2]
 
     def target_name(self, parameters: msgspec.Struct) -> str:

@@ -1,6 +1,6 @@
-"""An HTTP client for streamed completions, based on httptools. A chunk's arrival wakes no task: a protocol
-callback records the time, and the task that sent the request resumes only at the end of the response. A
-general-purpose HTTP client would use more CPU time per token than a fast server."""
+"""An HTTP client for streamed completions, based on httptools. No task is woken when a chunk arrives: a
+protocol callback records the time, and the task that sent the request resumes only when the response ends. A
+general-purpose HTTP client would use more CPU time per token than a fast server does."""
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: TargetExchange, due_at: float) -> Record:
-        """Send a request for a streamed completion and return its record. `due_at` is when it should have
-        been sent."""
+        """Send a request for a streamed completion and return its record. `due_at` is the time at which the
+        request should have been sent."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(

@@ -52,8 +52,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def typical(self) -> Run:
-        """The run with the median value of the metric: with an even number of runs, the worse of the two
-        middle ones."""
+        """The run with the median value of the metric. With an even number of runs, this is the worse of the
+        two middle runs."""
         measured = [run for run in self.runs if run.metric(self.metric) is not None]
         if not measured:
             return self.runs[0]
@@ -117,9 +117,9 @@ class Session:
         return _open_result("open loop", shape, rate, duration_s, measured)
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
-        """Run trials of `duration_s` to find the highest rate that the server sustains within the limits.
-        Return a record of the search and its best trial's result, or None if no rate was sustained. Raises
-        BenchError."""
+        """Run trials of `duration_s` seconds each to find the highest rate that the server sustains within
+        the limits. Return a record of the search and its best trial's result, or None if no rate was
+        sustained. Raises BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 

@@ -80,7 +80,8 @@ class Sender:
         async with asyncio.TaskGroup() as streams:
             for number in self._numbers:
                 body, due_at = self._body(number), start + self._load.arrivals[number]
-                await asyncio.sleep(0)  # let the event loop read arrived chunks, even if requests are late
+                # Let the event loop read chunks that have arrived, even if requests are late.
+                await asyncio.sleep(0)
                 while (wait := due_at - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
                 streams.create_task(self._send(client, body, due_at))
