@@ -65,7 +65,7 @@ def _survey(scheduler: Scheduler) -> Generator[None, None, BlockUse]:
     names = list(dict.fromkeys(one.submit.request_id for one in submissions))[:NO_OWNER]
     index = {name: number for number, name in enumerate(names)}
     budget = _SLICE
-    # Read the submissions newest first, so that the oldest owner of a shared block is written last.
+    # Read the submissions newest first, so that a shared block ends up with its oldest owner.
     for submission in reversed(submissions):
         name = submission.submit.request_id
         owner, count = index.get(name, NO_OWNER), 0

@@ -78,8 +78,8 @@ def read_served(
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
 ) -> ReplicaModel:
-    """Read the configuration of the model in `folder`, and return the model with its serving options.
-    Together, they determine the kernels to compile.
+    """Read the configuration of the model in `folder`, and return the model with its serving options, which
+    together determine the kernels to compile.
 
     `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices not quantised
     in the checkpoint are quantised. Raises CheckpointError if the files cannot be used, and UnsupportedError
@@ -166,7 +166,7 @@ def _arguments() -> argparse.Namespace:
     if arguments.capability is not None and arguments.capability < MIN_CAPABILITY:
         parser.error(
             f"--capability is {arguments.capability}; give the compute capability times ten, at least "
-            f"{MIN_CAPABILITY}: 90 for an H200"
+            f"{MIN_CAPABILITY} (90 for an H200)"
         )
     arguments.chosen = None
     if arguments.gpu is not None:

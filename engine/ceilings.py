@@ -67,8 +67,8 @@ def read_parameters(config: ModelConfig, tokens: int) -> float:
 
 
 def expected_experts(experts: ExpertsConfig, tokens: int) -> float:
-    """Return how many distinct experts per layer `tokens` tokens are expected to choose, if all experts are
-    equally likely to be chosen."""
+    """Return the expected number of distinct experts that `tokens` tokens choose in each layer, if all
+    experts are equally likely to be chosen."""
     return experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
 
 

@@ -43,7 +43,7 @@ class ChildLog:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for the child's environment. The child must also inherit `descriptor`."""
+        """Environment variables for the child, which must also inherit the file descriptor `descriptor`."""
         return {COPY_DESCRIPTOR: str(self.descriptor)}
 
     def listen(self) -> None:

@@ -36,7 +36,7 @@ class ReplicaClient:
     """A front process's asyncio client for one replica. It sends submissions and passes each output to its
     submission's sink. Sinks are called on the event loop, once per `Output` and in order, until every sample
     has sent its last output. When the channel closes, `on_closed` is called once with the handles of all
-    unfinished submissions. Then each of these submissions' `on_disconnect` callbacks is called.
+    unfinished submissions. Then the `on_disconnect` callback of each of these submissions is called.
     """
 
     def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:
@@ -68,7 +68,7 @@ class ReplicaClient:
     def submit(
         self, submit: Submit, sink: OutputSink, on_disconnect: Callable[[], None] | None = None
     ) -> None:
-        """Send `submit` and route its outputs to `sink`. Its handle must have been returned by
+        """Send `submit` and route its outputs to `sink`. `submit.handle` must have been returned by
         `next_handle`."""
         self._sinks[submit.handle] = sink
         if on_disconnect is not None:

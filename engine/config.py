@@ -106,9 +106,9 @@ class ExpertsConfig:
     """Width of the shared expert (Qwen2-MoE), or None if the model has none. Every token uses it, and its
     result is multiplied by the sigmoid of a separate gate."""
     count_field: str = "num_experts"
-    """Name of `count` in `config.json`, for messages."""
+    """Name of the `config.json` field that gives `count`, for error messages."""
     width_field: str = "moe_intermediate_size"
-    """Name of `intermediate_size` in `config.json`, for messages."""
+    """Name of the `config.json` field that gives `intermediate_size`, for error messages."""
     whole: bool = False
     """Whether each rank has a subset of whole routed experts (expert parallelism), instead of a slice of
     every expert. The shared expert is always split."""
@@ -124,16 +124,16 @@ class ExpertsShard:
     width: int
     """Width of the rank's slice of each expert."""
     start: int
-    """First index of the slice within an expert's width."""
+    """Offset of the slice within the expert's full width."""
 
 
 class MlpWidth(NamedTuple):
     """The width of a model's MLPs, routed experts or shared experts."""
 
     kind: str
-    """Noun with its article for messages, e.g. "an MLP"."""
+    """Noun with article for error messages, e.g. "an MLP"."""
     field: str
-    """The width's name in `config.json`."""
+    """Name of the `config.json` field that gives the width."""
     width: int
 
 
@@ -166,8 +166,8 @@ class Shard:
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return `part`, the width of this rank's slice, or 0 if there is only one rank and the tensor is not
-        sliced."""
+        """Return `part`, the width of this rank's slice. Returns 0 if there is only one rank, because the
+        tensor is then not sliced."""
         return part if self.size > 1 else 0
 
     def experts(self, config: ExpertsConfig) -> ExpertsShard:
@@ -204,9 +204,9 @@ class ModelConfig:
     """Whether all query heads together, and all key heads together, are RMS-normalised before the rotation
     (OLMoE)."""
     layer_kinds: tuple[str, ...]
-    """The kind of each layer, a key of `engine.model.kinds.LAYER_KINDS`."""
+    """Each layer's kind: a key of `engine.model.kinds.LAYER_KINDS`."""
     experts: ExpertsConfig | None
-    """The experts of layers of kind "experts", or None if there are none."""
+    """The experts in layers of kind "experts", or None if there are no such layers."""
     sliding_windows: tuple[int | None, ...]
     """Each layer's attention window in tokens: with a window of w, a token attends to itself and the w - 1
     tokens before it. None means all earlier tokens."""

@@ -154,8 +154,8 @@ class EngineCore:
         """
         scheduled = None if self.paused else self.scheduler.schedule()
         if scheduled is not None:
-            # Measure from the start of the launch, because the device starts with the first kernel. For a
-            # step with prompts, launching all kernels takes the host 15 to 20 ms.
+            # Measure from the start of the launch, because the device starts as soon as the first kernel is
+            # launched. For a step with prompts, the host takes 15 to 20 ms to launch all kernels.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)

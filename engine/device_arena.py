@@ -59,12 +59,12 @@ class DeviceArena:
 
     @property
     def mapped_bytes(self) -> int:
-        """The arena's physical memory in bytes."""
+        """Size, in bytes, of the physical memory that is currently mapped."""
         return sum(nbytes for _, nbytes, _ in self._mapped)
 
     @property
     def size_bytes(self) -> int:
-        """The arena's physical memory in bytes while it is not released."""
+        """Size, in bytes, of the arena's physical memory when it is not released."""
         return self._size
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -84,9 +84,9 @@ class DeviceArena:
         return self._driver.tensor(self._base + start, nbytes, self).view(dtype).view(shape)
 
     def growing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor at the start of the range. The range must contain no other tensor. Only the part
-        that `grow` has backed with physical memory may be accessed. Call `grow` first, because torch
-        determines an address's device from its memory."""
+        """Return a tensor that begins at the start of the range, which must contain no other tensor. Only the
+        part that `grow` has backed with physical memory may be accessed. Call `grow` first, because torch
+        determines an address's device from the memory mapped there."""
         return (
             self._driver.tensor(self._base, math.prod(shape) * dtype.itemsize, self).view(dtype).view(shape)
         )

@@ -64,8 +64,8 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Sizes to which forward passes with prompts are padded. Their kernels are loaded at startup
-    (`engine.warmup`)."""
+    """Sizes to which forward passes with prompts are padded. The kernels for these sizes are loaded at
+    startup (`engine.warmup`)."""
 
     tokens: list[int]
     """Padded token counts, in ascending order. The last one is a step's token budget."""
@@ -76,9 +76,9 @@ class Padding:
 
 class SlotTables:
     """One rank's device tables, with one slot per running sequence. `max_num_seqs` is the number of slots,
-    and `max_blocks_per_slot` the number of KV blocks in the longest sequence. `vocab_size` is the whole
-    model's vocabulary size, not the rank's share of it. `padding` is None if forward passes are not padded.
-    The tables take 8 bytes per slot and block, in addition to `SamplingTables`.
+    and `max_blocks_per_slot` the number of KV blocks in the longest sequence. `vocab_size` is the size of the
+    full vocabulary, not of the rank's share. `padding` is None if forward passes are not padded. The tables
+    take 8 bytes for each block of each slot, in addition to `SamplingTables`.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class SlotTables:
 
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
         """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
-        `slots`, and the sampled tokens' `positions`, are device tensors.
+        `slots` and `positions` (of the sampled tokens) are device tensors.
         """
         self._lengths_host[plan.decodes] += 1
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
@@ -236,7 +236,7 @@ class SlotTables:
         )
 
     def _with_results(self, forward: ForwardInput, plan: StepPlan, following: torch.Tensor) -> StepBatch:
-        """Return the batch of a step with prompts. Adds the result rows required for sampling and prompt
+        """Return the batch for a step with prompts, including the result rows needed for sampling and prompt
         logprobs."""
         decodes, spans = len(plan.decodes), forward.attention.chunks
         slots, results = list(plan.decodes), list(range(decodes))
@@ -271,8 +271,8 @@ class SlotTables:
 
     def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
         """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots. BAD_TOKEN
-        is stored as token 0: it is not a valid input, and the next step is launched before the host detects
-        the failure."""
+        is stored as token 0, because it is not a valid input and the next step is launched before the host
+        detects the failure."""
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.slots] = batch.positions
         self.last_tokens[batch.slots] = token_ids

@@ -56,16 +56,16 @@ class _Family:
     qk_norm: bool
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None
-    """head_dim if the file does not give it. None selects hidden_size / num_attention_heads."""
+    """Default for head_dim. None selects hidden_size / num_attention_heads."""
     kv_heads: int | None = None
-    """Number of KV heads if the file has no num_key_value_heads. None selects num_attention_heads."""
+    """Default for num_key_value_heads. None selects num_attention_heads."""
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     qk_norm_all_heads: bool = False
     layer_kinds: Callable[[Fields, int], tuple[str, ...]] = _dense
     experts: Callable[[Fields], ExpertsConfig] | None = None
-    """Reads the MoE layers' configuration, or None if the family has no MoE layers."""
+    """Function that reads the MoE layers' configuration, or None if the family has no MoE layers."""
 
 
 def _never(_fields: Fields) -> bool:
@@ -116,7 +116,8 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _one_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention window of all layers, if `use_sliding_window` is true."""
+    """Return the attention windows: the same window for all layers if `use_sliding_window` is true, otherwise
+    none."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     return (fields.integer("sliding_window", 4096) if in_use and not absent else None,) * layers
@@ -159,7 +160,7 @@ def _experts(
     normalised: bool,
     shared: int | None = None,
 ) -> ExpertsConfig:
-    """Return the configuration of a model's experts. `count` and `width` are each a field name and its
+    """Return the configuration of a model's experts. `count` and `width` each give a field's name and its
     default value."""
     experts = fields.integer(*count)
     chosen = fields.integer("num_experts_per_tok", top_k)

@@ -12,8 +12,8 @@ from kernels import AttentionInput
 
 @dataclass(slots=True)
 class ForwardInput:
-    """The tokens of one forward pass: first the decodes' (one per sequence), then those of prefill chunks,
-    then padding."""
+    """The tokens of one forward pass: first decode tokens (one per sequence), then the tokens of prefill
+    chunks, then padding."""
 
     token_ids: torch.Tensor
     """Token ids: [tokens] int64."""
@@ -26,5 +26,5 @@ class ForwardInput:
     logits_attention: AttentionInput | None = None
     """Attention input for a last layer that computes only the tokens whose logits are needed: the decodes'
     tokens and the last token of each prefill chunk. `queries` contains their indices. For all other tokens,
-    the last layer computes only keys and values, and the result has no row. If None, the result has a row for
-    every token."""
+    the last layer computes only keys and values, and the result has no row for them. If None, the result has
+    a row for every token."""

@@ -9,9 +9,9 @@ def settle_garbage() -> None:
     """Reduce the cost of garbage collection. Call once, after the model is loaded.
 
     `gc.freeze` excludes the objects created during loading, which are permanent and take 0.1 s to traverse.
-    The thresholds are raised, because the defaults cause a collection every few steps, each of which took 30
-    ms with a thousand running sequences. Objects created in a step are freed by reference counting, so they
-    need no collections.
+    The thresholds are raised, because the defaults cause a collection every few steps. With a thousand
+    running sequences, each collection took 30 ms. Objects created in a step are freed by reference counting,
+    so they need no collections.
     """
     gc.collect()
     gc.freeze()

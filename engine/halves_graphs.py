@@ -1,5 +1,5 @@
-"""Replays long passes from CUDA graphs, in two halves. On several GPUs, a pass of several thousand tokens
-takes the host longer to launch kernel by kernel than it takes the devices to compute. Everything except
+"""Replays long passes from CUDA graphs, in two halves. On several GPUs, the host takes longer to launch a
+pass of several thousand tokens kernel by kernel than the devices take to compute it. Everything except
 attention and the sums over the ranks is captured, separately for each layer and half, so a captured pass may
 contain any prompts and decodes. As in `engine.model.halves`, one half's sums overlap with the other half's
 computation. The graphs read and write buffers that are allocated once.
@@ -25,7 +25,7 @@ from kernels import KvPool, Residual
 
 @dataclass(frozen=True, slots=True)
 class _LayerGraphs:
-    """The captured parts of one layer for one half."""
+    """The CUDA graphs of one layer, for one half of a pass."""
 
     qkv: torch.cuda.CUDAGraph
     o: torch.cuda.CUDAGraph
@@ -33,7 +33,7 @@ class _LayerGraphs:
 
 
 class HalvesGraphs:
-    """One rank's captured parts of passes. `sizes` lists the captured token counts. The last layer is not
+    """One rank's CUDA graphs for long passes. `sizes` lists the captured token counts. The last layer is not
     included, because it computes only some rows. Call `capture` once, then `run` for each pass that `fits`
     accepts. `decoder` must have several layers.
     """
@@ -93,8 +93,8 @@ class HalvesGraphs:
         return Residual(torch.cat([overlap.finish(half).values for half in range(HALVES)]))
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs for one size, after running the parts of one layer of each kind to load their
-        kernels."""
+        """Capture the graphs for one size. Before each half's capture, one layer of each kind is run to load
+        its kernels."""
         made = []
         for half, rows in enumerate(_halves(size)):
             for index in first_of_each_kind(self._layers):
@@ -109,8 +109,8 @@ class HalvesGraphs:
         self._graphs[size] = made
 
     def _parts(self, layer: Layer, half: int, rows: int) -> tuple[Callable[[], object], ...]:
-        """Return a layer's captured parts, in the order of `_LayerGraphs`. The first and the last part read
-        the sums that `PeerOverlap` stores in alternating buffers."""
+        """Return the functions to capture for a layer, in the order of the fields of `_LayerGraphs`. The
+        first and the last function read the sums that `PeerOverlap` stores in alternating buffers."""
         overlap = self._overlap
         before, between = (Residual(overlap.result(half, turn, rows)) for turn in range(2))
         qkv, attended, out = self._qkv[half, :rows], self._attended[half, :rows], overlap.part(half, rows)

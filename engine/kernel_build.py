@@ -31,7 +31,7 @@ _SOURCES = ("engine", "kernels")
 
 
 class KernelBuild:
-    """A compilation of one replica's kernels in progress. Call `wait` before the first kernel launch."""
+    """An ongoing compilation of one replica's kernels. Call `wait` before the first kernel launch."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self._process = process
@@ -72,8 +72,8 @@ def check_kernels(served: ReplicaModel, device: torch.device) -> None:
 
 
 def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
-    """Start worker processes that compile the kernels missing from Triton's cache, and return the compilation
-    in progress."""
+    """Start worker processes that compile the kernels missing from Triton's cache, and return the ongoing
+    compilation."""
     if not _has_kernels(served, device):
         return KernelBuild()
     from kernels import compiling

@@ -16,11 +16,11 @@ from kernels import KvPool
 
 class RankKvCache:
     """The KV cache of one rank. The ranks agree on the number of blocks, so all ranks must make the same
-    calls in the same order. Unless that number is configured, a GPU's KV cache gets the memory that nothing
-    else needs. This amount is known only after every kind of step has run, but CUDA graphs, which contain the
-    cache's addresses, are captured earlier. Therefore, `allocate` only reserves addresses, and `grow`
-    provides the memory later. If no maximum sequence length is configured and the checkpoint's does not fit,
-    `max_model_len` is lowered to a length that does.
+    calls in the same order. Unless that number is configured, the KV cache on a GPU gets all memory that
+    nothing else needs. This amount is known only after every kind of step has run, but CUDA graphs, which
+    contain the cache's addresses, are captured earlier. Therefore, `allocate` only reserves addresses, and
+    `grow` provides the memory later. If no maximum sequence length is configured and the checkpoint's does
+    not fit, `max_model_len` is lowered to a length that does.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class RankKvCache:
         rank_memory: RankMemory,
         max_model_len: int,
     ) -> None:
-        """`sizes` is a rank's predicted memory. `max_model_len` is the configured length, or the largest
-        possible one if none is configured."""
+        """`sizes` is the rank's predicted memory use. `max_model_len` is the configured length, or the
+        largest possible one if none is configured."""
         self.max_model_len = max_model_len
         self.blocks = 0
         self.pools: list[KvPool] = []

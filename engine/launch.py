@@ -79,10 +79,10 @@ def spawn_rank(
     module: str, gpus: tuple[str, ...] = (), log: ChildLog | None = None
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
     """Start `python -m module` as a rank's process, and return the process and the channel to it. `gpus`
-    lists the UUIDs of all ranks' GPUs. The process sees exactly these, because each rank accesses the memory
-    of the other ranks' GPUs. If the list is empty, all GPUs stay visible. `log` receives a copy of the rank's
-    log. The operating system kills the rank when the calling thread ends. Raises OSError if the process
-    cannot be started.
+    lists the UUIDs of all ranks' GPUs. The process sees exactly these GPUs, because each rank accesses the
+    memory of the other ranks' GPUs. If the list is empty, all GPUs stay visible. `log` receives a copy of the
+    rank's log. The operating system kills the rank when the calling thread ends. Raises OSError if the
+    process cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
@@ -264,7 +264,7 @@ class ReplicaGroup:
 
     def _exited(self, rank: _Rank) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
-        # The channel may still contain the rank's last message: a Fatal message.
+        # The channel may still contain the rank's last message, a Fatal message.
         for message in rank.channel.read():
             self._on_message(rank.rank, message)
         rank.returncode = rank.process.wait()

@@ -66,8 +66,8 @@ class StreamStep:
     `engine.core.LaunchedStep`.
 
     `previous_ended` is the previous step's `ended` event, or None for the first step. The gap between the two
-    steps includes preparing this step's input on the host. `check` raises an exception if the results are
-    invalid because a peer was lost.
+    steps includes the time to prepare this step's input on the host. `check` raises an exception if the
+    results are invalid because a peer was lost.
     """
 
     def __init__(

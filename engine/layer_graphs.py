@@ -1,5 +1,5 @@
 """Replays passes with prompts from one CUDA graph per layer. If a layer is split across several GPUs or has
-experts, launching its kernels one by one takes the host longer than the device needs to run them. Everything
+experts, the host takes longer to launch its kernels one by one than the device takes to run them. Everything
 except attention is captured, so the passes may contain any prompts and decodes. A layer's graph begins after
 its attention, and ends before the next layer's. The graphs read and write buffers that are allocated once.
 Several GPUs compute longer passes in two halves (`engine.halves_graphs`). Short passes that contain only
@@ -21,7 +21,7 @@ from kernels import KvPool, Residual
 
 
 class LayerGraphs:
-    """One rank's captured layers of passes. `sizes` lists the captured token counts. The last layer is not
+    """One rank's CUDA graphs of single layers. `sizes` lists the captured token counts. The last layer is not
     included, because it computes only some rows. Call `capture` once, then `run` for each pass that `fits`
     accepts. `decoder` must have several layers.
     """

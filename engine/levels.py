@@ -17,7 +17,7 @@ URGENCIES = 9
 LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
 """Number of scheduling levels: `Submit.level` is 0 to 19."""
 FITS_STEP = 2
-"""Lowest urgency of an urgent submission if all prompts of its request fit into one step."""
+"""Lowest urgency of an urgent submission whose request's prompts all fit into one step."""
 
 
 def urgency_of(prompt_tokens: int, max_num_batched_tokens: int) -> int:
@@ -61,9 +61,9 @@ def _first_victim(level: int) -> int:
 
 FIRST_VICTIMS = [_first_victim(level) for level in range(LEVELS)]
 """For each level, the highest-priority level whose sequences may be preempted when a sequence of this level
-needs a slot, or LEVELS if there is none. Urgent sequences preempt sequences of lower-priority classes, and
-non-urgent sequences of their own class. Other sequences preempt only non-urgent sequences of lower-priority
-classes."""
+needs a slot, or LEVELS if there is none. Urgent sequences preempt the non-urgent sequences of their own class
+and all sequences of lower-priority classes. Other sequences preempt only non-urgent sequences of
+lower-priority classes."""
 
 
 def kept_free(tier: int, reserved: int) -> int:

@@ -42,13 +42,13 @@ class LogState(NamedTuple):
     """State of this process's log."""
 
     dropped_lines: int = 0
-    """Number of lines dropped since process start because standard error was blocked."""
+    """Number of lines that this process has dropped because standard error was blocked."""
     stalled_s: float = 0.0
     """Duration of the current write in seconds, or 0 if no write is in progress."""
 
 
 class UtcFormatter(logging.Formatter):
-    """Formats a record as UTC time in milliseconds, level, `prefix` and message."""
+    """Formats a record as UTC time with milliseconds, level, `prefix` and message."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__(

@@ -82,8 +82,8 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
     """Return the error for KV pools of `ranks` ranks that do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
-    # Round the suggestion down to two significant digits, so that small fluctuations of the available memory
-    # do not make it too large.
+    # Round the suggestion down to two significant digits, so that small fluctuations in available memory do
+    # not make it too large.
     most -= most % 10 ** max(0, len(str(most)) - 2)
     remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
     return PoolTooLarge(

@@ -25,7 +25,7 @@ entry with the output."""
 
 Device = Literal["auto", "cuda", "cpu"]
 ModelDType = Literal["float32", "bfloat16", "float16"]
-"""Computation dtype, which matrices and the KV cache also have unless they are quantised."""
+"""Dtype of computations, and of the matrices and the KV cache unless they are quantised."""
 DType = Literal["auto", ModelDType]
 WeightsDType = Literal[ModelDType, "fp8", "fp8-block"]
 """Dtype of the layers' matrices. "fp8" has one scale per output, and "fp8-block" one scale per block."""
@@ -149,14 +149,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 0.0
     """Sampling temperature. 0 selects greedy decoding."""
     top_k: int = 0
-    """Number of most likely tokens to sample from. 0 disables the limit."""
+    """Limits sampling to this many of the most likely tokens. 0 disables the limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    """Values added to the logits, by token id."""
+    """Values added to the logits, keyed by token id."""
     allowed_tokens: bytes = b""
     """Bitmap of the tokens that may be sampled: bit i % 8 of byte i // 8 represents token i. An empty bitmap
     allows all tokens."""
@@ -183,7 +183,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def penalised(self) -> bool:
-        """Whether sampling requires each token's number of previous occurrences."""
+        """Whether sampling depends on how often each token has occurred."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 

@@ -1,6 +1,6 @@
 """Runs ranks 1 to N-1 of an N-rank replica whose rank 0 runs in the calling process.
 
-A benchmark has no core to supervise the ranks, so `OtherRanks` starts their processes as the core does, and
+A benchmark has no core to supervise the ranks, so `OtherRanks` starts their processes as the core would, and
 detects when one exits.
 """
 
@@ -66,7 +66,7 @@ class OtherRanks:
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         """Register a callback for the loss of a rank. If a rank exits before `stop`, `callback(reason)` is
-        called at least once, on any thread. If a rank has already exited, it is called immediately.
+        called at least once, on any thread. If a rank has already exited, the callback is called immediately.
         """
         self._on_exit = callback
         if self._exited.is_set():

@@ -71,19 +71,19 @@ class Ranks(Protocol):
         of a float32 zero may be lost."""
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the id of the largest value over all ranks for each row: `[rows]` int64.
+        """For each row, return the id of the largest value over all ranks: `[rows]` int64.
 
         `values` is [rows] float32, and `ids` is [rows] int64 with ids below 2³¹. Ties go to the lowest rank.
         The result is BAD_TOKEN if a row contains a NaN, or if its largest value is infinite.
         """
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve memory for overlapping the sums of passes of up to `tokens` tokens with computation, if
-        that improves performance."""
+        """Reserve memory for overlapping sums with computation in passes of up to `tokens` tokens, if that
+        improves performance."""
 
     def overlap(self, tokens: int) -> Overlap | None:
-        """Return the object that overlaps the sums of a pass of `tokens` tokens with computation, or None if
-        that would not improve performance."""
+        """Return the object that overlaps sums with computation in a pass of `tokens` tokens, or None if that
+        would not improve performance."""
 
     def abandon(self, reason: str) -> None:
         """Abort all current and future waits for peers, because a peer was lost. May be called from any
@@ -304,7 +304,7 @@ def join(
 def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ranks:
     """Return ranks that use peer memory if all GPUs of the group can map each other's memory, otherwise
     `group`."""
-    # Imported here because these modules load Triton, which a CPU does not need.
+    # Imported here because these modules load Triton, which is not needed on a CPU.
     from engine.peer_memory import PeerMemory
     from engine.peer_ranks import PeerRanks
     from engine.sizing import OVERLAP_FROM_TOKENS

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 UNLIMITED = 1 << 62
-"""A size, in bytes, that no message reaches."""
+"""A size, in bytes, larger than any message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ _LIMITS = {
 
 `two_shot_bytes` was measured for two ranks on 2 × H200. For four ranks, `two_shot_bytes` and `quantised_rows`
 were measured on 4 × H200 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second
-exchange costs 2.5 µs, and for n ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth on
-an NVLink with 373 GB/s. `quantised_rows` has not been measured for two or eight ranks. `group_bytes` is the
+exchange costs 2.5 µs, and for n ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth
+over NVLink at 373 GB/s. `quantised_rows` has not been measured for two or eight ranks. `group_bytes` is the
 same for any number of ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes 365 µs in pieces and
 324 µs with NCCL. With half as many rows, the times are 182 µs and 171 µs, but the host needs another 0.1 ms
 to launch NCCL.
@@ -42,5 +42,6 @@ to launch NCCL.
 
 
 def limits_of(size: int) -> AllReduceLimits:
-    """Return the limits for `size` ranks, or for the next smaller number of ranks that has limits."""
+    """Return the limits for `size` ranks. If there are none, returns those for the next smaller number of
+    ranks."""
     return _LIMITS[max((known for known in _LIMITS if known <= size), default=2)]

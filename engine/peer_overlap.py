@@ -45,8 +45,8 @@ class PeerOverlap:
     """Computes the sums over the ranks for the two halves of a forward pass. Implements
     `engine.parallel.Overlap`.
 
-    The copies and kernels of a sum form one CUDA graph, because launching them one by one would take the host
-    longer than the device needs to compute a layer. The graphs' buffers are therefore allocated once. The
+    The copies and kernels of a sum form one CUDA graph, because the host would take longer to launch them one
+    by one than the device takes to compute a layer. The graphs' buffers are therefore allocated once. The
     graphs for each token count are captured when first needed, which is during warm-up.
 
     Between the first `start` of a pass and its last `finish`, the arena must not be used for anything else.
@@ -71,7 +71,7 @@ class PeerOverlap:
         """Captured `_sum` calls, keyed by their arguments."""
         self._graph_memory = torch.cuda.graph_pool_handle() if cuda else None
         self._loaded = False
-        """Whether the kernels have been loaded, which is impossible during a capture."""
+        """Whether the kernels have been loaded. They cannot be loaded during a capture."""
 
     @property
     def max_half_tokens(self) -> int:

@@ -86,7 +86,7 @@ class MemoryPlan(msgspec.Struct, tag="memory", array_like=True, frozen=True):
     step: int
     """Number of the last step before the operation."""
     asleep: bool
-    """Whether the memory is released."""
+    """True to release the memory, False to restore it."""
 
 
 RankPlan = StepPlan | MemoryPlan
@@ -108,7 +108,8 @@ class StepTokens(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob | None] | None
     """Log probabilities of the sampled tokens, or None if no slot requested them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    """For each slot, the log probabilities of the prompt tokens that follow those in the slot's chunk."""
+    """For each slot, the log probabilities of the prompt tokens that follow the tokens of the slot's
+    chunk."""
     non_finite: list[int] = []
     """Slots whose chunk does not sample and has non-finite hidden states. A slot that samples reports
     BAD_TOKEN instead."""

@@ -92,7 +92,7 @@ class PlanSender:
         """Create a sender for ranks 1 to N-1.
 
         `sockets` are rank 0's ends of the plan channels, in rank order. If a peer is lost, `on_failure` is
-        called once with the reason, on any thread. It must not call methods of this object.
+        called once with the reason, on any thread. The callback must not call methods of this object.
         """
         self._encoder = msgspec.msgpack.Encoder()
         self._peers = [_Peer(rank, sock, on_failure, timeout_s) for rank, sock in enumerate(sockets, 1)]

@@ -1,4 +1,4 @@
-"""Progress reports of a rank that is starting."""
+"""Progress reports from a starting rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Captures short forward passes of prompts as CUDA graphs, and replays them. For passes of up to a few
-hundred tokens, launching the kernels one by one takes the host longer than running them takes the device.
+hundred tokens, the host takes longer to launch the kernels one by one than the device takes to run them.
 
 Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so nothing is
-written to the cache for them. They are in no attention tile, so their attention is not computed.
+written to the cache for them. No attention tile contains them, so their attention is not computed.
 
 Captured passes read an FP8 cache directly. They cannot expand the cache to the model's dtype first, because
 the number of blocks to expand depends on the plan. Direct reads are slow for long contexts, so passes with
@@ -30,8 +30,8 @@ MAX_CHUNKS = 4
 """Maximum number of prompts in a captured pass."""
 
 MAX_FP8_KEYS = 4096
-"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, computing the attention of 512
-tokens of an 8B model on the device takes as long as launching the pass on the host."""
+"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, the device takes as long to
+compute attention (8B model, 512 tokens) as the host takes to launch the pass."""
 
 
 class PromptGraphs:

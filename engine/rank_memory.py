@@ -34,9 +34,9 @@ class SleepError(MemoryError):
 
 
 class RankMemory(Protocol):
-    """Allocates weights and KV cache, releases their memory, and restores it. A replica sleeps with `save`
-    and `release`, and wakes with `restore`. `save` and `restore` raise SleepError; a failed call changes
-    nothing.
+    """Allocates weights and KV cache, releases their memory, and restores it. To put a replica to sleep, call
+    `save`, then `release`. To wake it, call `restore`. `save` and `restore` raise SleepError; a failed call
+    changes nothing.
     """
 
     @property
@@ -87,7 +87,7 @@ class RankMemory(Protocol):
 
 
 class _FixedKv:
-    """A rank's KV cache whose tensors cannot grow."""
+    """A rank's KV cache with tensors of fixed size."""
 
     can_grow = False
 
@@ -197,7 +197,7 @@ class GpuMemory:
         self._kv: list[DeviceArena] = []
         """One arena per KV cache tensor, because only a tensor with its own arena can grow."""
         self._block_bytes: list[int] = []
-        """Size of a block in each KV cache tensor."""
+        """Size in bytes of one block, for each KV cache tensor."""
         self._copies: list[torch.Tensor] = []
         """Page-locked copies of the weights, one per piece."""
         self._freeing: threading.Thread | None = None
@@ -259,7 +259,7 @@ class GpuMemory:
         try:
             for piece in self._weights.pieces():
                 copy = map_pages(piece.nbytes)
-                copy.zero_()  # allocates the pages on all threads, unlike page-locking
+                copy.zero_()  # allocates the pages on all threads, which page-locking would not do
                 lock_pages(copy)
                 self._copies.append(copy)
                 copy.copy_(piece, non_blocking=True)

@@ -16,7 +16,7 @@ from engine.messages import FinishReason, ReplicaInfo, ReplicaSpec
 BLOCK_CELLS = 16_384
 """Maximum number of blocks described by `BlockUse`."""
 NO_OWNER = 0xFFFF
-"""The owner, in `BlockUse.owners`, of a block that no request uses."""
+"""Value in `BlockUse.owners` for blocks that no request uses."""
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
@@ -57,7 +57,7 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
     asleep: bool
     """Whether the replica is asleep now."""
     problem: str = ""
-    """Why the operation failed and changed nothing, or empty if it succeeded."""
+    """Why the operation failed, or empty if it succeeded. A failed operation changes nothing."""
     freed_bytes: int = 0
     """Number of bytes released."""
     host_bytes: int = 0
@@ -68,7 +68,7 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
 
 class AskBlocks(msgspec.Struct, tag="ask_blocks", frozen=True):
     """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. All
-    `AskBlocks` messages that arrive before the answer is sent share it."""
+    `AskBlocks` messages that arrive before the answer is sent share that answer."""
 
 
 class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
@@ -239,7 +239,7 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0
-    """Number of log lines dropped by rank 0 since its start because standard error was blocked."""
+    """Number of log lines that rank 0 has dropped because standard error was blocked."""
 
 
 class LongestStep(msgspec.Struct, array_like=True, frozen=True):

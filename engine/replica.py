@@ -63,7 +63,7 @@ def main() -> None:
     arguments = parser.parse_args()
     bound_kernel_caches()
     _die_with_parent()
-    # Only the core ends a rank, by sending Stop or closing the channel. A signal to the whole process group,
+    # Only the core stops a rank, by sending Stop or closing the channel. A signal to the whole process group,
     # from Ctrl-C or systemd, must not interrupt requests that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -160,7 +160,7 @@ def _lead(
 
 
 class FollowingRunner(StepRunner, MemoryRunner, Protocol):
-    """Executes all of rank 0's plans."""
+    """Executes rank 0's plans on another rank."""
 
 
 def follow(control: Channel[RankInbound], plans: Channel[Any], runner: FollowingRunner) -> None:
@@ -209,8 +209,8 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     while True:
         selector.select()
         messages = control.read()
-        # Check the channel again, in case the core has exited since sending Start. If it exits later, the
-        # operating system kills this process (`_die_with_parent`).
+        # Check the channel again, in case the core has exited since sending Start. If the core exits later,
+        # the operating system kills this process (`_die_with_parent`).
         messages += control.read()
         if control.violation:
             log.error("the core sent an invalid message: %s", control.violation)

@@ -187,8 +187,8 @@ class ModelRunner:
         return StreamStep(plan, results, began, ended, before, self.ranks.check)
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
-        """Release the memory of the weights and the KV cache if `asleep` is true, otherwise restore it, on
-        another thread. See `engine.sleeping.MemoryRunner`."""
+        """Release the memory of the weights and the KV cache if `asleep` is true, otherwise restore it, on a
+        separate thread. See `engine.sleeping.MemoryRunner`."""
         if self._stream is not None:
             return self._stream.submit(self._change_memory, asleep)
         if self._memory_thread is None:
@@ -306,7 +306,7 @@ class ModelRunner:
         self, progress: ProgressCallback, layers: LayerGraphs | None, halves: HalvesGraphs | None
     ) -> None:
         """Load or capture all kernels that serving launches, and reserve the largest steps' memory, so that
-        no request has to wait for either. `layers` and `halves` are the captured parts of long passes."""
+        no request has to wait for either. `layers` and `halves` are the graphs captured for longer passes."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         decoder, kernels = self.decoder, self.decoder.ops.name == "cuda"
         if kernels:
@@ -326,7 +326,7 @@ class ModelRunner:
 
     def _capture_graphs(self, progress: ProgressCallback) -> None:
         """Capture decode steps and short prompt passes as CUDA graphs."""
-        # Imported here because these modules load Triton, which a CPU does not need.
+        # Imported here because these modules load Triton, which is not needed on a CPU.
         from engine.graphs import DecodeGraphs
         from engine.prompt_graphs import PromptGraphs
 
@@ -339,10 +339,11 @@ class ModelRunner:
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _capture_layers(self, progress: ProgressCallback) -> LayerGraphs | None:
-        """Capture the layers of passes that take the host longer to launch than they take the GPUs to run."""
+        """Capture the layers of those passes that the host takes longer to launch than the GPUs take to
+        run."""
         if not self._captured_sizes or self.decoder.ops.name != "cuda":
             return None
-        # Imported here because this module loads Triton, which a CPU does not need.
+        # Imported here because this module loads Triton, which is not needed on a CPU.
         from engine.layer_graphs import LayerGraphs
 
         graphs = LayerGraphs(self.decoder, self._captured_sizes)
@@ -350,7 +351,7 @@ class ModelRunner:
         return graphs
 
     def _capture_halves(self, progress: ProgressCallback) -> HalvesGraphs | None:
-        """If several GPUs run full steps in two halves, capture the parts of these steps."""
+        """Capture the graphs for full steps that several GPUs run in two halves."""
         spec, decoder = self.spec, self.decoder
         full = spec.max_num_batched_tokens
         mixed = spec.max_mixed_tokens or default_mixed_tokens(spec.max_num_seqs, full)
@@ -359,7 +360,7 @@ class ModelRunner:
         overlap = self.ranks.overlap(max(sizes, default=0))
         if overlap is None or not self._captured_sizes:
             return None
-        # Imported here because these modules load Triton, which a CPU does not need.
+        # Imported here because these modules load Triton, which is not needed on a CPU.
         from engine.halves_graphs import HalvesGraphs
         from engine.peer_overlap import PeerOverlap
 
@@ -436,7 +437,7 @@ def _enter_thread(threads: int, device: torch.device) -> None:
 
 
 def _totals(ranks: Ranks, device: torch.device, numbers: Sequence[int]) -> list[int]:
-    """Return each number's sum over all ranks. All ranks must call this function at the same time."""
+    """Sum each number over all ranks. All ranks must call this function at the same time."""
     totals: list[int] = ranks.all_gather_stack(torch.tensor(numbers, device=device)).sum(0).tolist()
     return totals
 

@@ -3,9 +3,9 @@ vocabulary.
 
 `kernels.draws` defines how a token is drawn from a row of logits. The caller passes in the sampling
 operations (kernels or reference implementation). With tensor parallelism, the ranks exchange each row's best
-(value, id). For greedy sampling, and for sampling with only a temperature, the result is exactly the same as
-with a single rank. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered
-first.
+(value, id) pair. For greedy sampling, and for sampling with only a temperature, the result is exactly the
+same as with a single rank. If a row needs top-k, top-p, min-p or logits processors, the step's logits are
+gathered first.
 
 The operations are applied in this order: repetition penalty, frequency and presence penalties, logit bias,
 suppression of stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p.

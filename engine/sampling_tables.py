@@ -24,7 +24,7 @@ matches none."""
 
 @dataclass(slots=True)
 class BadWords:
-    """The bad words of several sampling slots, with one entry per bad word and slot."""
+    """The bad words of several sampling slots, with one entry for each (slot, bad word) pair."""
 
     slots: torch.Tensor
     """Each entry's sequence slot: [entries] int64."""
@@ -46,10 +46,11 @@ class LogitsProcessors:
     index: torch.Tensor
     """Each processed slot's index in the list of sampling slots: [processed] int64."""
     index_of: torch.Tensor
-    """Each sampling slot's index in the list of processed slots, or -1: [sampling slots] int64."""
+    """Each sampling slot's index in the list of processed slots, or -1 if it is not processed: [sampling
+    slots] int64."""
     count_rows: torch.Tensor | None
-    """Each processed slot's row in the penalty counts, or -1: [processed] int64. None if no slot has
-    penalties."""
+    """Each processed slot's row in the penalty counts, or -1 if it has no penalties: [processed] int64. None
+    if no slot has penalties."""
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
@@ -80,7 +81,7 @@ class SamplingMetadata:
 
 @dataclass(slots=True)
 class _CachedMetadata:
-    """Cached metadata of a list of slots, valid until the next setup or until a slot reaches its
+    """Cached metadata for a list of slots, valid until the next setup or until a slot reaches its
     `min_tokens`."""
 
     epoch: int
@@ -124,7 +125,7 @@ class SamplingTables:
         self._processed = np.zeros(max_num_seqs, dtype=bool)
         """Whether each slot has penalties, biases, allowed tokens or bad words."""
         self._stop_from = np.zeros(max_num_seqs, dtype=np.int64)
-        """Each slot's first position at which stop tokens may be sampled, or 0 if they are never
+        """For each slot, the first position at which stop tokens may be sampled, or 0 if they are never
         suppressed."""
         self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._epoch = 0
@@ -309,7 +310,7 @@ class SamplingTables:
         )
 
     def _exclusion(self, allowed_tokens: bytes) -> torch.Tensor:
-        """Return a mask of the tokens whose bit is not set in `allowed_tokens`: `[vocabulary]` bool."""
+        """Return a mask of the tokens whose bits are not set in `allowed_tokens`: `[vocabulary]` bool."""
         size = -(-self.vocab_size // 8)
         packed = np.zeros(size, dtype=np.uint8)
         given = np.frombuffer(allowed_tokens, dtype=np.uint8)[:size]

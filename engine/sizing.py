@@ -45,7 +45,7 @@ EXPANSION_BLOCKS = 1024
 
 _GATHERED_BYTES = 4 << 20
 """Maximum size, in bytes, of the keys that the CPU backend (`kernels.reference`) copies at a time. A single
-sequence's keys are copied at once even if they are larger."""
+sequence's keys are always copied together, even if they are larger."""
 
 _SAMPLED_COPIES = 4
 """Number of logits-sized float32 arrays needed to sample on a CPU: logits, noise, sorted values and
@@ -59,8 +59,8 @@ PEER_ARENA_BYTES = 34_603_008
 """Size, in bytes, of the memory through which a GPU exchanges messages with one other rank
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""Passes on several GPUs overlap their sums over the ranks with computation if they have at least this many
-tokens (docs/parallel.md)."""
+"""Minimum number of tokens in a pass on several GPUs for its sums over the ranks to overlap with computation
+(docs/parallel.md)."""
 _SPLIT_TOKENS = 256
 """The number of tokens in an overlapped pass's first half is a multiple of this value, so that GEMM tiles are
 filled."""
@@ -342,7 +342,7 @@ def graph_bytes(
 
 def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
     """Return the token counts for which prompt passes are captured as CUDA graphs. Above 1,024 tokens,
-    computing a pass takes the device longer than launching it takes the host.
+    the device takes longer to compute a pass than the host takes to launch it.
     """
     sizes = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
     return [size for size in sizes if size <= max_num_batched_tokens]
@@ -361,8 +361,8 @@ def layer_capture_sizes(
     """Return the token counts for which the layers of passes with prompts are captured as CUDA graphs
     (`engine.layer_graphs`).
 
-    Several GPUs compute longer passes in two halves. On one GPU, the passes of a dense model are not
-    captured, because computing them takes longer than launching their kernels.
+    Several GPUs compute longer passes in two halves. On one GPU, a dense model's passes are not captured,
+    because they take longer to compute than to launch.
     """
     sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584]
     if tensor_parallel_size == 1:
@@ -386,8 +386,8 @@ def size_for(count: int, sizes: list[int]) -> int:
 
 def decode_capture_sizes(largest: int) -> list[int]:
     """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs: 1, 2, 4,
-    8, 12 and 16, then in steps of 8 up to 72, then each an eighth to a quarter larger. The last size is
-    `largest`."""
+    8, 12 and 16, then in steps of 8 up to 72, then each an eighth to a quarter larger than the one before.
+    The last size is `largest`."""
     sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < largest]
     step = 8
     while (sizes[-1] if sizes else 0) < largest:
@@ -442,7 +442,7 @@ def captured_bytes(
 
 
 def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
-    """Return the size in bytes of the block tables (8 per slot and block), other slot state (about 128 per
-    slot) and the float32 rotary table."""
+    """Return the size in bytes of the block tables (8 bytes for each block of each slot), other slot state
+    (about 128 bytes per slot) and the float32 rotary table."""
     blocks = -(-max_model_len // BLOCK_TOKENS)
     return max_num_seqs * (8 * blocks + 128) + max_model_len * config.head_dim * 4

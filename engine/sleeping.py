@@ -1,7 +1,7 @@
 """Puts a replica to sleep and wakes it: releases the device memory of its weights and KV cache, and later
 restores it at the same addresses, so that captured CUDA graphs stay valid. `RankSleep` does this on one rank,
-together with the other ranks. `SleepControl` runs on rank 0 and starts an operation between two steps. In the
-meantime, the step loop continues to send reports.
+together with the other ranks. `SleepControl` runs on rank 0 and starts operations between steps. While an
+operation runs, the step loop continues to send reports.
 
 The device code is passed in, so this module does not load torch.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Totals = Callable[[Sequence[int]], list[int]]
-"""Returns each number's sum over all ranks. All ranks must call it at the same time."""
+"""Function that sums each number over all ranks. All ranks must call it at the same time."""
 
 
 class MemoryRunner(Protocol):
@@ -81,7 +81,7 @@ class RankSleep:
         return "", 0
 
     def _agree(self, attempt: Callable[[], None]) -> str:
-        """Call `attempt` on every rank. Return the reason if any call failed, otherwise an empty string."""
+        """Call `attempt` on every rank. Returns the reason if any call failed, otherwise an empty string."""
         problem = ""
         try:
             attempt()
@@ -140,7 +140,7 @@ class SleepControl:
         return changed
 
     def _start(self) -> MemoryChanged | None:
-        """Start the next operation, unless steps are in flight. Return a failure result if the operation
+        """Start the next operation, unless steps are in flight. Returns a failure result if the operation
         cannot start, otherwise None."""
         asleep = self._requests[0]
         engine = self._engine

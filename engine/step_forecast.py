@@ -1,5 +1,5 @@
 """Predicts a step's duration from its size and the speed measured in earlier steps. Rank 0 announces long
-steps to the core, which would otherwise assume that the replica hangs. The prediction need not be exact,
+steps to the core, which would otherwise assume that the replica is hung. The prediction need not be exact,
 because the core multiplies it by a safety factor before killing a replica.
 """
 

@@ -33,7 +33,7 @@ _ROWS = 8
 """Number of sequences in a step of `every_kind`. Kernels that depend on this number are loaded by
 `engine.warmup.run_padded_passes`, which runs passes of all sizes."""
 _LENGTH = 8
-"""Maximum length, in tokens, of the sequences in these steps."""
+"""Maximum length, in tokens, of the sequences in a step of `every_kind`."""
 
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
@@ -75,10 +75,10 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
 
 def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
     """Return one step of every kind, each with a few sequences that all use block 0. For every sampling
-    variant, there are prompts that end (alone, together with decodes, and with several samples), prompts that
-    continue, and decodes alone. Other steps compute prompt log probabilities, copy and clear blocks, and use
-    the full token budget. The list is empty if the maximum sequence length or the token budget is too small
-    for these steps.
+    variant, the steps include prompts that are completed (alone, together with decodes, and with several
+    samples), prompts that continue, and decodes alone. Other steps compute prompt log probabilities, copy and
+    clear blocks, and use the full token budget. The list is empty if the maximum sequence length or the token
+    budget is too small for these steps.
     """
     if max_model_len < _LENGTH or max_num_batched_tokens < 2:
         return []

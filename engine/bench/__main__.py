@@ -9,10 +9,10 @@ with the median result. For decode-only steps and for steps with prefill ("mixed
 the mean duration, and the fraction of time that the device spent waiting for the host ("idle"). The "max"
 column is the largest idle fraction of any run.
 
-With several ranks, this process is rank 0 of a replica. The limit is computed from one GPU's bytes and
-operations, ignoring communication. A second line per workload shows the mean time that rank 0 takes to encode
-and send a step's plan. For an MoE model on one rank, another line shows how many distinct experts per layer a
-decode step reads, and how many the limit assumes.
+With several ranks, this process is rank 0 of a replica. The limit is computed from the bytes that one GPU
+reads and the operations it performs; communication is ignored. A second line per workload shows the mean time
+that rank 0 takes to encode and send a step's plan. For an MoE model on one rank, another line shows how many
+distinct experts per layer a decode step reads, and how many the limit assumes.
 
 The benchmark requires torch, numpy and msgspec, and triton on a GPU. It needs no running service and
 downloads nothing.

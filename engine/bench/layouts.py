@@ -20,7 +20,7 @@ from typing import Any
 from engine.bench.workloads import WORKLOADS
 
 _LAYOUTS = {"split": [], "whole": ["--expert-parallel"]}
-"""Each layout's additional benchmark arguments."""
+"""Additional benchmark arguments for each layout."""
 
 
 def main() -> int:

@@ -6,8 +6,8 @@ devices is ignored.
 
 A decode step reads every matrix once, and the keys and values of every sequence once. In an MoE layer, a step
 is assumed to read the number of distinct experts expected when each token is equally likely to choose any
-expert. With large batches, the GEMMs of a decode step are compute-bound instead of memory-bound. A prefill
-computes its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because each
+expert. With large batches, a decode step's GEMMs are compute-bound instead of memory-bound. A prefill's limit
+covers its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because each
 layer needs the result of the previous one.
 """
 
@@ -52,7 +52,7 @@ def limit(
     # A prefill reads every matrix at least once.
     prefill_s = max(prefill_s, read_s(at_once * prompt))
 
-    # With more ranks than KV heads, several ranks store the same head.
+    # If there are more ranks than KV heads, several ranks store the same head.
     kv_per_token = kv_bytes_per_block(config, kv_cache_dtype, ranks) / BLOCK_TOKENS
     mean_context = prompt + output / 2
     step_s = max(

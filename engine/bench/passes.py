@@ -4,10 +4,10 @@ collectives.
     python -m engine.bench.passes --gpus 4 --shape llama-3.1-70b --layers 16 --fp8 --kv-fp8
     python -m engine.bench.passes --gpus 2 --shape llama-3.1-8b --tokens 256 512 1024
 
-The model has random weights and a few layers of a public model's shape. All ranks start a pass at the same
-time, without plan channels. For each variant, the table shows device times in milliseconds: the first and
-second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is the median
-time that the host takes to launch a pass. "differs" is the logits' relative difference from the eager
+The model consists of a few layers of a public model's shape, with random weights. All ranks start a pass at
+the same time, without plan channels. For each variant, the table shows device times in milliseconds: the
+first and second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is the
+median time that the host takes to launch a pass. "differs" is the logits' relative difference from the eager
 variant's. The variants are:
 
     default      as in serving: CUDA graphs, and the collectives of `engine.peer_limits`
@@ -94,7 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16, help="number of layers (%(default)s)")
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
     parser.add_argument("--kv-fp8", action="store_true", help="quantise the KV cache")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512], help="lengths of the prompt")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512], help="prompt lengths in tokens")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--profile", nargs="*", choices=VARIANTS, default=["default"], metavar="VARIANT")
     arguments = parser.parse_args()
@@ -124,7 +124,8 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 class _Alone(parallel.Collectives):
-    """Collectives that do not communicate: a rank uses its own part instead of the sum over all ranks."""
+    """Collectives that do not communicate: each rank uses its own summand instead of the sum over all
+    ranks."""
 
     def __init__(self, ranks: PeerRanks) -> None:
         self.size, self.rank = ranks.size, ranks.rank
@@ -137,7 +138,7 @@ class _Alone(parallel.Collectives):
 
 
 class _Bench:
-    """One rank of the benchmark, with its part of the model."""
+    """One rank of the benchmark, with its shard of the model."""
 
     def __init__(self, arguments: argparse.Namespace, config: ModelConfig, ranks: PeerRanks) -> None:
         self._ranks = ranks
@@ -217,7 +218,7 @@ class _Bench:
             graphs = PromptGraphs(decoder, self._kv, self._tables, tokens)
             if variant not in ("eager", "layers") and graphs.fits(plan):
                 graphs.sizes = graphs.sizes[-1:]
-                decoder.layer_graphs = decoder.halves_graphs = None  # a capture cannot replay graphs
+                decoder.layer_graphs = decoder.halves_graphs = None  # no replays during a capture
                 graphs.capture(no_progress)
                 graphs.stage(plan)
                 return graphs.forward

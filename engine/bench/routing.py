@@ -19,7 +19,7 @@ from engine.model.experts import Mixture
 from kernels import ExpertActivation
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 17
-"""Length of the sequences in which experts are counted."""
+"""Prompt and output length, in tokens, of the sequences run to count experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class DistinctExperts:
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
     """Run as many short sequences as the workload decodes concurrently, and count the experts chosen by their
     tokens. Returns None if the model has no experts, or if no step decodes all sequences. Also returns None
-    with several ranks, because only this rank would run the counted steps without CUDA graphs."""
+    if there are several ranks, because the other ranks would still replay CUDA graphs while this rank
+    counts without them."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None
@@ -94,7 +95,7 @@ class _Watch:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.decoding = False
-        """Whether the current pass is a decode step with all sequences."""
+        """Whether the current pass is a decode-only step that includes all sequences."""
         self.counts: list[int] = []
 
 

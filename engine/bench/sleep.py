@@ -52,8 +52,8 @@ class Round:
 
 
 def main() -> int:
-    """Run the rounds and print a table. Returns 1 if the engine cannot start, sleep or wake, or if its tokens
-    change."""
+    """Run the rounds and print a table. Returns 1 if the engine cannot start, sleep or wake, or if the greedy
+    answer changes."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory(prefix="engine-bench-") as scratch:
         try:

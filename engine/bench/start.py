@@ -75,11 +75,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def started(
     arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
 ) -> Iterator[LocalEngine]:
-    """Start an engine for the sequences in `workloads`. It is closed when the `with` statement ends.
+    """Start an engine for the sequences in `workloads`. The engine is closed when the `with` statement ends.
 
-    The engine is configured like a replica, with the options from `add_options`. Progress is shown on
-    standard error if that is a terminal. `scratch` is a folder for the model shape's configuration file.
-    Raises the exceptions in FAILURES.
+    Like a replica, it is configured with the options from `add_options`. Progress is shown on standard error
+    if that is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the
+    exceptions in FAILURES.
     """
     with closed_at_end(_start(arguments, scratch, workloads)) as engine:
         yield engine
@@ -140,8 +140,8 @@ def _start(
 def _max_model_len(
     arguments: argparse.Namespace, model: Path, workloads: Mapping[str, EngineWorkload]
 ) -> int:
-    """Return the value of --max-model-len, which defaults to the longest sequence in the workloads. Raises
-    UnsupportedError if the sequences are too long for the option or for the model."""
+    """Return the value of --max-model-len, which defaults to the length of the workloads' longest sequence.
+    Raises UnsupportedError if the sequences are too long for the option or for the model."""
     name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
     needed, given = longest.sequence_tokens, arguments.max_model_len
     longest_text = (

@@ -84,7 +84,7 @@ class WorkloadResult:
 
 def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:
     """Run a workload once, with prompts derived from `seed`. Raises RuntimeError if a request ends before
-    generating all of its tokens, because the time would then not be comparable.
+    generating all of its tokens, because its time could not be compared with that of other runs.
     """
     draw = random.Random(seed)
     vocabulary = engine.info.vocab_size

@@ -17,7 +17,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def fill_scales(shard: WeightShard, scales: torch.Tensor) -> None:
     """Set a shard's block scales from those of the full matrix. If a shard boundary splits a checkpoint
-    block, both parts get the block's scale."""
+    block, the shards on both sides get that block's scale."""
     assert shard.target is not None and shard.scales is not None and shard.block is not None
     rows, columns = shard.block
     shard.scales.copy_(_scales_at(shard, scales, range(0, shard.target.shape[0], rows), columns))

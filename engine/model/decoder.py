@@ -1,4 +1,4 @@
-"""Defines one rank's part of the decoder, which all supported model families use.
+"""Defines one rank's shard of the decoder that all supported model families use.
 
 The decoder is a pre-norm transformer with a paged KV cache. The attention heads, the MLP and the vocabulary
 are split across the ranks. Each layer contains two all-reduces, so every rank has the same complete hidden
@@ -38,13 +38,13 @@ TORCH_DTYPES: dict[ModelDType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""The torch dtype for each dtype of a model."""
+"""Torch dtypes, keyed by the names of model dtypes."""
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Decoder:
-    """One rank's part of a model. The weights are uninitialised until `engine.model.loader` fills them.
+    """One rank's shard of a model. The weights are uninitialised until `engine.model.loader` fills them.
 
     `max_model_len` is the maximum sequence length, or None for the checkpoint's maximum
     (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output; the

@@ -31,7 +31,7 @@ class ExpertChoices:
     layers: list[int]
     """Indices of the MoE layers."""
     counts: torch.Tensor
-    """[MoE layers, experts] int64."""
+    """Number of tokens per layer and expert: [MoE layers, experts] int64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,9 @@ class ParameterFactory:
         """Allocate a layer's weight `[outputs, inputs]`, or `[experts, outputs, inputs]`, with undefined
         values.
 
-        The matrix may consist of several tensors, or of part of one. Each begins at a multiple of `row_part`
-        rows and `column_part` columns, both in the matrix and in the checkpoint. A value of 0 means that,
-        along that dimension, the matrix is one complete tensor.
+        The matrix may consist of several tensors, or of a slice of one. Each tensor or slice begins at a
+        multiple of `row_part` rows and `column_part` columns, both in the matrix and in the checkpoint. A
+        value of 0 means that, along that dimension, the matrix is one complete tensor.
         """
         if not self.fp8:
             return self.empty(*shape)
@@ -102,7 +102,7 @@ class WeightShard:
     dim: int = 0
     """Dimension along which the tensor is split. Along all others, `target` has the tensor's full size."""
     start: int = 0
-    """First index of the part along `dim`."""
+    """Index along `dim` at which the part begins."""
     scales: torch.Tensor | None = None
     """View of the row or block scales of `target` if it is e4m3, otherwise None. Values that are not e4m3 in
     the checkpoint are quantised on loading."""
@@ -239,8 +239,8 @@ def add_sum(
     eps: float,
     ranks: Ranks,
 ) -> Residual:
-    """Return `residual` plus the sum over several ranks of `part`, which was computed with the matrix
-    `weight`. For the other arguments, see `Linear.add_to`."""
+    """Sum `part`, which was computed with the matrix `weight`, over several ranks. Returns `residual` plus
+    the sum. For the other arguments, see `Linear.add_to`."""
     norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
     return ranks.add_sum(residual, part, norm)
 
@@ -453,7 +453,8 @@ class Layer:
         return (yield Addition(residual, mlp.down, activated, next_gain, self.eps))
 
     def activate(self, residual: Residual, live: torch.Tensor | None) -> Any:
-        """Return the input of the second half's last operation. `live` is `LayerInput.live`."""
+        """Compute the second half up to its last operation, and return that operation's input. `live` is
+        `LayerInput.live`."""
         return self.mlp.activate(residual, self.post_norm, self.eps)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:

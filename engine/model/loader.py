@@ -145,7 +145,7 @@ def _check(
             raise CheckpointError(
                 f"{entry.file}: {name} has dtype {entry.dtype}; with weight_block_size, every matrix of a "
                 f"layer must be {_FP8}",
-                'set quantization = "fp8", which converts all of them',
+                'set quantization = "fp8" to convert all of them',
             )
 
 
@@ -341,6 +341,6 @@ def _read_scales(
 def _finish(decoder: Decoder, progress: ProgressCallback) -> None:
     decoder.finish(progress)
     if decoder.device.type == "cuda":
-        # Release the allocator's cached memory, or it would be counted as activation memory when the KV pool
-        # is sized.
+        # Release the allocator's cached memory. Otherwise, it would be counted as activation memory when the
+        # KV pool is sized.
         torch.cuda.empty_cache()

@@ -36,7 +36,7 @@ class TensorSlice:
 
     @property
     def row_bytes(self) -> int:
-        # This is faster than a product over the shape, and there can be tens of thousands of tensors.
+        # Multiplying the shape's dimensions is slower, and there can be tens of thousands of tensors.
         shape = self.entry.shape
         return self.entry.nbytes // shape[0] if shape and shape[0] else self.entry.nbytes
 
@@ -50,7 +50,8 @@ class TensorSlice:
         return self.entry.offset + self.first_row * self.row_bytes
 
     def view(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the bytes `numbers` (`[bytes]`) viewed as `[rows, ...]` in the file's dtype."""
+        """View the raw bytes in `numbers` (`[bytes]`) as a tensor of shape `[rows, ...]` in the file's
+        dtype."""
         return numbers.view(self.dtype).view(self.rows, *self.entry.shape[1:])
 
 

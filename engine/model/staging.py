@@ -30,8 +30,8 @@ class StagingBuffer:
             self._copied.synchronize()
 
     def copy(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy parts of `host` to tensors on the device. The copies are only guaranteed to be complete once
-        the ring is closed."""
+        """Copy parts of `host` to tensors on the device. The copies are guaranteed to be complete only
+        after the ring has been closed."""
         if self._copy_stream is None:
             for numbers, target in copies:
                 target.copy_(numbers)

@@ -70,7 +70,7 @@ def stream(
     """Read `slices` in blocks of complete rows, and yield the rows of each block after its batch has been
     read. All copies are complete when the generator ends.
 
-    A block has at most `block_bytes` bytes (by default depending on the device), unless a single row is
+    A block has at most `block_bytes` bytes (the default depends on the device), unless a single row is
     larger. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
 
     Exceptions from `fill` and `find_target` propagate. Raises CheckpointError if bytes are missing or cannot

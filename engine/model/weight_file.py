@@ -76,8 +76,8 @@ class WeightFile:
     def _is_cached(self, first: int, nbytes: int) -> bool | None:
         """Return whether the range is in the page cache, or None if unknown. Probes one page in each half of
         the range. Probing an uncached page loads it into the cache, so pages are chosen at random to keep the
-        next start from probing the same ones. Two are probed because a fast disk may load the first one
-        during its probe.
+        next start from probing the same ones. Two pages are probed, because a fast disk may load the first
+        one during its own probe.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))

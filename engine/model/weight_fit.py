@@ -78,8 +78,8 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. A setting is suggested only if the weights would then fit into `most`
-        bytes."""
+        """Return the possible remedies. A setting is suggested only if it would make the weights fit into
+        `most` bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings: list[tuple[str, ModelDType, WeightsDType]]

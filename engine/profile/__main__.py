@@ -4,7 +4,7 @@
     python -m engine.profile --shape llama-3.1-8b --fp8 --kv-fp8 --workload n1024 --kind mixed
     python -m engine.profile --shape llama-3.1-70b --tensor-parallel-size 4 --workload b1_decode
 
-The profiler runs a workload of `engine.bench` and prints a table. The model is the checkpoint given by
+The profiler runs one of `engine.bench`'s workloads and prints a table. The model is the checkpoint given by
 --model, or a public model shape with random weights. --trace also writes the Chrome trace, for
 chrome://tracing or ui.perfetto.dev. On a CPU, the table shows torch operations. With several ranks, this
 process is rank 0 of a replica, and the table shows rank 0's device. The profiler requires the same packages

@@ -273,7 +273,7 @@ def _of_mixture(
 
 def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, window: int | None) -> bool:
     """Return whether a pass uses the Hopper attention kernel. Must agree with `kernels.cuda`."""
-    # Imported here because these modules load Triton, which a CPU does not need.
+    # Imported here because these modules load Triton, which is not needed on a CPU.
     from engine.model.decoder import TORCH_DTYPES
     from kernels import ChunkSpan
     from kernels.triton.attention_prefill import plan_expansion, plan_tiles, suits_hopper
@@ -288,7 +288,8 @@ def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, wind
 
 
 def _seen(context: int, count: int, window: int | None) -> int:
-    """Return how many cached tokens, in whole KV blocks, the last `count` of `context` tokens attend to."""
+    """Return how many cached tokens the last `count` of `context` tokens attend to, rounded up to whole KV
+    blocks."""
     reach = context if window is None else min(context, window - 1 + count)
     return -(-reach // BLOCK_TOKENS) * BLOCK_TOKENS
 

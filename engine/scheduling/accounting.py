@@ -104,7 +104,8 @@ class RequestAccounting:
         _remove(self._by_request, submit.request_id, submission.arrival)
 
     def refuse(self, origin: Hashable, submit: Submit, reason: str) -> None:
-        """Report a submission that cannot be computed: an error for each sample, and the final counts."""
+        """Reject a submission that cannot be computed: report an error for each sample, and the final
+        counts."""
         samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
             self.emit(

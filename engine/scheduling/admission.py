@@ -17,8 +17,8 @@ from engine.scheduling.waiting import WaitingQueue
 
 MAX_SETUP_NUMBERS = 1 << 20
 """Maximum total size of the setups in one step, counted in token ids. A larger setup gets a step to itself.
-Setups are sent to the other ranks in the plan, for which the device waits. At 5 bytes per id, the limit is 5
-MiB."""
+Setups are sent to the other ranks as part of the plan, and the device waits for the plan. At 5 bytes per id,
+the limit is 5 MiB."""
 
 MAX_TABLE_ENTRIES = 4096
 """Maximum number of block table entries in one step. A step that exceeds it admits no further sequences. When
@@ -61,8 +61,8 @@ class Admission:
         self._started: list[Sequence] = []
         """Sequences admitted for the first time in the step being planned."""
         self._blocked: tuple[Sequence, int] | None = None
-        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before it is
-        tried again."""
+        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before that
+        sequence is tried again."""
 
     def begin_step(self) -> None:
         self._setup_numbers = 0

@@ -2,9 +2,9 @@
 sent to the device.
 
 A block is used by a single sequence, unless it was found in the prefix cache or is shared with forks (full
-blocks as `SharedBlocks`). If the last block of a shared prompt is only partly filled, the block is copied
-before a sequence writes to it. Full blocks are offered to the prefix cache once their values are known to be
-finite.
+blocks are shared as `SharedBlocks`). If the last block of a shared prompt is only partly filled, the block is
+copied before a sequence writes to it. Full blocks are offered to the prefix cache once their values are known
+to be finite.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Preemption:
         sequence.forks = []
 
     def free_slots(self, slots: int, first_victim: int) -> None:
-        """Preempt sequences of `first_victim` and all levels of lower priority until `slots` slots have been
-        freed. Forks are preempted without their leader, whose prefill continues."""
+        """Preempt sequences of level `first_victim` and all lower-priority levels until `slots` slots have
+        been freed. Forks are preempted without their leader, whose prefill continues."""
         running = self._running
         victims = running.scheduled()
         victims = [
@@ -58,7 +58,7 @@ class Preemption:
             self.preempt(victim)
 
     def free_blocks(self, blocks: int, first_victim: int) -> None:
-        """Preempt sequences of `first_victim` and all levels of lower priority until `blocks` blocks have
+        """Preempt sequences of level `first_victim` and all lower-priority levels until `blocks` blocks have
         been freed. If preempting all of them would not free enough blocks, none is preempted."""
         victims = [one for one in self._running.scheduled() if one.level >= first_victim]
         shared = {victim.shared for victim in victims if victim.shared is not None}

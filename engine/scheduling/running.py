@@ -24,9 +24,9 @@ class RunningSequences:
         """The sequence in each slot, or None."""
         self.free_slots = list(range(slots - 1, -1, -1))
         self.decoding: dict[int, Sequence] = {}
-        """Sequences that get one token per step, by slot."""
+        """Sequences that get one token per step, keyed by slot."""
         self.prefilling: dict[int, Sequence] = {}
-        """Sequences with an incomplete prefill, by slot."""
+        """Sequences with an incomplete prefill, keyed by slot."""
         self.by_level = [0] * LEVELS
         """Number of running sequences of each level."""
         self.reserved_slots = 0

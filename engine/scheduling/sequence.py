@@ -166,7 +166,7 @@ class Sequence:
 
     @property
     def samples(self) -> bool:
-        """Whether the sequence generates tokens. False if only prompt log probabilities are wanted."""
+        """Whether the sequence generates tokens. False if only prompt log probabilities were requested."""
         return self.limit > len(self.tokens)
 
     @property

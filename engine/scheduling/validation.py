@@ -22,7 +22,7 @@ from engine.scheduling.sequence import blocks_for, length_limit
 MAX_SAMPLES = 1024
 """Maximum value of `Submit.n`."""
 _MAX_COUNT = 1 << 31
-"""Maximum accepted count, such as top_k. The limit keeps the sum of two counts far below the 64-bit limit of
+"""Maximum value of counts such as top_k. The limit keeps the sum of two counts far below the 64-bit limit of
 messages and device tables."""
 _MAX_FACTOR = 1e30
 """Maximum absolute value of a penalty or logit bias. The limit keeps its product with a logit finite in

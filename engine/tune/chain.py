@@ -99,7 +99,7 @@ class LayerChain:
         return self._ops.compare(lambda: self.run(self._few, rows))
 
     def use(self, table: Table, without: Product | None = None) -> None:
-        """Use the plans of `table` in all following runs, and skip the operations of the linear `without`."""
+        """Use the plans from `table` in all later runs, and skip the operations of the linear `without`."""
         self._ops.backend.use(table)
         self._ops.without = without
 
@@ -144,7 +144,7 @@ class HeadChain:
         self.products = self._ops.find(self.run_few)
 
     def set_rows(self, rows: int) -> None:
-        """Create the input for `rows` rows."""
+        """Create an input with `rows` rows."""
         self.rows = rows
         decoder = self._decoder
         shape = (rows, decoder.config.hidden_size)
@@ -162,7 +162,7 @@ class HeadChain:
         return self._ops.compare(lambda: self._decoder.logits(self._hidden[:rows]))
 
     def use(self, table: Table) -> None:
-        """Use the plans of `table` in all following runs."""
+        """Use the plans from `table` in all later runs."""
         self._ops.backend.use(table)
 
     def run(self) -> None:

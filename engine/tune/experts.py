@@ -75,7 +75,7 @@ def main() -> int:
 
 
 Wanted = list[tuple[ReplicaModel, ExpertsShape, int]]
-"""What to tune: models, their experts' shapes, and token counts."""
+"""What to tune, as a list of (model, shape of its experts, token count)."""
 
 
 def shape_of(served: ReplicaModel) -> ExpertsShape:

@@ -1,4 +1,4 @@
-"""Extends the decoder's operations for the tuner, which can replace kernel plans, record which linears use a
+"""Extends the decoder's operations for the tuner: they can replace kernel plans, record which linears use a
 plan, skip one linear's operations, and check results against the reference implementation."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TunedOps(CudaOps):
         self.use(Table())
 
     def use(self, table: Table) -> None:
-        """Use the plans of `table` in all following operations."""
+        """Use the plans from `table` in all later operations."""
         self.asked.clear()
         self._table = cast(Table, _NotingTable(table, self.asked))
 

@@ -50,7 +50,7 @@ def search_linears(
     served: ReplicaModel, buckets: Sequence[int], known: Table, report: Report, gpu: GpuModel
 ) -> Iterator[list[Measured]]:
     """Find the fastest plans for a model's linears, for each row count in `buckets` that is missing from
-    `known`. Yields a few linears at a time.
+    `known`. Yields the results for a few linears at a time.
 
     Progress lines are passed to `report`. `gpu` is the GPU on which the plans are measured.
     """
@@ -190,7 +190,7 @@ def _without_wrong(
 
 
 class _Timer:
-    """Compares the times of layers with different plans. Implements `descent.Compare`."""
+    """Measures how fast layers run with different plans. Implements `descent.Compare`."""
 
     def __init__(self, layers: LayerChain) -> None:
         self._layers, self._graphs = layers, Graphs()

@@ -242,7 +242,7 @@ SCALE = f"{WEIGHT}_scale_inv"
         (
             lambda tensors: tensors.update({WEIGHT: tensors.pop(WEIGHT).bfloat16()}) or tensors.pop(SCALE),
             f"{{file}}: {WEIGHT} has dtype BF16; with weight_block_size, every matrix of a layer must be "
-            'F8_E4M3; set quantization = "fp8", which converts all of them',
+            'F8_E4M3; set quantization = "fp8" to convert all of them',
         ),
     ],
     ids=["no scales", "too few", "integers", "not a number", "unquantised matrix"],
