@@ -1,7 +1,7 @@
 """Derives commands from registered actions: arguments, options, confirmation and help. A parameter that names
 the target and has no default becomes an argument; all others become options. On the command line, durations
-and times are given as text (90s, 30m, 2026-11-20), and so are tenant and key fields, because "none" is a
-valid value.
+and times are text (90s, 30m, 2026-11-20). Tenant and key fields are text too, because "none" is a valid
+value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WhatIf = Annotated[
 
 
 class _Parameter:
-    """An action's parameter, as an argument or option of the command."""
+    """An action parameter, as an argument or option of the command."""
 
     def __init__(self, action: Action, field: msgspec.structs.FieldInfo) -> None:
         self.name = field.name
@@ -52,7 +52,7 @@ class _Parameter:
         self.max = getattr(kind, "le", None)
 
     def signature(self) -> inspect.Parameter:
-        """Return the matching parameter of the command's function."""
+        """Return the corresponding parameter for the command's function."""
         if self.declared is not None:
             return field_option(self.declared)
         kind: Any = str | None

@@ -1,6 +1,6 @@
 """Implements `appliance audit verify` and `export`, which read the service's files directly, so that auditors
-need not trust the service that wrote them. Only if the files are on another machine does the service verify
-its own chain. `appliance.cli.audit_list` lists the actions."""
+need not trust the service that wrote them. If the files are on another machine, the service verifies its own
+chain instead. `appliance.cli.audit_list` lists the actions."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _of_service(run_dir: Path) -> ChainReport:
 def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
-    """Write the chain to a file or standard output. A failed export creates no file."""
+    """Write the chain to a file or standard output. If the export fails, no file is created."""
     location = chain_location(run_dir, state_dir, file)
     key = _key(location)
     with as_failure(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:

@@ -32,7 +32,7 @@ def audit_list(
     actor: Annotated[
         str | None,
         typer.Option(
-            metavar="ACTOR", help="List only actions of this actor, such as uid:0.", show_default=False
+            metavar="ACTOR", help="List only actions by this actor, such as uid:0.", show_default=False
         ),
     ] = None,
     action: Annotated[
@@ -53,7 +53,7 @@ def audit_list(
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", "-f", help="Keep running, and print actions when their results are recorded."
+            "--follow", "-f", help="Keep running, and print each action when its result is recorded."
         ),
     ] = False,
     file: File = None,

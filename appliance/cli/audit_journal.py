@@ -29,7 +29,7 @@ class JournalHeads(NamedTuple):
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
-    """Return the heads recorded by the service with the state directory `folder` or, if that is None, by
+    """Return the heads recorded by the service with the state directory `folder` or, if `folder` is None, by
     every service that ran as `UNIT`. If systemd is missing or the caller may not read the journal, the result
     contains the reason."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]

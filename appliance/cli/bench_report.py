@@ -71,7 +71,7 @@ class BenchReport:
             self.wrapped(f"note: {note}", "yellow")
 
     def comparison(self, results: Sequence[Result]) -> None:
-        """Write a comparison of all workloads, with one line each."""
+        """Write a table that compares all workloads, one per line."""
         rows = []
         for result in results:
             run = result.typical
@@ -94,7 +94,7 @@ class BenchReport:
         self._table(columns, rows)
 
     def search(self, search: Search, duration_s: float) -> None:
-        """Write a search's trials and result."""
+        """Write the trials and the result of a search for the highest rate."""
         rows = [
             (
                 f"{trial.rate:.4g}",

@@ -39,7 +39,7 @@ class Conversation:
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:
         """Send a question and yield the answer as it arrives. If the answer is cut off, the conversation
-        keeps the received part; if there is no answer, it drops the question. Raises AnswerError if the
+        keeps the part that arrived; if no text arrived, the question is dropped. Raises AnswerError if the
         answer fails.
         """
         self.messages.append({"role": "user", "content": _sendable(question)})
@@ -185,6 +185,6 @@ def _end_line() -> None:
 
 
 def _sendable(text: str) -> str:
-    """Return `text` without the characters that UTF-8 cannot encode. Such characters stand for bytes in
-    terminal input and arguments that are not valid text."""
+    """Return `text` without the characters that UTF-8 cannot encode. Such characters stand for invalid bytes
+    in terminal input or arguments."""
     return text.encode("utf-8", "replace").decode()

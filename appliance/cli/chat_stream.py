@@ -34,7 +34,7 @@ class End(NamedTuple):
     completion_tokens: int | None
     """Number of generated tokens, or None if not reported by the service."""
     ttft_s: float | None
-    """Time in seconds from the request until the first text."""
+    """Time in seconds from the request to the first text."""
     tokens_per_s: float | None
     """Tokens generated per second between the first text and the end of the answer."""
 
@@ -169,7 +169,8 @@ def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    """Return the message of an error in OpenAI's format, or the HTTP status if there is none."""
+    """Return the message from an error response in OpenAI's format, or the HTTP status if there is no
+    message."""
     try:
         message = str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -87,7 +87,7 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
 def toml_lines(
     table: Mapping[str, Any], places: Mapping[str, str], path: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a settings table as lines of TOML. Each setting is followed by its source if it is in `places`.
+    """Yield a settings table as lines of TOML. Settings listed in `places` are followed by their source.
     Unset settings appear as comments."""
     plain = {name: value for name, value in table.items() if not isinstance(value, dict)}
     width = max((len(_assignment(name, value)) for name, value in plain.items()), default=0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from console.source import SnapshotSource
 
 _UNLIMITED = (120, 200)
-"""Columns and lines of a frame when standard output is not a terminal."""
+"""Size of a frame, in columns and lines, when standard output is not a terminal."""
 
 
 def open_console(
@@ -46,8 +46,9 @@ def open_console(
 
 
 def _check_streams() -> None:
-    """Check that the console can use a terminal. It reads keys from standard input and writes to standard
-    error, because standard output may be read by other programs. Raises CommandLineError if it cannot."""
+    """Check that the console can use a terminal. The console reads keys from standard input and writes to
+    standard error, because standard output may be read by other programs. Raises CommandLineError if it
+    cannot."""
     streams = {"input": sys.stdin, "output": sys.stdout, "error": sys.stderr}
     others = [f"standard {name}" for name, stream in streams.items() if not is_terminal(stream)]
     if others:

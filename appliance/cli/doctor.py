@@ -29,8 +29,8 @@ _INDENT = 12
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
     """Examine the service and print the findings. If the socket was forwarded from another machine, the
-    service there examines itself. Return exit code 1 if there is a problem, otherwise 0, even with
-    warnings."""
+    service there examines itself. Return exit code 1 if there is a problem, and 0 otherwise; warnings do not
+    count as problems."""
     run, state, settings = _find(config, run_dir, state_dir)
     if config is None and state_dir is None and _is_remote(run):
         with admin_client(str(run)) as client:

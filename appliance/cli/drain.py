@@ -106,7 +106,7 @@ def line(status: DrainStatus) -> str:
         facts = [f"took {of_seconds(status.elapsed_s)}", *held]
         if status.ended:
             facts.append(
-                f"{of_count(status.ended)} requests did not finish within the grace period and were ended"
+                f"{of_count(status.ended)} requests did not finish within the grace period and were stopped"
             )
     else:
         facts = [f"{of_count(status.running)} running", f"{of_count(status.queued)} queued", *held]

@@ -92,7 +92,8 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Return a value as human-readable text. None is shown as its meaning for the field."""
+    """Return a value as human-readable text. None is shown as what it means for the field, such as "no
+    limit"."""
     from appliance.cli.times import local
     from appliance.quantities import span_text
 
@@ -114,7 +115,7 @@ def shown(field: Declared, value: Any) -> str:
 
 
 def limits(quota: Quota) -> Iterable[str]:
-    """Yield a description of each of a quota's limits."""
+    """Yield a description of each limit in a quota."""
     for field in declared(Quota).values():
         value = getattr(quota, field.name)
         if value is not None and field.optional:

@@ -35,7 +35,7 @@ class FitGpu(msgspec.Struct, kw_only=True):
 
 
 class FitSequences(msgspec.Struct, kw_only=True):
-    """How many sequences of one length can run concurrently."""
+    """How many sequences of a given length can run concurrently."""
 
     tokens: int
     sequences: int
@@ -76,9 +76,9 @@ class FitReport(msgspec.Struct, kw_only=True):
 
 
 def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
-    """Predict and print how much memory a model needs. `target` is a folder, or the NAME[@VERSION] of a model
-    in the registry of the service that uses `run_dir`. `settings` are keyed by their names in settings files,
-    and override the version's settings. Returns exit code 1 if the model does not fit. Raises Failure if the
+    """Predict and print how much memory a model needs. `target` is a folder, or a model (NAME[@VERSION]) in
+    the registry of the service in `run_dir`. `settings` are keyed by their names in settings files, and
+    override the version's settings. Returns exit code 1 if the model does not fit. Raises Failure if the
     model or the settings cannot be used."""
     folder = target
     if os.sep not in target and not os.path.exists(target):
@@ -178,8 +178,8 @@ def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
 
 
 def _registered(run_dir: str | None, target: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder and settings of the version with this NAME or NAME@VERSION. Raises Failure if the
-    registry has none."""
+    """Return the folder and settings of the version with this NAME or NAME@VERSION. Raises Failure if there
+    is no such version in the registry."""
     with admin_client(run_dir) as client:
         models = client.models()
     for model in models:

@@ -136,7 +136,7 @@ def models_list(run_dir: RunDir = None, json: Json = False) -> None:
 
 @models.command("ps")
 def models_ps(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the versions that are loaded or being loaded, with their memory use and when they will be
+    """List the versions that are loaded or being loaded, and show their memory use and when they will be
     unloaded."""
     from appliance.cli.models import list_loaded
 
@@ -145,7 +145,7 @@ def models_ps(run_dir: RunDir = None, json: Json = False) -> None:
 
 @models.command("show")
 def models_show(name: Name, run_dir: RunDir = None, json: Json = False) -> None:
-    """Show a model with its versions, their settings and the SHA-256 of their files."""
+    """Show a model with its versions, their settings and the SHA-256 hashes of their files."""
     from appliance.cli.models import show_model
 
     show_model(run_dir, name, as_json=json)
@@ -193,8 +193,8 @@ def models_split(
         list[str] | None,
         typer.Argument(
             metavar="TARGET=WEIGHT...",
-            help="Target and relative weight. A target is a version number of the model such as 1, another "
-            "model's name, or NAME@VERSION.",
+            help="Target and relative weight. A target is a version number of this model (such as 1), "
+            "another model's name, or NAME@VERSION.",
             show_default=False,
         ),
     ] = None,
@@ -222,7 +222,7 @@ def models_shadow(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="A version number of the model such as 2, another model's name, or NAME@VERSION.",
+            help="A version number of this model (such as 2), another model's name, or NAME@VERSION.",
             show_default=False,
         ),
     ] = None,

@@ -10,7 +10,8 @@ from appliance.protocol.registry import ShadowStatus
 
 
 def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool, as_json: bool) -> None:
-    """Set or end the split of a name's requests. `weights` are strings of the form TARGET=WEIGHT."""
+    """Start or stop splitting a name's requests between targets. `weights` are strings of the form
+    TARGET=WEIGHT."""
     if clear == bool(weights):
         raise CommandLineError("give either the weights of the split, such as 1=90 2=10, or --clear")
     action = SplitModel(name=name, weights=None if clear else _weights(weights))
@@ -47,7 +48,7 @@ def show_shadow(shadow: ShadowStatus) -> None:
 
 
 def shares(found: dict[str, float]) -> str:
-    """Describe the fraction of requests that a version gets from each split name."""
+    """Describe, for each split name, the fraction of its requests that the version receives."""
     return ", ".join(f"{share:.1%} of {printable(name)}" for name, share in found.items())
 
 

@@ -40,8 +40,8 @@ def drain(
     """Stop accepting requests, and finish the requests that were already accepted.
 
     Shows the progress until the drain is complete. Ctrl-C asks whether to cancel the drain; without a
-    terminal, the drain continues. With --json, each update is one line. The exit code is 1 if requests were
-    ended with an error or the drain was cancelled."""
+    terminal, the drain continues. With --json, each update is one line. The exit code is 1 if any requests
+    were stopped with an error, or if the drain was cancelled."""
     from appliance.cli.drain import drain
 
     raise typer.Exit(

@@ -25,8 +25,8 @@ class Column(NamedTuple):
     right: bool = False
     """Whether the column is right-aligned, as is usual for numbers."""
     drop: int = 0
-    """On a narrow terminal, columns with the highest value are dropped first. Columns with 0 are never
-    dropped."""
+    """On a narrow terminal, the columns with the highest number here are dropped first. Columns with 0 are
+    never dropped."""
     flexible: bool = False
     """Whether the column's texts may be shortened if no more columns can be dropped."""
     colours: Mapping[str, str] | None = None

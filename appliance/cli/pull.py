@@ -65,7 +65,7 @@ def _download(wanted: Reference, folder: Path) -> Pulled | None:
     except KeyboardInterrupt:
         progress.close()
         print(
-            "interrupted: the received files are kept; run the same command again to resume",
+            "interrupted: the files downloaded so far are kept; run the same command again to resume",
             file=sys.stderr,
         )
         return None

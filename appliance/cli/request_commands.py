@@ -25,7 +25,7 @@ def requests_read(
         str | None, typer.Option("--id", metavar="ID", help="Show only this request, with all its fields.")
     ] = None,
     tenant: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show only requests of this tenant.")
+        str | None, typer.Option(metavar="NAME", help="Show only requests from this tenant.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show only requests for this model.")
@@ -105,8 +105,8 @@ def usage(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Show the tokens of ended requests by day (UTC), tenant and key, and their cost if the settings contain
-    prices."""
+    """Show token usage by day (UTC), tenant and key, and its cost if the settings contain prices. Only
+    requests that have ended are counted."""
     from appliance.cli.usage import show_usage
 
     show_usage(run_dir, since=since, until=until, tenant=tenant, key=key, model=model, by=by, as_json=json)

@@ -102,9 +102,10 @@ def is_forwarded(run_dir: Path) -> bool:
 
 def service_or_files(run_dir: Path) -> AdminClient | None:
     """Return a client for the service in `run_dir`. Returns None, so that the files are read instead, if no
-    service is running, or if the caller may not use the admin API and has set no key, but might be able to
-    read the files. Raises Failure if the directory contains only a socket, which was probably forwarded from
-    another machine: the files on this machine would be a different service's.
+    service is running. Also returns None if the caller is not permitted to use the admin API and has set no
+    key, because the caller may still be able to read the files. Raises Failure if the directory contains only
+    a socket, which was probably forwarded from another machine: the files on this machine would be a
+    different service's.
     """
     from appliance import calls
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError

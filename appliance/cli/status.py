@@ -234,7 +234,7 @@ def _experts(replica: ReplicaStatus) -> str:
         f"expert {use.busiest} of layer {use.layer} is chosen {use.imbalance:.1f} times as often as the "
         "average expert of that layer; "
         f"{unused:,} of {sum(use.experts for use in layers):,} experts have not been "
-        f"chosen ({of_count(sum(use.choices for use in layers))} choices in all layers)"
+        f"chosen ({of_count(sum(use.choices for use in layers))} selections in all layers)"
     )
 
 
@@ -271,7 +271,7 @@ def _queue(status: Status, width: int | None) -> list[str]:
             expected = "unknown" if one.expected_wait_s is None else of_seconds(one.expected_wait_s)
             waits = (
                 f"{one.name}  {one.waiting:,} waiting, the oldest for {of_seconds(one.oldest_wait_s)}; "
-                f"expected wait of new requests {expected}{target}"
+                f"expected wait for new requests {expected}{target}"
             )
             lines += _labelled("", waits, width)
     if queue.overload:

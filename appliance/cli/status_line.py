@@ -53,9 +53,9 @@ def load_line(replica: str, detail: str, load: LoadStatus | None) -> str:
 
 @contextmanager
 def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | None = None) -> Iterator[None]:
-    """Show loading replicas' progress on `stream` (default: standard error) while the context is active, if
-    `stream` is a terminal. `replicas` returns the replicas' current status; it is called in a thread. If it
-    raises an error, the display ends.
+    """Show the progress of loading replicas on `stream` (default: standard error) while the context is
+    active. Nothing is shown if `stream` is not a terminal. `replicas` returns the replicas' current status
+    and is called in a thread. If it raises an error, the progress is no longer shown.
     """
     line, ended = StatusLine(stream), threading.Event()
 

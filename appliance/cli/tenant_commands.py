@@ -11,7 +11,7 @@ from appliance.cli.action_commands import add_commands
 from appliance.cli.options import Json, RunDir
 
 tenants = typer.Typer(
-    help="Manage tenants, which are billed for requests, and their limits.", no_args_is_help=True
+    help="Manage tenants, to which requests are billed, and their limits.", no_args_is_help=True
 )
 keys = typer.Typer(help="Manage bearer keys, which TCP clients need.", no_args_is_help=True)
 peers = typer.Typer(help="Manage local users and groups, which need no key.", no_args_is_help=True)
@@ -47,7 +47,7 @@ add_commands(tenants, "tenants.create", "tenants.set", "tenants.suspend", "tenan
 
 @keys.command("list")
 def keys_list(
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="List only keys of this tenant.")] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="List only this tenant's keys.")] = None,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:

@@ -135,7 +135,9 @@ class Drain:
             late = [request.request_id for request in requests.state.unfinished(self.model)]
             self.ended = sum([self._tools.cancel(request_id, message) for request_id in late])
             log.warning(
-                "%s: %d requests did not finish within the grace period and were ended", self.name, self.ended
+                "%s: %d requests did not finish within the grace period and were stopped",
+                self.name,
+                self.ended,
             )
             self._hurry = asyncio.Event()
             await self._poll(self._finished, self._abort_within_s)

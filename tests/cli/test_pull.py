@@ -128,7 +128,7 @@ def test_a_stopped_pull_continues_in_the_middle_of_the_file(
     if stop == signal.SIGINT:
         assert process.returncode == 130
         # A slow pull may have shown its progress before the signal, so only the last line is compared.
-        told = "interrupted: the received files are kept; run the same command again to resume"
+        told = "interrupted: the files downloaded so far are kept; run the same command again to resume"
         assert err.splitlines()[-1] == told
     code, out, err = run("org/demo", "--cache-dir", tmp_path / "c", "--json")
     assert code == 0, err

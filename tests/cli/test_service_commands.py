@@ -158,12 +158,12 @@ def test_the_status_shows_how_long_each_class_waits_and_what_an_overload_drops(r
     text = "\n".join(status_lines(status, None))
     assert "37 ended · 3 preempted" in text
 
-    assert "P1  4 waiting, the oldest for 12 s; expected wait of new requests 14 s (target 1.0 s)" in text
-    assert "P3  1 waiting, the oldest for 1 min 10 s; expected wait of new requests 1 min 30 s\n" in text
+    assert "P1  4 waiting, the oldest for 12 s; expected wait for new requests 14 s (target 1.0 s)" in text
+    assert "P3  1 waiting, the oldest for 1 min 10 s; expected wait for new requests 1 min 30 s\n" in text
     assert "P0  " not in text
     assert status.queue.overload in text
     status.queue.classes[1].expected_wait_s = None
-    assert "expected wait of new requests unknown (target 1.0 s)" in "\n".join(status_lines(status, None))
+    assert "expected wait for new requests unknown (target 1.0 s)" in "\n".join(status_lines(status, None))
 
 
 def test_the_status_names_the_busiest_expert(run_dir: Path) -> None:
@@ -178,7 +178,7 @@ def test_the_status_names_the_busiest_expert(run_dir: Path) -> None:
     model.replicas[0] = msgspec.structs.replace(model.replicas[0], expert_layers=layers)
     assert (
         "demo-0: expert 1 of layer 2 is chosen 2.5 times as often as the average expert of that layer; "
-        "1 of 8 experts have not been chosen (1,600 choices in all layers)"
+        "1 of 8 experts have not been chosen (1,600 selections in all layers)"
         in "\n".join(status_lines(status, None))
     )
 

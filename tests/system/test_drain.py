@@ -293,7 +293,7 @@ def test_requests_that_outlast_the_grace_period_end_with_one_clear_error(
         with draining(server, "--grace", "0s") as process:
             out, errors = process.communicate(timeout=120)
         assert process.returncode == 1, errors
-        assert "1 requests did not finish within the grace period and were ended" in out
+        assert "1 requests did not finish within the grace period and were stopped" in out
         assert (long.result(300).status, long.result().code) == (503, "aborted")
         server.wait_until(lambda: status(server).queue.running == 0, 60, "an idle engine")
         (row,) = server.wait_until(lambda: [row for row in server.rows()[-1:] if row["error"]], 60, "its row")
