@@ -38,7 +38,7 @@ BreakerState = Literal["closed", "open", "half-open"]
 
 
 class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's load progress."""
+    """The progress of a replica that is loading its model."""
 
     stage: str
     """The current stage: start, read, convert, build or warm up."""
@@ -58,8 +58,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Degradation(msgspec.Struct, frozen=True, kw_only=True):
-    """A feature that a replica runs without although its settings request it, such as a GPU or resource
-    limits."""
+    """A feature, such as a GPU or resource limits, that the settings request but the replica runs without."""
 
     description: str
     remedy: str
@@ -93,11 +92,11 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     host_bytes: int = 0
     """Host memory that holds a sleeping GPU replica's weights."""
     sleeps: int = 0
-    """How often the replica went to sleep."""
+    """Number of times that the replica went to sleep."""
     wakes: int = 0
-    """How often the replica woke up."""
+    """Number of times that the replica woke up."""
     wake_s: float = 0.0
-    """Total time spent waking, in seconds."""
+    """Total time spent waking up, in seconds."""
     links: str = ""
     """Links between the ranks' GPUs, such as "NVLink (18 links)". Empty if there is only one GPU or the links
     are not known."""
@@ -231,9 +230,9 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """A drain, which lasts until an operator resumes service."""
 
     stopping: bool = False
-    """Whether the service is stopping, so that the drain cannot be ended."""
+    """Whether the service is stopping. If it is, the drain cannot be cancelled."""
     model: str | None
-    """The drained model, or null for the whole service."""
+    """The model being drained, or null for the whole service."""
     state: DrainState
     grace_s: float
     """Grace period in seconds, starting when the drain begins to refuse requests. Requests still running at
@@ -336,15 +335,14 @@ class Tenant(TenantRecord, frozen=True, kw_only=True):
     keys: int
     """Number of valid keys."""
     peers: int
-    """Number of mapped users and groups."""
+    """Number of users and groups mapped to the tenant."""
 
 
 class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]
-    """The kind of entry. "any" stands for all users without a separate entry whom the socket's file mode
-    admits."""
+    """The kind of entry. "any" covers all users who can open the socket and have no entry of their own."""
     number: int
     """The uid or gid, or -1 for "any"."""
     tenant: str
@@ -381,7 +379,7 @@ class Done(msgspec.Struct, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """The body of a failed admin call."""
+    """The body of the response to a failed admin API call."""
 
     message: str
 

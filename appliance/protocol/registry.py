@@ -73,7 +73,8 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     expires_at: float | None = None
     """When the version will be unloaded if no more requests arrive, in unix seconds. Null means never."""
     shares: dict[str, float] = {}
-    """For each split name with this version as a target, the fraction of requests that this version gets."""
+    """For each split name that has this version as a target, the fraction of its requests that this version
+    receives."""
 
 
 class ShadowTimes(msgspec.Struct, kw_only=True):
@@ -87,7 +88,7 @@ class ShadowTimes(msgspec.Struct, kw_only=True):
 
 class ShadowStatus(msgspec.Struct, kw_only=True):
     """A shadow, which copies a share of a name's requests to another model or version. Results are counted
-    from when the shadow was set or the service started."""
+    from when the shadow was set or the service started, whichever was later."""
 
     name: str
     target: str
@@ -101,10 +102,10 @@ class ShadowStatus(msgspec.Struct, kw_only=True):
     """Timings of the original answers; null if there are no results yet."""
     copy: ShadowTimes | None = None
     greedy: int = 0
-    """Number of compared requests with greedy sampling whose prompt has the same tokens on the original and
-    the target model."""
+    """Number of compared requests that use greedy sampling and whose prompt both models tokenize
+    identically."""
     agreement: float | None = None
-    """Fraction of answer tokens that precede the first difference between original and copy, over the
+    """Fraction of answer tokens before the first difference between the original and the copy, over all
     requests counted in `greedy`."""
 
 
@@ -117,7 +118,7 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     default: int
     """The version that answers requests for the model's name."""
     previous: int | None = None
-    """The version that `models rollback` makes the default again."""
+    """The version that `models rollback` would make the default again."""
     source: str
     """"registry", or the place where the settings declare the model."""
     aliases: list[str] = []

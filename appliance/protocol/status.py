@@ -53,7 +53,7 @@ class QueueStats(msgspec.Struct, kw_only=True):
     refused: int
     """Number of requests refused by the core."""
     ended: int
-    """Number of ended requests whose row in the request log is closed."""
+    """Number of requests that have ended and whose row in the request log is closed."""
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
