@@ -103,7 +103,7 @@ class Converter:
 
 
 def _struct_of_items(kind: Any) -> type[msgspec.Struct] | None:
-    """Return the type of the tables in an array of tables, or None for other types."""
+    """If the type is an array of tables, return the type of its tables; otherwise, return None."""
     items = get_args(kind)
     if get_origin(kind) is list and isinstance(items[0], type) and issubclass(items[0], msgspec.Struct):
         return items[0]

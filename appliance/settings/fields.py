@@ -166,7 +166,7 @@ class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     the limit is reached, the least recently used sleeping models are unloaded. The memory is page-locked. 0
     disables sleeping: models are always unloaded."""
     min_residence_s: Seconds = 10.0
-    """A model is not evicted within this many seconds of the start of its load. A busy model may be evicted
+    """A model is not evicted until this many seconds after it started loading. A busy model may be evicted
     only after requests for another model have waited this long. Once they have waited 5 s longer, any model
     may be evicted."""
 
@@ -220,7 +220,7 @@ class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 class ModelPrices(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Prices of model NAME, from which `appliance usage` computes costs. All prices are per million tokens,
+    """Prices for model NAME, from which `appliance usage` computes costs. All prices are per million tokens,
     in any currency. A price change applies to all days, including past ones. Models that are no longer served
     can still have prices."""
 
@@ -258,8 +258,8 @@ class TelemetrySettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True,
 
 
 class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Restarts of exited replicas. The delay between restarts grows from 0.1 s to 5 s. After repeated exits,
-    a replica is not restarted for a while: see [models.md](models.md#replicas)."""
+    """Restarts of replicas that have exited. The delay between restarts grows from 0.1 s to 5 s. After
+    repeated exits, a replica is not restarted for a while: see [models.md](models.md#replicas)."""
 
     max_deaths: Positive = 5
     """Number of exits within `window_s` after which a replica is not restarted for a while. It is restarted
