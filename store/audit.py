@@ -193,7 +193,7 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
 
 
 def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
-    """Return True if the chain already contains this phase of the action."""
+    """Return True if the chain already contains the action's row for this phase."""
     found = connection.execute(
         "SELECT 1 FROM audit WHERE act = ? AND phase = ? LIMIT 1", (entry.act, entry.phase)
     ).fetchone()
@@ -201,7 +201,7 @@ def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
 
 
 def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
-    """Return the intents without a result among the newest `among` rows, oldest first."""
+    """Search the newest `among` rows, and return the intents that have no result, oldest first."""
     found = connection.execute(
         f"SELECT {_COLUMNS} FROM audit AS intended "
         f"WHERE phase = ? AND seq > (SELECT max(seq) FROM audit) - ? "

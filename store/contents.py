@@ -1,6 +1,6 @@
-"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored at
-all, and whether as hashes or as text with secrets removed. They are more sensitive than the request log, so
-they are kept in a separate file that only the service's user can open. Operators read them through an audited
+"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored as
+text with secrets removed, as hashes, or not at all. They are more sensitive than the request log, so they are
+kept in a separate file that only the service's user can open. Operators read them through an audited
 action."""
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ class RotatedKey(NamedTuple):
 
 
 class ControlStore:
-    """The control database at `path`. Nothing else in the service opens the file for writing. Changes return
-    a future (await it with `asyncio.wrap_future`), which resolves once the change is on disk, or raises the
-    `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
+    """The control database at `path`. Nothing else in the service opens the file for writing. Methods that
+    make changes return a future (await it with `asyncio.wrap_future`), which resolves once the change is on
+    disk, or raises the `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
     """
 
     trail: AuditTrail
@@ -177,8 +177,8 @@ class ControlStore:
     def record(
         self, *, actor: Actor | str, action: str, params: Mapping[str, object], result: str
     ) -> Future[None]:
-        """Audit an action that was refused or changes nothing in this database. `result` is `ok` or the
-        reason for the refusal."""
+        """Audit an action that was refused, or one that changes nothing in this database. `result` is `ok` or
+        the reason for the refusal."""
         return self.trail.conclude(actor, action, params, result)
 
     # ── tenants ──
@@ -187,7 +187,7 @@ class ControlStore:
         self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
     ) -> Future[Change]:
         """Create a tenant. `changes` contains the `TenantRecord` fields that differ from their defaults. A
-        quota is given as a mapping of only the fields that differ.
+        quota is a mapping that contains only the fields that differ.
 
         The future raises `ValueError` for an invalid value, and `ConflictError` if a tenant with this
         name exists.
@@ -291,7 +291,7 @@ class ControlStore:
 
     def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
         """Change fields of a key. `changes` contains only the fields to change, which must be declared in
-        `KeyFields`. A quota is given as a mapping of only the fields to change.
+        `KeyFields`. A quota is a mapping that contains only the fields to change.
 
         The future raises `ValueError` for an invalid value, `UnknownKeyError` if there is no such key, and
         `ConflictError` if the key is revoked or expired.

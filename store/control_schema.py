@@ -116,8 +116,8 @@ FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM key
 )
 
 
-# AUTOINCREMENT keeps a record of the highest seq ever used (in sqlite_sequence), which reveals that the last
-# rows were removed.
+# AUTOINCREMENT records the highest seq ever used (in sqlite_sequence), so that removal of the last rows can
+# be detected.
 _AUDIT = (
     """
 CREATE TABLE audit (

@@ -41,10 +41,10 @@ _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 PAGE_CACHE_BYTES = 512 << 10
 """Maximum size of a writer's page cache. SQLite's default of 2 MiB fills so slowly in an idle service that it
-looks like a memory leak. Other pages are read from the kernel's page cache."""
+looks like a memory leak. Pages that do not fit are read from the kernel's page cache."""
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _CHECKED_INSTRUCTIONS = 20_000
-"""SQLite instructions between checks of a query's time limit: about a millisecond's worth."""
+"""Number of SQLite instructions between checks of a query's time limit; they take about a millisecond."""
 _COPIED_PAGES = 1000
 """Number of pages that `write_back` copies between calls to `progress`."""
 
@@ -207,9 +207,9 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
-        # A database in WAL mode, such as a copy, may lack -wal and -shm files and be in a folder where this
-        # process cannot create them. The database file is then complete and not being written, so open it as
-        # immutable.
+        # A database in WAL mode, such as a copy, may have no -wal and -shm files, and this process may be
+        # unable to create them. Without a -wal file, the database file is complete and not being written, so
+        # open it as immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
         if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:

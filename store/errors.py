@@ -79,7 +79,7 @@ class ConflictError(StoreError):
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """Return SQLite's primary result code of `error` (the low byte of an extended code), or 0 if `error` has
+    """Return SQLite's primary result code for `error` (the low byte of an extended code), or 0 if `error` has
     no code."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 

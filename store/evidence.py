@@ -48,7 +48,7 @@ class Findings(NamedTuple):
     notes: list[str]
     """Remarks, for example about checks that could not be made."""
     sources: dict[str, int]
-    """Recorded heads that the chain was checked against, counted by source."""
+    """Number of recorded heads that the chain was checked against, by source."""
     confirmed_seq: int
     """Seq of the newest row confirmed by a recorded head."""
     spooled: int
@@ -88,13 +88,13 @@ class ActionFilter(NamedTuple):
     """Conditions that select actions; None matches any value."""
 
     actor: str | None = None
-    """The actor's name. `uid:0` also matches actions by this uid with a key."""
+    """The actor's name. `uid:0` also matches actions that this user performed with a key."""
     action: str | None = None
     """Name of the action, or a prefix ending with a dot, such as `keys.`."""
     since: str | None = None
-    """Earliest start of an action, in UTC and ISO 8601."""
+    """Earliest start time of an action, in ISO 8601 (UTC)."""
     until: str | None = None
-    """Latest start of an action, in UTC and ISO 8601."""
+    """Latest start time of an action, in ISO 8601 (UTC)."""
 
 
 _ACTIONS = """
@@ -150,7 +150,7 @@ def read_actions(
 
 
 def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) -> list[ActionRecord]:
-    """Return the first `limit` actions with a row after seq `after`, ordered by their newest row. Raises
+    """Return the first `limit` actions that have a row after seq `after`, ordered by their newest row. Raises
     `StoreError` on failure."""
     sql = f"{_ACTIONS} AND ifnull(last.seq, first.seq) > ? AND first.seq > ? "
     since = max(0, after - _MAX_ACTION_ROWS)
@@ -219,7 +219,7 @@ def read_spool(folder: Path) -> list[Entry]:
 
 
 def read_heads(path: Path) -> list[Recorded]:
-    """Return the chain heads found in a file, whatever its format. Raises `StoreError` on failure."""
+    """Return the chain heads found in a file of any format. Raises `StoreError` on failure."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return recorded_in(lines, str(path))

@@ -146,7 +146,7 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
 
 
 def lines_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Yield the log lines with chain heads of the service that uses the state directory `folder`."""
+    """Yield only the log lines that contain chain heads for the state directory `folder`."""
     ending = _of(folder)
     return (line for line in lines if line.rstrip("\n").endswith(ending))
 
@@ -162,7 +162,7 @@ class HeadKeeper:
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """Why the latest head could not be written to the file and is only in the log, or None."""
+        """Why the latest head is only in the log and not in the file, or None if it is in both."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
         self._key = key
@@ -173,8 +173,8 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the heads file if it does not exist. It is created before the chain's first row, so a chain
-        with rows but without this file shows that the file was removed."""
+        """Create the heads file if it does not exist. It is created before the chain's first row, so if the
+        chain has rows but the file is missing, the file was removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:

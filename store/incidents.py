@@ -1,7 +1,7 @@
 """Incident files: a slice of the recorded history in one SQLite file that can be read on any machine, without
-the service. An incident file has the same tables as `history.db`, with the slice's rows, so readers of
-`history.db` can read it. Additional tables hold data from other files: operators' actions and log lines, as
-JSON documents whose format only the caller knows.
+the service. An incident file contains the slice's rows in the same tables as `history.db`, so code that reads
+`history.db` can read it too. Additional tables hold data from other files: operators' actions and log lines,
+as JSON documents whose format only the caller knows.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
         # Execute one statement at a time: executescript() would commit the surrounding transaction first.
         for statement in statements:
             database.conn.execute(statement)
-        # Store how many migrations were applied instead of the number of the last one, because files may have
-        # applied them in different orders.
+        # Store how many migrations were applied rather than the number of the last one, because the order may
+        # differ between files.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

@@ -39,7 +39,8 @@ PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
-"""Smallest and largest allowed limit. A float represents every whole number up to the largest exactly."""
+"""Smallest and largest allowed limit. A float can represent every whole number up to the largest limit
+exactly."""
 _MAX_DAYS = 36525.0
 
 
@@ -258,7 +259,8 @@ class Policies:
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 
     def latest(self, key: KeyRecord) -> KeyRecord:
-        """Follow a key's rotations and return the newest key, whose limits it shares with the old ones."""
+        """Follow a key's rotations and return the newest key, whose limits also apply to the keys that it
+        replaced."""
         while key.replaced_by is not None and (successor := self.keys.get(key.replaced_by)) is not None:
             key = successor
         return key

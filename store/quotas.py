@@ -1,4 +1,4 @@
-"""Stores in `history.db` how much of each quota is left, so that a restart does not refill quotas. A snapshot
+"""Stores in `history.db` how much of each quota remains, so that a restart does not refill quotas. A snapshot
 of the remaining amounts (levels) is written every few seconds instead of after each request.
 
 After a crash, the usage since the last snapshot is read from the request log, whose rows contain each
@@ -22,8 +22,8 @@ from store.writer import Writer
 
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of each limit a tenant or key has left. Open requests are not yet subtracted; their rows
-    record their usage.
+    """The amounts remaining under a tenant's or key's limits. Usage by open requests is not yet subtracted;
+    it is recorded in their rows.
     """
 
     scope: QuotaScope

@@ -78,7 +78,7 @@ def delete(connection: sqlite3.Connection, record: Record) -> None:
 
 
 def find(connection: sqlite3.Connection, kind: type[R], *name: object) -> R | None:
-    """Return the record with this primary key; None if there is none."""
+    """Return the record with this primary key, or None if there is no such record."""
     _, names = _TABLES[kind]
     found = select(connection, kind, _where(names), *name)
     return found[0] if found else None

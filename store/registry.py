@@ -30,8 +30,8 @@ from store.models import (
 
 
 class ModelRegistry:
-    """A service's model registry. As in `ControlStore`, changes return a future. Safe to call from any
-    thread."""
+    """A service's model registry. As in `ControlStore`, methods that make changes return a future. Safe to
+    call from any thread."""
 
     def __init__(self, control: ControlStore) -> None:
         """`control` must have been started. Raises `StoreError` if the records cannot be read."""
@@ -193,8 +193,9 @@ class ModelRegistry:
         )
 
     def set_loaded(self, model: str, version: int, loaded: bool) -> Future[Registry]:
-        """Store whether a restart reloads a version. This change has no audit row, because the action that
-        loads or unloads the version is already audited. Does nothing if the version has been removed."""
+        """Record whether a version is reloaded when the service restarts. This change has no audit row,
+        because the action that loads or unloads the version is already audited. Does nothing if the version
+        has been removed."""
 
         def apply(connection: sqlite3.Connection) -> Registry:
             found = records.find(connection, VersionRecord, model, version)

@@ -93,8 +93,8 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Sequence number of the row's last change, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """How often the request was closed again after its row had been closed. Any value other than 0 indicates
-    a bug in the service."""
+    """Number of times that the request was closed again after its row had been closed. Any value other than 0
+    indicates a bug in the service."""
 
     def stored(self, sequence: int) -> tuple[object, ...]:
         """Return the values that `INSERT_LOGGED` stores, with the given sequence number."""

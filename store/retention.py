@@ -67,7 +67,7 @@ def remove_contents(
 ) -> Removed:
     """Remove a batch of stored contents. `before` maps each tenant to a time (unix seconds): contents of
     requests admitted earlier are removed. For tenants not in `before`, such as deleted ones, `otherwise`
-    applies. None keeps the contents."""
+    applies. A time of None keeps the contents."""
     # Overwrite removed data instead of only unlinking its pages.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]

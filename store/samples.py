@@ -22,8 +22,8 @@ Tree = dict[str, Any]
 _IDENTITY = ("id", "replica", "number", "name", "limit", "where", "model", "kind", "pid")
 """Fields that identify a list entry. The first one with a value is used."""
 _CONSTANT = "="
-"""Key of a JSON object that represents a number in a layout. Layouts contain only numbers that identify list
-entries."""
+"""Key of a JSON object that represents a number in a layout. The only numbers in a layout are those that
+identify list entries."""
 _DOUBLE_BYTES = 8
 _SINGLE_BITS = 23
 """Number of mantissa bits in a single-precision number."""
@@ -62,7 +62,7 @@ class TelemetryLayout:
 
     @cached_property
     def metrics(self) -> dict[str, int]:
-        """Each metric's index among the numbers, by metric name."""
+        """Each metric's index in the row of numbers, keyed by metric name."""
         names = [name for name, value in self._leaves if type(value) in (int, float)]
         return {name: position for position, name in enumerate(names)}
 

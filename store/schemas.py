@@ -169,7 +169,7 @@ ADD_USAGE = (
     output_tokens = output_tokens + excluded.output_tokens
 """
 )
-"""Adds the ended request with the given id to the daily usage."""
+"""Adds the finished request with the given id to the daily usage."""
 
 # Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
 # the format of store.samples.pack. The indexes are used to find layouts that no row uses any more.

@@ -121,7 +121,7 @@ class Spool:
                 log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
-        """Retry writing entries held only in memory to the file."""
+        """Try again to write the entries that are only in memory to the file."""
         with self._lock:
             self._write()
 
@@ -174,7 +174,7 @@ class Spool:
                     self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Write entries held only in memory to the file, oldest first, until a write fails."""
+        """Write the entries that are only in memory to the file, oldest first, until a write fails."""
         for entry in self._entries[len(self._entries) - self._in_memory :]:
             try:
                 self._append(entry)

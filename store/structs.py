@@ -14,8 +14,8 @@ class KeptText(msgspec.Struct, frozen=True):
     number: int
     """Index of this text among the request's prompts or answers."""
     sha256: str
-    """SHA-256 (hex) of `text` or, if only hashes are kept, of the whole original text. A conversation's
-    original text is its JSON without spaces; that of token ids is the decoded text."""
+    """SHA-256 (hex) of `text` or, if only hashes are kept, of the whole original text. For a conversation,
+    the original text is its JSON without spaces; for token ids, it is the decoded text."""
     bytes: int
     """Size of the whole original text, in bytes."""
     text: str | None = None

@@ -55,7 +55,7 @@ DETAILS = "telemetry_details"
 
 class TelemetryLog:
     """Writes samples through `writer`, which must have the schema `store.schemas.HISTORY`. All methods must
-    be called on one thread."""
+    be called from the same thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -63,8 +63,8 @@ class TelemetryLog:
         """The samples collected in the current interval of each coarse table."""
 
     def record(self, sample: TelemetrySample, details: tuple[bool, bytes] | None = None) -> bool:
-        """Record a sample. `details` is a pair: whether the document is a full frame, which can be read
-        without the preceding documents, and the document with this second's details. Never blocks; returns
+        """Record a sample. `details` is a pair: a flag, and the document with this second's details. The flag
+        is True for a full frame, which can be read without the preceding documents. Never blocks; returns
         False if the sample was dropped."""
         for resolution in COARSE:
             waiting = self._waiting[resolution.table]

@@ -36,7 +36,7 @@ class RecordedSample(NamedTuple):
 
 
 class SeriesPoint(NamedTuple):
-    """A metric's value in one second, or in an interval starting at `at`."""
+    """A metric's value for one second, or for an interval that starts at `at`."""
 
     at: float
     mean: float
@@ -123,8 +123,8 @@ class TelemetryReader:
         """Return a metric's values between two times, oldest first, at the finest resolution that covers the
         time span with at most `limit` points. Times without a value are omitted.
 
-        A coarse table does not contain its newest interval until that interval is complete, so the series
-        ends with finer points.
+        A coarse table does not contain its newest interval until that interval is complete, so the end of the
+        series comes from a finer table.
         """
         points: list[SeriesPoint] = []
         with self._reading() as connection:
@@ -173,8 +173,8 @@ class TelemetryReader:
 
     def details(self, at: float) -> list[bytes]:
         """Return the documents that contain the details of the second `at` (unix seconds): the newest full
-        frame recorded by then, followed by the later changes. Returns an empty list if that second's details
-        were not recorded."""
+        frame recorded by then, followed by the changes since that frame. Returns an empty list if that
+        second's details were not recorded."""
         end = round(at * 1000)
         with self._reading() as connection:
             rows = connection.execute(

@@ -99,8 +99,8 @@ class AuditTrail:
         before: object = None,
         after: object = None,
     ) -> Future[None]:
-        """Record an action's result as `intend` records its intent. Does nothing if a change's transaction
-        has already recorded the result.
+        """Record an action's result, in the same way as `intend` records its intent. Does nothing if a
+        change's transaction has already recorded the result.
 
         Raises the same errors as `canonical_json`.
         """

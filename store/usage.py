@@ -25,7 +25,7 @@ class UsageFilter(NamedTuple):
 
 
 class DailyUsage(NamedTuple):
-    """One day's usage of a model with a tenant's key."""
+    """A tenant's usage of one model with one key on one day."""
 
     day: str
     tenant: str
