@@ -74,7 +74,7 @@ def main() -> int:
         shutil.rmtree(folder)
         print("The service stopped cleanly.")
     else:
-        print(f"The service ended with exit code {code}; see {log}", file=sys.stderr)
+        print(f"The service exited with code {code}; see {log}", file=sys.stderr)
     return code
 
 
@@ -89,7 +89,7 @@ def wait_until_ready(service: subprocess.Popen[bytes], socket: Path, log: Path) 
             print(f"  | {line}", flush=True)
             shown += 1
         if service.poll() is not None:
-            raise SystemExit(f"the service ended with exit code {service.returncode}; its log is {log}")
+            raise SystemExit(f"the service exited with code {service.returncode}; its log is {log}")
         try:
             with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(socket)), timeout=5) as client:
                 if client.get("http://appliance/health/ready").status_code == 200:

@@ -125,8 +125,8 @@ def main() -> int:
 
 
 def is_expected(case: Case, found: Measured, limit_percent: float) -> bool:
-    """Return True if the result is as expected: a refused load must fail; any other load must succeed, with a
-    prediction error within the limit."""
+    """Return True if the result is as expected: a load that `models fit` refuses must fail; any other load
+    must succeed, with a prediction error within the limit."""
     if case.refused:
         return bool(found.error)
     return not found.error and abs(error_of(case, found)) <= limit_percent / 100
@@ -232,7 +232,7 @@ def _build(cases: list[Case]) -> dict[str, Future[None]]:
             command += ["--max-num-seqs", str(case.settings.max_num_seqs)]
             command += ["--max-num-batched-tokens", str(case.settings.max_num_batched_tokens)]
             command += ["--fp8", "--kv-fp8"] if case.settings.quantization == "fp8" else []
-            if not case.refused:  # a refused load fails before it needs kernels
+            if not case.refused:  # a load that `models fit` refuses fails before it needs kernels
                 subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
             builds[case.name].set_result(None)
 

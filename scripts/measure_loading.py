@@ -9,7 +9,7 @@ fraction of the lower limit. The measurements are interleaved, because the speed
 table shows medians. The first run is not counted, because it includes initialisation.
 
 With --ranks N, N processes load their parts of the model at the same time, each on a separate GPU. They then
-measure the copies at the same time, and the table shows the sum of all processes' rates.
+measure the copy rate at the same time, and the table shows the sum of all processes' rates.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--layers", type=int, help="number of layers (default: all of the shape's)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: all layers of the shape)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks that load concurrently")
     parser.add_argument("--fp8", action="store_true", help="quantise the weights while loading")
