@@ -137,7 +137,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 
 
 def _read_routes(backend: Backend) -> list[ScopedRoute]:
-    """Return the routes that show parts of the service state."""
+    """Return the routes that read the service state."""
     return [
         _shown("/status", backend.status, Status, "Return the service's state"),
         _shown(

@@ -47,7 +47,7 @@ _STATUSES: Mapping[type[Exception], int] = {
     UnknownRecordError: 404,
     LookupError: 404,
 }
-"""HTTP status codes for the errors that handlers raise to refuse actions."""
+"""The HTTP status code for each error that a handler raises to refuse an action."""
 
 
 class ActionError(AdminRequestError):

@@ -148,7 +148,7 @@ def examination_routes(checks: CheckRunner) -> list[ScopedRoute]:
             "/audit/verify",
             checks.verify,
             ChainReport,
-            "Verify the audit chain against the heads in the state directory",
+            "Verify the audit chain against the chain heads recorded in the state directory",
             "Verification runs in a separate process and may take seconds. "
             "Concurrent callers share the result of one run.",
         ),

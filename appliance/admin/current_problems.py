@@ -88,7 +88,7 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=front.name,
             description=front.detail,
-            remedy="wait: if the front does not report again, it is killed and restarted; see the log",
+            remedy="wait: if the front stays silent, it is killed and restarted; see the log",
         )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(

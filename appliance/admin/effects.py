@@ -22,7 +22,7 @@ a timeout."""
 
 
 class Effect(NamedTuple):
-    """The response to an action, and the values before and after it for the audit trail."""
+    """An action's response, and the values before and after the action, for the audit trail."""
 
     result: msgspec.Struct
     before: object = None

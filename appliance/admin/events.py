@@ -1,7 +1,7 @@
 """The event stream, which sends snapshots of the service several times a second, as frames
-(`appliance.events.frames`). Readers at the same rate share snapshots and their encoding, so an additional
-reader costs only the time to write the bytes. Readers have no queues: each gets the newest frame when its
-connection accepts bytes, and a full snapshot if it has missed frames. While there are no readers, no
+(`appliance.events.frames`). Readers that use the same rate share snapshots and their encoding, so an
+additional reader costs only the time to write the bytes. Readers have no queues: each gets the newest frame
+when its connection accepts bytes, and a full snapshot if it has missed frames. While there are no readers, no
 snapshots are taken.
 """
 
@@ -34,7 +34,8 @@ ReadSnapshot = Callable[[], Awaitable[Snapshot]]
 
 
 class EventFeed:
-    """Encodes each frame once for all readers at the same rate. Must be used on the event loop thread."""
+    """Encodes each frame once and shares it among all readers that use the same rate. Must be used on the
+    event loop thread."""
 
     def __init__(self, read: ReadSnapshot, interval_s: float) -> None:
         self._read = read
@@ -86,7 +87,7 @@ class EventFeed:
             await asyncio.sleep(max(0.05, self._interval_s - (time.monotonic() - began)))
 
     def take(self, snapshot: Snapshot) -> None:
-        """Build the next frame: the differences between the previous snapshot and this one."""
+        """Build the next frame, which contains what has changed since the previous snapshot."""
         self._seq += 1
         self._at, self._requests, self._whole = snapshot.at, snapshot.requests, None
         changed = {}
@@ -117,7 +118,7 @@ class EventFeed:
         self.delta = self._encode(frame) + b"\n"
 
     def whole_line(self) -> bytes:
-        """Return a frame with the full latest snapshot."""
+        """Return a frame that contains the latest snapshot in full."""
         if self._whole is None:
             frame = Frame(
                 seq=self._seq,

@@ -1,6 +1,6 @@
-"""Reads all replicas' KV blocks, for an admin API route and for the recorded history. Replicas report block
-states only on request. While an operator uses the route, they are queried up to once per second; otherwise
-every few seconds, for the history.
+"""Reads the states of all replicas' KV blocks, for an admin API route and for the recorded history. Replicas
+report block states only on request. While an operator uses the route, they are queried up to once per second;
+otherwise, they are queried every few seconds, for the history.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORDED_EVERY_S = 10.0
 
 
 class BlockMaps:
-    """Reads all replicas' KV blocks. Must be used on the event loop thread."""
+    """Reads the states of all replicas' KV blocks. Must be used on the event loop thread."""
 
     def __init__(self, replicas: Callable[[], Iterable[Replica]], traffic: TrafficState) -> None:
         self._replicas = replicas
@@ -79,7 +79,7 @@ class BlockMaps:
 
 
 def kv_blocks_route(maps: BlockMaps) -> ScopedRoute:
-    """Return the route that reads the blocks."""
+    """Return the route that reads the block states."""
 
     async def show(request: Request) -> Response:
         return json_answer(await maps.read())

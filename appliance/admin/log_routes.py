@@ -114,7 +114,7 @@ def _route(
 def answered(
     endpoint: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap an endpoint so that its errors become responses."""
+    """Wrap an endpoint so that its errors become error responses."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -131,7 +131,7 @@ class ModelStates:
         ]
 
     def _shares(self, unit: str) -> dict[str, float]:
-        """For each name whose requests are split, return the fraction that this model or version gets."""
+        """For each name whose requests are split, return the fraction sent to this model or version."""
         return {
             route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
             / sum(arm.weight for arm in route.arms)

@@ -21,7 +21,8 @@ _PHASES: dict[RequestState, Phase] = {
     "interrupted": "queued",  # the request has lost its replica and is waiting for another one
     "ending": "ending",
 }
-"""Phase by state. A running request with a first token is in the decode phase instead."""
+"""The phase of a request in each state. A running request that has generated its first token is in the decode
+phase instead."""
 
 
 class RunningRequests:
@@ -43,7 +44,8 @@ class RunningRequests:
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:
-        """Return the unfinished requests as of unix time `unix`, oldest first, with the given progress."""
+        """Return the unfinished requests at unix time `unix`, oldest first, combined with the given
+        progress."""
         now, policies = self._traffic.clock(), self._policies()
         return [
             _request(request_id, one, progress.get(request_id), policies, unix, now)

@@ -1,5 +1,5 @@
-"""The admin action for shadow traffic, which copies a share of a name's requests to another model or
-version."""
+"""The admin action for shadow traffic, which copies a share of the requests for one name to another
+model or version."""
 
 from __future__ import annotations
 

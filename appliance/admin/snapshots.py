@@ -53,7 +53,7 @@ class TenantChoice:
         self._at = float("-inf")
 
     def choose(self, names: list[str], busy: set[str]) -> list[str]:
-        """Return at most `MAX_TENANTS` of the names, in their given order."""
+        """Return at most `MAX_TENANTS` of the names, without changing their order."""
         if len(names) <= MAX_TENANTS:
             return names
         now, kept = self._clock(), self._chosen.intersection(names)
@@ -66,7 +66,7 @@ class TenantChoice:
 
 @dataclass(kw_only=True)
 class SnapshotParts:
-    """The components that a snapshot is taken from."""
+    """The components from which snapshots are taken."""
 
     status: StatusReader
     running: RunningRequests
@@ -316,9 +316,8 @@ def _processes(status: Status) -> list[ServiceProcess]:
 def with_replicas(gpus: Iterable[Gpu], status: Status) -> list[Gpu]:
     """Return copies of the GPU records, with the names of the replicas that use each GPU, the memory that
     they use on it, and the replica that owns each process. A replica uses a GPU if one of its processes does.
-    If process ids are unknown, a replica uses the GPU if one of its devices is the GPU or one of the GPU's
-    MIG instances. A replica's memory is known only as a sum over its ranks, so it is divided equally among
-    them.
+    If process ids are unknown, the replica's devices are compared with the GPU and its MIG instances instead.
+    For each replica, only the total memory of all ranks is known, so it is divided equally among the ranks.
     """
     found: list[Gpu] = []
     number = 0

@@ -1,4 +1,5 @@
-"""The admin action for traffic splits, which distribute a name's requests over several models or versions."""
+"""The admin action for traffic splits, which distribute the requests for one name over several models or
+versions."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class SplitAdmin:
         return found
 
     def _default_of(self, name: str) -> str:
-        """Return the model or version that answers the name's requests when they are not split."""
+        """Return the model or version that answers requests for the name when they are not split."""
         registry = self.models.operations.registry.current
         if (alias := registry.aliases.get(name)) is not None:
             return alias.target

@@ -40,14 +40,14 @@ from store.trail import AuditTrail, TrailState
 from store.writer import Writer
 
 _ETA_EVERY_S = 1.0
-"""How often drain durations are predicted again, in seconds. A prediction examines every running request, and
+"""How often drain durations are predicted, in seconds. A prediction examines every running request, and
 consoles may read several snapshots per second, so predictions are not made for every snapshot."""
 _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
 
-_UNLOADED = "not in memory: its next request loads it"
-_UNLOADING = "being unloaded; its next request loads it again"
+_UNLOADED = "not in memory: the next request loads it"
+_UNLOADING = "being unloaded; the next request loads it again"
 
 _SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
 """If all replicas and fronts are in these states, the service is not "starting". "stopping" and "stopped" are

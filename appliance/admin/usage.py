@@ -90,7 +90,7 @@ def _sum(rows: Iterable[DailyUsage], prices: Mapping[str, ModelPrices]) -> Usage
 
 
 def cost(row: DailyUsage, price: ModelPrices) -> float:
-    """Return the cost of a row's usage, at the prices of its model."""
+    """Return the cost of a row's usage, at its model's prices."""
     cached = price.prompt if price.cached is None else price.cached
     prompt_tokens = max(0, row.prompt_tokens - row.cached_tokens)
     amount = prompt_tokens * price.prompt + row.cached_tokens * cached + row.output_tokens * price.output

@@ -34,7 +34,7 @@ def test_a_model_that_is_not_in_memory_is_not_shown_as_loading(size: tuple[int, 
     snapshot = made.context.snapshot
     assert snapshot is not None
     first, *others = snapshot.models
-    detail = "not in memory: its next request loads it"
+    detail = "not in memory: the next request loads it"
     parked = msgspec.structs.replace(first, state="available", detail=detail, replicas=[])
     made.accept(msgspec.structs.replace(snapshot, models=[parked, *others]))
     made.run("screen models")

@@ -48,7 +48,7 @@ def test_a_parked_model_is_available_and_stays_so_while_its_request_loads_it(sit
         site.manager.park("m")
         assert state_of(site)[0] == "available"
         await site.until(lambda: not site.manager.of("m"))
-        assert state_of(site) == ("available", "not in memory: its next request loads it")
+        assert state_of(site) == ("available", "not in memory: the next request loads it")
         assert readiness.silence("m") == ""
 
         site.manager.unpark("m")
