@@ -9,11 +9,11 @@ class BuiltInRule(AlertRule, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     """A rule that ships with the product."""
 
     reason: str
-    """The reason for the rule and its threshold."""
+    """Why the rule exists and how its threshold was chosen."""
 
 
 _DEAD = ["replica-crash-loop", "replica-failed", "replica-down"]
-"""Rules about dead replicas. Their alerts explain why requests wait or fail."""
+"""Rules that detect dead replicas, which make requests wait or fail."""
 _BUSY = [*_DEAD, "model-failed", "front-down", "gpu-xid"]
 
 BUILT_IN: tuple[BuiltInRule, ...] = (
@@ -21,7 +21,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="replica-down",
         reason="A replica has stopped answering requests. They continue on another replica or after a "
-        "restart, so clients notice a pause.",
+        "restart, so clients only notice a pause.",
         metric="models[*].replicas[*].state",
         severity="critical",
         texts=["restarting", "silent", "starting", "loading"],
@@ -143,7 +143,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         for_s=30.0,
         clear_for_s=60.0,
         downstream_of=["gpu-hot"],
-        description="{where} reduces its clocks: {text}",
+        description="{where} has reduced its clocks: {text}",
         remedy="check the cooling and the power supply; 'nvidia-smi -q -d PERFORMANCE' shows the reasons",
     ),
     # ── KV cache ──
@@ -181,7 +181,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="preemptions",
-        reason="Each preempted sequence must be computed again. Even one preemption every 2 seconds reduces "
+        reason="Each preempted sequence must be recomputed. Even one preemption every 2 seconds reduces "
         "throughput.",
         metric="kv[*].preemptions",
         measure="rate",
@@ -190,7 +190,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=0.1,
         for_s=15.0,
         downstream_of=["kv-cache-full"],
-        description="{where} preempts sequences ({value}) and computes them again",
+        description="{where} is preempting sequences and recomputing them ({value})",
         remedy="lower max_num_seqs, or add a replica: the KV cache is too small for the running sequences",
         unit="/s",
     ),
@@ -225,8 +225,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="load-shedding",
-        reason="The service refuses lower classes to protect higher ones. This is intended, but an "
-        "operator should know about it.",
+        reason="The service refuses requests of lower classes to protect higher ones. This is intended, but "
+        "an operator should know about it.",
         metric="queue.overload_step",
         above=1.0,
         clear=0.5,

@@ -22,8 +22,8 @@ RuleName = Annotated[
 
 
 class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A condition on a metric: a value in the service's snapshot. A rule with the name of a built-in rule
-    replaces that rule."""
+    """A condition on a metric, which is a value in the service's snapshot. A rule that has the name of a
+    built-in rule replaces that rule."""
 
     name: RuleName
     """Name of the rule."""
@@ -47,7 +47,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     at_least: Number | None = None
     """The rule applies only while the metric, divided by `per`, is at least this value."""
     above: Number | None = None
-    """The alert is raised when the measure reaches this threshold."""
+    """The alert is raised when the measure rises to this threshold."""
     below: Number | None = None
     """The alert is raised when the measure falls to this threshold."""
     clear: Number | None = None
@@ -131,7 +131,7 @@ def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
         try:
             getattr(rule, field).format(**dict.fromkeys(allowed, ""))
         except (KeyError, IndexError, ValueError, AttributeError) as error:
-            description = f"rule {rule.name!r}: the text cannot be filled in ({error})"
+            description = f"rule {rule.name!r}: the text's placeholders cannot be filled in ({error})"
             faults.append(
                 RuleFault(field, description, "use only " + ", ".join(f"{{{name}}}" for name in allowed))
             )
