@@ -40,7 +40,7 @@ class BurnRates:
 
     def exhausted_in_s(self, at: float, tenant: str, limits: Iterable[LimitUsage]) -> float | None:
         """Return the number of seconds until the first of a tenant's limits is exhausted if usage keeps
-        growing as in the last minute, or None if no usage is growing."""
+        growing at the last minute's rate, or None if no usage is growing."""
         times = [self._time_left(at, tenant, limit) for limit in limits]
         return min((one for one in times if one is not None), default=None)
 

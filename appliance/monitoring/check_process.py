@@ -41,7 +41,7 @@ class CheckInput(msgspec.Struct, kw_only=True):
 
 
 def verify_chain(state_dir: Path) -> ChainReport:
-    """Verify the audit chain against the heads recorded in the service's state directory. Raises
+    """Verify the audit chain against the chain heads recorded in the service's state directory. Raises
     StoreError."""
     report = chain_report(state_dir / "control.db", examine_folder(state_dir), 0, _NO_JOURNAL)
     if (more := len(report.problems) - MAX_PROBLEMS) > 0:

@@ -1,4 +1,4 @@
-"""Counts ended requests and keeps the latencies of the most recent ones, for snapshots of the service."""
+"""Counts finished requests and keeps the latencies of the most recent ones, for snapshots of the service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ snapshot."""
 
 
 class TenantCounts:
-    """Counts of a tenant's ended requests."""
+    """Statistics of a tenant's finished requests."""
 
     __slots__ = ("billed_tokens", "cached_tokens", "prompt_tokens", "refused", "requests")
 
@@ -32,7 +32,7 @@ class TenantCounts:
         self.prompt_tokens = self.cached_tokens = self.billed_tokens = 0
 
     def add(self, row: RequestRow) -> None:
-        """Count an ended request."""
+        """Count a finished request."""
         self.requests += 1
         self.refused += outcome(row) == "refused"
         self.prompt_tokens += row.prompt_tokens
@@ -49,7 +49,7 @@ class _Ended(NamedTuple):
 
 
 class EndedRequests:
-    """Counts ended requests and passes their rows on to the request log. Must be used on the event loop's
+    """Counts finished requests and passes their rows on to the request log. Must be used on the event loop
     thread."""
 
     def __init__(self, rows: RowSink, is_tenant: Callable[[str], bool]) -> None:
@@ -67,15 +67,15 @@ class EndedRequests:
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
-        """Count an ended request and pass its row on to the request log."""
+        """Count a finished request and pass its row on to the request log."""
         how, tenant = outcome(row), row.tenant or ""
         self.failed += how == "failed"
         self.cancelled += how == "cancelled"
         self.billed_tokens += row.billed_tokens
         if tenant in self.tenants or self._is_tenant(tenant):
             self.tenants.setdefault(tenant, TenantCounts()).add(row)
-        # A retry that joined a running request or got a stored answer did not run itself, so its timings are
-        # not counted.
+        # A retry that joined a running request or got a stored answer was not run separately, so its timings
+        # are not counted.
         if row.retry not in ("joined", "repeated"):
             e2e_ms = row.e2e_ms if how == "ok" else None
             self._recent.append(_Ended(time.monotonic(), row.ttft_ms, row.itl_ms, row.queue_ms, e2e_ms))

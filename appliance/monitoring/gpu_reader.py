@@ -27,7 +27,7 @@ _THROTTLE_REASONS = (
 
 
 _ALL_LINKS = 0xFFFFFFFF
-"""Scope of NVML field values that cover all of a GPU's NVLinks."""
+"""NVML scope id that requests a field's total over all of a GPU's NVLinks."""
 _MAX_EVENTS = 100
 """Maximum number of events per read. Without this limit, a continuous stream of events could prevent a read
 from ever ending."""
@@ -154,7 +154,7 @@ class GpuReader:
         )
 
     def _instances(self, handle: Any) -> list[MigInstance] | None:
-        """Return a GPU's MIG instances, or None if it is not split."""
+        """Return a GPU's MIG instances, or None if the GPU is not split."""
         handles = mig_instances(self._nvml, handle)
         if handles is None:
             return None

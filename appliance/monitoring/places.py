@@ -68,7 +68,7 @@ def api_state(socket: Path) -> SocketState:
 
 
 def _reason(body: bytes) -> str:
-    """Return the reason in a health response, or the text of any other response."""
+    """Return the reason given in a health response, or the full text of any other response."""
     text = body.decode("utf-8", "replace")
     try:
         document = json.loads(text)

@@ -10,7 +10,7 @@ from appliance.monitoring.findings import Finding
 
 _CHILDREN = ("engine.replica", "appliance.front")
 _EXIT_S = 5.0
-"""How long a service's processes may take to exit after it ends, in seconds."""
+"""How long a service's processes may take to exit after the service stops, in seconds."""
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
@@ -32,7 +32,8 @@ def orphans(service_pid: int | None) -> Iterator[Finding]:
             area="leftovers",
             subject=f"process {pid}",
             level="problem",
-            text=f"process {pid} ({command}) is still running after its service ended and may occupy memory",
+            text=f"process {pid} ({command}) is still running although its service has stopped, "
+            "and may occupy memory",
             remedy=f"kill the process: kill -9 {pid}",
         )
     if not left:
@@ -40,7 +41,7 @@ def orphans(service_pid: int | None) -> Iterator[Finding]:
             area="leftovers",
             subject="processes",
             level="ok",
-            text="no rank or front process of an ended service is still running",
+            text="no rank or front process of a stopped service is still running",
         )
 
 

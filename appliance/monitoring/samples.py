@@ -1,5 +1,5 @@
 """Samples the service's counters once a second. Snapshots use the samples to compute rates over a short
-window, and totals that include exited replicas."""
+window, and totals that include replicas that have exited."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class CounterSample(NamedTuple):
     """Time of the sample, on the monotonic clock."""
     totals: ServiceTotals
     service: Mapping[str, float]
-    """Weighted tokens computed for each tenant's ended requests."""
+    """Weighted tokens computed for each tenant's finished requests."""
     tokens: Mapping[str, int]
-    """Prompt and output tokens of each tenant's ended requests."""
+    """Prompt and output tokens of each tenant's finished requests."""
     prefix: Mapping[str, tuple[int, int]]
     """Each replica's prompt tokens and cached prompt tokens."""
 

@@ -22,7 +22,7 @@ class BackTest(NamedTuple):
     samples: int
     transitions: list[Transition]
     lasting: int
-    """Number of shown alerts still active at the end of the period."""
+    """Number of alerts that were still active at the end of the period, except suppressed ones."""
 
 
 def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float) -> BackTest:

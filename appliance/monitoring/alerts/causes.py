@@ -110,7 +110,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
 
 
 def _watched(layout: TelemetryLayout) -> dict[str, int]:
-    """Return the name and index of each number whose every change counts as an event."""
+    """Return the name and index of each number for which every change counts as an event."""
     names = ["audit_rows", *(f"gpus[{number}].last_xid" for number in range(16))]
     return {name: layout.metrics[name] for name in names if name in layout.metrics}
 

@@ -12,8 +12,8 @@ from appliance.monitoring.alerts.windows import Window
 
 Phase = Literal["ok", "pending", "firing"]
 _DEFAULT_GAP = 0.1
-"""Default distance between an alert's threshold and the value at which it ends, as a fraction of the
-threshold."""
+"""Default distance between the threshold that raises an alert and the value that ends it, as a fraction of
+the threshold."""
 
 
 @dataclass(slots=True)

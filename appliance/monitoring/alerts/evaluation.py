@@ -18,13 +18,13 @@ from appliance.snapshot import AlertEvent
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
-"""How long an ended alert can still be the cause of other alerts, in seconds."""
+"""How long after its end an alert can still be the cause of other alerts, in seconds."""
 GROUP_S = 30.0
 """If a rule raises several alerts within this many seconds, the later ones are grouped under the first."""
 
 
 class Raised(msgspec.Struct, kw_only=True):
-    """A raised alert. The fields are those of `appliance.snapshot.Alert`."""
+    """An alert that has been raised. The fields are those of `appliance.snapshot.Alert`."""
 
     id: str
     rule: str
@@ -220,8 +220,8 @@ class Evaluator:
 
 
 def _is_head(other: Raised, alert: Raised) -> bool:
-    """Return whether `alert` is grouped under `other`. For this, `other` must be active and have been raised
-    first."""
+    """Return whether `alert` is grouped under `other`: an active, unsuppressed alert of the same rule that
+    was raised at most `GROUP_S` seconds earlier."""
     if other.rule != alert.rule or other.ended_at is not None or other.suppressed_by:
         return False
     first = (other.raised_at, other.id) < (alert.raised_at, alert.id)

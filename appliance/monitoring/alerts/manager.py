@@ -23,7 +23,7 @@ from store.structs import Silence
 log = logging.getLogger(__name__)
 
 _SHOWN_ENDED = 50
-"""Maximum number of ended alerts in the list."""
+"""Maximum number of past alerts in the list."""
 _SHOWN_ENDED_S = 3600.0
 MAX_SILENCES = 500
 

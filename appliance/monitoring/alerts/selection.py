@@ -25,9 +25,9 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""The lists in a sample whose entries can be alert subjects, and the kind of their entries."""
+"""The lists in a sample whose entries can be alert subjects, and the kind of object each list contains."""
 _PLAIN = ("replica", "front", "process", "problem")
-"""Kinds omitted from subject descriptions, because the subject's name implies them."""
+"""Kinds of objects that are omitted from a subject's description, because its name implies them."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 
@@ -101,8 +101,8 @@ def _related(layout: TelemetryLayout, kind: str, key: str, entry: str) -> Iterat
 
 
 def related(one: Scope, other: Scope) -> bool:
-    """Return whether alerts with these scopes can have the same cause. For each kind of object that occurs in
-    both scopes, they must have an object in common."""
+    """Return whether alerts with these scopes can have the same cause. The scopes must share at least one
+    object of each kind that occurs in both."""
     kinds = {kind for kind, _ in one} & {kind for kind, _ in other}
     return all(any(kind == shared for shared, _ in one & other) for kind in kinds)
 

@@ -23,8 +23,8 @@ def filled(rule: AlertRule, condition: Condition) -> str:
 
 
 def next_step(rule: AlertRule, condition: Condition) -> str:
-    """Return an alert's next step with the names filled in, quoted for a shell. If the alert concerns no
-    object of a kind, or several, the text contains a word to replace, such as MODEL."""
+    """Return an alert's next step with the names of objects filled in, quoted for a shell. If the alert does
+    not concern exactly one object of a kind, a placeholder such as MODEL takes the place of the name."""
     names = {}
     for kind in NAMED_IN_REMEDY:
         found = [name for one, name in condition.scope if one == kind]

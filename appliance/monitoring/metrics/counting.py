@@ -27,16 +27,16 @@ class CountedRows:
 
     def _count(self, row: RequestRow) -> None:
         families = self.families
-        # If the row has no version, the model is unknown. Its name may be made up, so it does not become a
-        # label.
+        # If the row has no version, the model is unknown. Clients can make up such names, so they do not
+        # become labels.
         model = row.model if row.model and row.version else OTHERS
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)
         if row.fallback_of:
             families.fallbacks.count(row, row.fallback_of)
         families.tenant_rows.count(row, self.tenants.label(row.tenant or ""))
-        # A retry that joined a running request or got a stored answer did not run itself, so its times are
-        # not counted.
+        # A retry that joined a running request or got a stored answer was not run separately, so its times
+        # are not counted.
         if row.retry not in ("joined", "repeated"):
             families.times.count(row, model, row.request_class)
             if row.unit and row.unit != row.model:

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 _LIMITS = Limits(max_body_bytes=1024, max_unauthenticated_connections=16)
 SHARED_S = 0.1
-"""Requests that arrive within this many seconds of a scrape get its result. Gateways treat metrics older than
-0.2 s as stale."""
+"""Requests that arrive within this many seconds after a scrape get its result. Gateways treat metrics older
+than 0.2 s as stale."""
 _STOP_S = 1.0
 
 

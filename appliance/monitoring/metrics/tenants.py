@@ -10,8 +10,8 @@ name."""
 
 
 class ShownTenants:
-    """The first `most` tenants with a finished request. A tenant stays in this set until it is deleted,
-    because counters that disappear and return would yield wrong rates."""
+    """The first `most` tenants to finish a request. A tenant stays in this set until it is deleted, because
+    counters that disappear and return would yield wrong rates."""
 
     def __init__(self, most: int, known: Callable[[], Container[str]]) -> None:
         """Create an empty set. `known` returns the tenants created by operators."""

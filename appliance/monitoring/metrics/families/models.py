@@ -13,7 +13,7 @@ from engine.messages import BLOCK_TOKENS
 
 
 class GatewaySource(NamedTuple):
-    """The source of a model's gateway metrics."""
+    """The data from which a model's gateway metrics are read."""
 
     model: ModelStats
     ready: list[ReplicaStatus]

@@ -12,7 +12,7 @@ from appliance.protocol import ReplicaStatus
 
 
 class ReplicaSource(NamedTuple):
-    """The source of a replica's metrics."""
+    """The objects from which a replica's metrics are read."""
 
     status: ReplicaStatus
     replica: Replica
@@ -35,7 +35,7 @@ REPLICAS = (
            "Always 1. The label state is the replica's current state.",
            lambda r: {r.status.state: 1}, ("state",)),
     Metric("counter", "appliance_replica_restarts_total", "",
-           "Restarts of a replica.",
+           "Number of times a replica was restarted.",
            lambda r: r.status.restarts),
     Metric("counter", "appliance_replica_sleeps_total", "",
            "Number of times a replica went to sleep.",
@@ -104,8 +104,8 @@ REPLICAS = (
            "Number of times tokens were routed to a layer's experts.",
            lambda r: {str(use.layer): use.choices for use in r.status.expert_layers}, ("layer",)),
     Metric("gauge", "appliance_expert_imbalance_ratio", "",
-           "How often a layer's busiest expert was chosen since the replica started, relative to the mean "
-           "over the layer's experts.",
+           "How often a layer's busiest expert has been chosen since the replica started, relative to the "
+           "mean over the layer's experts.",
            lambda r: {str(use.layer): use.imbalance for use in r.status.expert_layers}, ("layer",)),
 )
 # fmt: on

@@ -42,7 +42,7 @@ ROWS = (
            "rejected (client error), refused (429 or 503 because of a limit or overload), or failed.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("counter", "appliance_prompt_tokens_total", "tokens",
-           "Prompt tokens of finished requests.",
+           "Prompt tokens in finished requests.",
            lambda row: row.prompt_tokens),
     Metric("counter", "appliance_cached_prompt_tokens_total", "tokens",
            "Prompt tokens found in the prefix cache.",
@@ -54,7 +54,7 @@ ROWS = (
            "Output tokens delivered to clients and billed to tenants.",
            lambda row: row.billed_tokens),
     Metric("counter", "appliance_request_preemptions_total", "",
-           "Preemptions of requests, counted when the requests finish.",
+           "Number of times requests were preempted, counted when each request finishes.",
            lambda row: row.preemptions),
 )
 RETRIES = (

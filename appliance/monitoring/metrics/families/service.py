@@ -14,14 +14,14 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ServiceSource(NamedTuple):
-    """The source of the service-wide metrics."""
+    """The values of the service-wide metrics."""
 
     ready: bool
     draining: bool
     """Whether the whole service is draining or drained."""
     problems: int
     held: int
-    """Number of held requests."""
+    """Number of requests held by a drain."""
     connections: Mapping[str, int]
     """Number of connections accepted by each listener."""
     version: str
@@ -49,8 +49,8 @@ SERVICE = (
            "1 while the whole service is draining or drained.",
            lambda s: int(s.draining)),
     Metric("counter", "appliance_problems_total", "",
-           "Problems since the start, for example crashed processes and unreadable files. The status lists "
-           "the details.",
+           "Problems since startup, such as crashed processes and unreadable files. The service status "
+           "lists the details.",
            lambda s: s.problems),
     Metric("counter", "appliance_connections_total", "",
            "Accepted connections, by listening socket.",

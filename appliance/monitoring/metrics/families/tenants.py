@@ -11,7 +11,7 @@ TENANT_ROWS = (
            "Finished requests, by tenant.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("counter", "appliance_tenant_prompt_tokens_total", "tokens",
-           "Prompt tokens of a tenant's requests.",
+           "Prompt tokens in a tenant's requests.",
            lambda row: row.prompt_tokens),
     Metric("counter", "appliance_tenant_cached_prompt_tokens_total", "tokens",
            "Prompt tokens found in the prefix cache.",
