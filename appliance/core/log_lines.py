@@ -60,8 +60,8 @@ class LogLines(logging.Handler):
 
     def page(self, query: LogQuery) -> LogPage:
         """Return the newest lines that match the query, oldest first. If `query.after` is set, return the
-        first matching lines after that number instead. Lines from fronts and replicas arrive slightly late,
-        so serial numbers are not strictly chronological.
+        first matching lines with a higher serial number instead. Lines from fronts and replicas arrive
+        slightly late, so serial numbers are not strictly chronological.
         """
         with self._order:
             lines, number = list(self._lines), self.number

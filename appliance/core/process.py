@@ -129,8 +129,8 @@ def _tell_end(manager: Manager, reason: str) -> None:
 
 
 def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
-    """Return the models with faulty files, mapped to their problems. Raises SettingsError if no model is left
-    to serve."""
+    """Return the models with faulty files, mapped to their problems. Raises SettingsError if none of the
+    models can be served."""
     models = loaded.settings.models
     findings = checks.files(models)
     for warning in model_warnings(loaded, findings):

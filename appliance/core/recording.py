@@ -31,7 +31,7 @@ class Recorder:
         blocks: Callable[[], Mapping[str, BlockMap]],
         observers: Sequence[Callable[[TelemetrySample], None]] = (),
     ) -> None:
-        """`read` returns a snapshot of the service. `blocks` returns each replica's last known KV blocks.
+        """`read` returns a snapshot of the service. `blocks` returns each replica's latest known KV blocks.
         Each of the `observers` is called with every sample."""
         self._read = read
         self._blocks = blocks

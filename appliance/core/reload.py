@@ -69,11 +69,11 @@ class Reloader:
 
     loaded: Loaded
     reread: Callable[[], Loaded]
-    """Reads the settings as at startup."""
+    """Reads the settings in the same way as at startup."""
     live: LiveSettings
     models: ModelManager
     check_models: Check
-    """Checks changed models before any change is made."""
+    """Checks changed models before any setting is applied."""
     registry: Callable[[], Registry]
     """Returns the model registry."""
     drains: Drains
@@ -175,8 +175,8 @@ def _close(opened: Sequence[socket.socket | None]) -> None:
 
 
 def check_still_there(former: Loaded, loaded: Loaded) -> None:
-    """Raise SettingsError if the settings file no longer exists. Otherwise, deleting it would unload every
-    model."""
+    """Raise SettingsError if the settings file no longer exists. Without this check, a reload after the file
+    was deleted would unload every model."""
     if not former.files or (missing := former.files[0]) in loaded.files:
         return
     if missing.parent.name == DROP_INS and loaded.files:

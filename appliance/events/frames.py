@@ -59,8 +59,8 @@ class SnapshotAssembler:
         self._requests: dict[str, UnfinishedRequest] = {}
 
     def add(self, frame: Frame) -> Snapshot:
-        """Return the snapshot after this frame. The previous snapshot's requests are modified in place.
-        Raises MissingFrameError, or AdminError if this version cannot read the service's snapshots."""
+        """Apply a frame and return the resulting snapshot. The previous snapshot's requests are modified in
+        place. Raises MissingFrameError, or AdminError if this version cannot read the service's snapshots."""
         if frame.whole:
             self._fields, self._requests = {}, {}
         elif self._seq is None or frame.seq != self._seq + 1:
@@ -101,7 +101,7 @@ def _unreadable(reason: str) -> AdminError:
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the values of the fields that, when changed, cause a request to be sent again in full."""
+    """Return the values of those fields whose changes cause a request to be sent again in full."""
     return (
         one.state,
         one.phase,

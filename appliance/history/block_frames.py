@@ -95,7 +95,8 @@ def decode_blocks(frame: RecordedBlocks, before: BlockMap | None) -> BlockMap:
 
 
 def _changes(blocks: BlockMap, before: BlockMap) -> RecordedBlocks | None:
-    """Return the partial frame that turns the map `before` into `blocks`, or None if no partial frame can."""
+    """Return the partial frame that turns the map `before` into `blocks`, or None if no partial frame can do
+    so."""
     if _shape(blocks) != _shape(before):
         return None
     unfinished = set(blocks.requests)

@@ -41,8 +41,7 @@ class RecordedDetails(NamedTuple):
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
     number: int
-    """The frame's number. A partial frame applies to the details after the frame with the preceding
-    number."""
+    """The frame's number. A partial frame contains the changes since the frame with the preceding number."""
     whole: bool
     at: float
     requests: list[UnfinishedRequest]
@@ -86,8 +85,8 @@ class DetailEncoder:
     def encode(
         self, snapshot: Snapshot, blocks: Mapping[str, BlockMap] = _NO_BLOCKS
     ) -> tuple[bool, bytes] | None:
-        """Encode the next frame. `blocks` are each replica's KV blocks. Return two values: whether it is a
-        full frame, and its bytes, or None if it is too large to record."""
+        """Encode the next frame. `blocks` are each replica's KV blocks. Return whether it is a full frame,
+        and its bytes. If the frame is too large to record, return only None."""
         maps = {name: self._known(name, one) for name, one in blocks.items()}
         requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
         self._number += 1
@@ -157,8 +156,9 @@ class DetailEncoder:
 
 
 def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
-    """Return the details after the last of these consecutive frames. The first must be a full frame. Return
-    None if there are no frames or one is missing. Raises ValueError if a frame is damaged."""
+    """Decode consecutive frames, and return the details that result from the last one. The first must be a
+    full frame. Return None if there are no frames or one is missing. Raises ValueError if a frame is
+    damaged."""
     number, at = -1, 0.0
     requests: list[UnfinishedRequest] = []
     alerts: list[Alert] = []

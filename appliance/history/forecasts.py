@@ -39,6 +39,6 @@ class QuotaForecast(msgspec.Struct, frozen=True, kw_only=True):
     """The replayed period, in unix time."""
     requests: int
     left_out: int
-    """Number of requests that were not replayed, because they were invalid or no ready replica of their model
-    has a known speed."""
+    """Number of requests that were not replayed, because they were invalid or because the speed of their
+    model's ready replicas is unknown."""
     tenants: list[TenantForecast]

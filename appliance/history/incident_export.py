@@ -19,7 +19,7 @@ from store.incidents import IncidentWriter
 MAX_INCIDENT_BYTES = 256 << 20
 MAX_INCIDENT_S = 86_400.0
 _EARLIER_S = 30.0
-"""Recorded details refer to a full frame that is at most this many seconds older."""
+"""Partial frames of recorded details depend on a full frame that is at most this many seconds older."""
 _RUNNING_S = 3600.0
 """Requests that arrived up to this many seconds before the exported period are also exported, because they
 may have been unfinished when the period began."""
@@ -86,7 +86,7 @@ def _samples(past: PastSource, writer: IncidentWriter, since: float, until: floa
     count = 0
     for resolution_s in _RESOLUTIONS:
         # Start before the exported period, to include the interval that covers its beginning and the full
-        # frame that its first partial frames refer to.
+        # frame on which its first partial frames depend.
         query = StoredQuery(
             since=since - max(_EARLIER_S, resolution_s), until=until, resolution_s=resolution_s
         )
@@ -143,7 +143,7 @@ def _lines(past: PastSource, writer: IncidentWriter, since: float, until: float)
 
 
 def _noted(missing: dict[str, str], part: str, export: Callable[[], int]) -> int:
-    """Export a part and return its number of rows. If the part cannot be exported, record the reason."""
+    """Export one part of the history, and return the number of rows. If this fails, record the reason."""
     try:
         return export()
     except PastError as error:

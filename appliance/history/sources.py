@@ -145,7 +145,7 @@ class FilePast:
                 readable = readable_copy(path, Path(self._folder.name))
                 self._incident = IncidentReader(readable)
                 self.facts = self._incident.facts()
-                """Facts about the incident file, or None for `history.db`."""
+                """The incident file's metadata, or None for `history.db`."""
         except BaseException:
             self._folder.cleanup()
             raise

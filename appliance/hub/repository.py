@@ -109,7 +109,10 @@ def list_files(hub: Hub, reference: Reference) -> Listing:
             f"{hub.endpoint} does not answer like a Hugging Face hub ({error!r:.200}): check $HF_ENDPOINT"
         ) from error
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
-        raise HubError(f"{hub.endpoint} returned {info.sha!r} as the commit of {reference.repository}")
+        raise HubError(
+            f"{hub.endpoint} returned {info.sha!r} as the commit of {reference.repository}, "
+            "which is not a commit id: check $HF_ENDPOINT"
+        )
     files = {}
     for sibling in info.siblings or []:
         path = sibling.rfilename
