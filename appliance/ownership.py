@@ -75,8 +75,8 @@ def trusted_state(state_dir: Path, run_dir: Path | None) -> frozenset[int]:
 
 
 def check_file(path: Path, uids: frozenset[int]) -> None:
-    """Raise UntrustedError if `path` exists, unless it is a regular file that belongs to one of these users
-    and is writable only by its owner."""
+    """Check that `path`, if it exists, is a regular file that belongs to one of these users and is writable
+    only by its owner. Otherwise, raise UntrustedError."""
     try:
         found = path.lstat()
     except OSError:
@@ -97,7 +97,7 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
 
 
 def check_database(path: Path, uids: frozenset[int]) -> None:
-    """Check a database, and the files next to it that SQLite also reads, as `check_file` does."""
+    """Apply `check_file` to a database and to the files next to it that SQLite also reads."""
     for suffix in ("", "-wal", "-shm", "-journal"):
         check_file(path.with_name(path.name + suffix), uids)
 
@@ -143,9 +143,9 @@ def _uid_of(name: str) -> int:
 
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
-    """Return whether only these users could have created `path`. This is so if every parent directory belongs
-    to one of them and no other user can write to it. False for paths in /tmp: the sticky bit protects
-    existing entries, but any user may have created them.
+    """Return whether only these users could have created `path`. This is the case if every parent directory
+    belongs to one of them and no other user can write to it. Returns False for paths in /tmp: the sticky bit
+    protects existing entries, but any user may have created them.
     """
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:

@@ -1,6 +1,6 @@
 """Types for the lists that the admin API returns in pages or as streams: request log, audit trail, log lines
-and usage. They are kept out of `appliance.protocol` because they import store modules that front processes do
-not need."""
+and usage. They are not in `appliance.protocol`, because they need store modules that front processes should
+not import."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     """Only requests with this HTTP status."""
     finish_reason: Text | None = None
     failed: bool | None = None
-    """True: only requests with a status of 400 or more, or with an error. False: all other ended requests."""
+    """True: only requests with a status of 400 or more, or with an error. False: all other requests that have
+    finished."""
 
     @property
     def filter(self) -> RequestFilter:

@@ -132,13 +132,13 @@ def future_time(text: str, now: float) -> float:
 
 
 def quoted(text: str) -> str:
-    """Return the start of a text in quotation marks, for messages."""
+    """Put the beginning of a text in quotation marks, for use in a message."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…")
 
 
 def not_valid(text: str, expected: str) -> str:
-    """Return the part of a message after a field's name: its text is empty or not valid, and what to enter
-    instead."""
+    """Return an error message to append to a field's name. It says that the field's text is empty or not
+    valid, and what to enter instead."""
     return f"{quoted(text)} is not valid: use {expected}" if text.strip() else f"is empty: enter {expected}"
 
 

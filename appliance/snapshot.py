@@ -90,7 +90,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_per_s: float | None = None
     generated_tokens_per_s: float | None = None
     requests_per_s: float | None = None
-    """Requests ended per second."""
+    """Finished requests per second."""
     refused_per_s: float | None = None
     failed_per_s: float | None = None
 
@@ -261,7 +261,7 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """A MIG instance: a part of a GPU that runs replicas like a separate GPU."""
+    """A MIG instance: a partition of a GPU that runs replicas as if it were a separate GPU."""
 
     name: str
     memory_bytes: int | None = None
@@ -316,7 +316,7 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     keys: int | None = None
     """Number of valid keys."""
     peers: int | None = None
-    """Number of mapped users and groups."""
+    """Number of local users and groups mapped to the tenant."""
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
@@ -324,11 +324,11 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     service_tokens: float | None = None
     """Weighted tokens computed for the tenant since the service started."""
     share: float | None = None
-    """The tenant's fraction of all weighted tokens computed, over the same window as `Rates`, from 0 to 1."""
+    """Fraction of all weighted tokens that were computed for the tenant, over the same window as `Rates`."""
     fair_share: float | None = None
-    """The fraction that the tenant's weight entitles it to among all tenants with requests, from 0 to 1."""
+    """The tenant's fair share: its weight divided by the total weight of all tenants with requests."""
     requests: int | None = None
-    """Requests ended since the service started."""
+    """Requests finished since the service started."""
     refused: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None

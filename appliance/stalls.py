@@ -78,13 +78,13 @@ class StallLog:
         self._stalls = merged(self._stalls, [stall])
 
     def forget(self, replica: str) -> None:
-        """Forget an exited replica's mean step duration. Its stalls are kept."""
+        """Forget the mean step duration of a replica that has exited. Its stalls are kept."""
         self._means.pop(replica, None)
 
 
 def merged(known: Iterable[Stall], new: Iterable[Stall]) -> list[Stall]:
-    """Merge stalls into the most recent ones, and return the most recent of both, in chronological order. If
-    a replica has several stalls within a second, only the longest is kept."""
+    """Merge new stalls with those already known, and return the most recent ones in chronological order. If a
+    replica has several stalls within a second, only the longest is kept."""
     found = {(one.replica, int(one.at)): one for one in known}
     for one in new:
         key = one.replica, int(one.at)
