@@ -37,8 +37,8 @@ class Fp8Weight:
     """One scale per row: [out] float32. Row i of the weight matrix is `values[i] × scales[i]`. If `block` is
     set, one scale per block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
-    """Rows and columns per block, or None for one scale per row. With blocks, activations have one scale per
-    token and group of `columns` inputs."""
+    """Rows and columns per block, or None for one scale per row. With blocks, each group of `columns` inputs
+    of a token has its own activation scale."""
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -110,12 +110,13 @@ class Experts:
     down: Weight
     """Down matrices, [experts, hidden, intermediate]."""
     top_k: int
-    """Number of experts per token."""
+    """Number of experts chosen for each token."""
     normalised: bool
     """If true, the softmax covers only the chosen experts' logits, so that their weights sum to one.
     Otherwise, it covers all experts' logits."""
     first: int = 0
-    """Router row of the first expert in `gate_up` and `down`. Experts on other ranks contribute zero."""
+    """Row of `router` that corresponds to the first expert in `gate_up` and `down`. Experts on other ranks
+    contribute zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class ChoiceCount:
     totals: torch.Tensor
     """Tokens routed to each expert: [experts of all ranks] int64. Updated by the router."""
     live: torch.Tensor
-    """[tokens] int64. A negative value marks a padding token, which is not counted."""
+    """One value per token: [tokens] int64. Tokens with a negative value are padding and are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +135,10 @@ class ExpertActivation:
     them."""
 
     chosen: torch.Tensor
-    """Each token's experts, highest logit first: [tokens, top_k] int32. Experts with equal logits are in
-    index order."""
+    """Each token's chosen experts, highest logit first: [tokens, top_k] int32. Experts with equal logits are
+    in index order."""
     weights: torch.Tensor
-    """Weights of the chosen experts' results: [tokens, top_k] float32."""
+    """Routing weight of each chosen expert: [tokens, top_k] float32."""
     values: Any
     """The activations `silu(gate) × up`. In the reference implementation: [tokens × top_k, intermediate]."""
 
@@ -173,7 +174,7 @@ class KvPool:
     v_scales: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all of the pool's tensors. Their first dimension is the block number. FP8 tensors are
+        """Return all of the pool's tensors. Their first dimension is indexed by block number. FP8 tensors are
         returned as byte views, because torch cannot index FP8."""
         scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
         if not scales:
@@ -206,7 +207,7 @@ class ChunkSpan:
 
     @property
     def end(self) -> int:
-        """Number of the sequence's tokens that are cached after the pass."""
+        """Number of tokens of the sequence that are in the cache after the pass."""
         return self.context + self.count
 
 
@@ -227,11 +228,12 @@ class AttentionInput:
     """Number of block-table columns used by the longest decode sequence, computed on the host."""
     chunks: list[ChunkSpan]
     tiles: Mapping[int | None, torch.Tensor] | None = None
-    """Prefill tiles by attention window, in the format of `kernels.triton.attention_prefill.plan_tiles`.
-    Captured passes use them instead of `chunks`, and they are overwritten in place before each replay."""
+    """Prefill tiles, keyed by attention window, in the format of
+    `kernels.triton.attention_prefill.plan_tiles`. Captured passes use them instead of `chunks`. They are
+    overwritten in place before each replay."""
     queries: torch.Tensor | None = None
-    """Indices of the tokens for which attention is computed, [decodes] int64: each sequence's last token. For
-    other tokens, only keys and values are written to the cache. None means all tokens."""
+    """Indices of the tokens for which attention is computed, [decodes] int64: each sequence's last token. The
+    keys and values of all other tokens are still written to the cache. None means all tokens."""
 
 
 class Ops(Protocol):
@@ -241,7 +243,8 @@ class Ops(Protocol):
     name: str
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Return the weight in this backend's fastest GEMM layout. Other backends cannot read this layout."""
+        """Return the weight in the layout that is fastest for this backend's GEMMs. Other backends cannot
+        read this layout."""
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
@@ -254,7 +257,7 @@ class Ops(Protocol):
         self, x: Activation, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return `x [tokens, in] @ weight [out, in].T (+ bias [out])`, which has shape `[tokens, out]`. If
-        `weight` is an `Fp8Weight`, x is first quantised per token (or, with blocks, per token and group of
+        `weight` is an `Fp8Weight`, x is first quantised per token (or, with blocks, per group of a token's
         inputs), unless it is already quantised. If `out` is given, the result is written to it."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -318,8 +321,8 @@ class Ops(Protocol):
         count: ChoiceCount | None = None,
     ) -> ExpertActivation:
         """Choose each token's experts by the logits `rms_norm(x.values) @ router.T`, computed in float32.
-        Return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP. count: counter to
-        which the choices are added, or None."""
+        Return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP. count: if given,
+        counts the tokens routed to each expert."""
 
     def experts_sum(
         self, x: ExpertActivation, experts: Experts, out: torch.Tensor | None = None
@@ -358,7 +361,7 @@ class Ops(Protocol):
         qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, each token's query, key and value heads.
         positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
           Slot -1 marks padding: no key or value is written, and that row of the result is undefined. A decode
-          sequence has one entry in each of these tensors, for the last of its `lens` tokens.
+          sequence has one entry in each of these tensors, for its newest token.
         window: each token attends to itself and the window - 1 tokens before it. None means no limit.
         """
 

@@ -144,7 +144,7 @@ def compile_jobs(
     """Compile the jobs missing from Triton's cache, and return those that failed. Compilation runs in forked
     processes, so this process must not have initialised CUDA. Raises CompilerError if the compiler processes
     exit early."""
-    triton_key()  # hash Triton's sources here, so that the workers inherit the result
+    triton_key()  # hash Triton's sources here, so that the forked workers inherit the result
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     results = context.SimpleQueue()
@@ -195,7 +195,7 @@ def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: An
 
 def _launcher_class() -> Any:
     """Return Triton's class for compiling C launchers (Triton 3.6 needs one per kernel signature), or None if
-    the driver library that they link against is missing."""
+    the driver library that the launchers link against is missing."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     try:
@@ -207,7 +207,7 @@ def _launcher_class() -> Any:
 
 
 class _Offline:
-    """Implements the parts of Triton's driver interface that compilation needs. Needs no GPU."""
+    """Implements the parts of Triton's driver interface that are needed for compilation, without a GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

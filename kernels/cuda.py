@@ -49,15 +49,15 @@ class _ChunkPlan:
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
     hopper: bool = False
-    """Whether `attention_prefill_hopper` computes the tiles with keys and values in the model's dtype: the
-    expanded tiles with an FP8 cache, otherwise the direct tiles."""
+    """Whether `attention_prefill_hopper` computes the tiles whose keys and values are in the model's dtype.
+    These are the expanded tiles if the cache is FP8, otherwise the direct tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """Chunk plans by attention window. The first layer with a given window creates that window's plan."""
+    """Chunk plans, keyed by attention window. The first layer with a given window creates the plan for it."""
 
 
 class CudaOps:
@@ -183,7 +183,7 @@ class CudaOps:
         return plan if plan is not None and plan.tiled else None
 
     def _plan(self, rows: int, weight: torch.Tensor) -> GemmPlan | None:
-        """Return a GEMM's plan, or None if cuBLAS computes it."""
+        """Return a GEMM's plan, or None if cuBLAS computes the GEMM."""
         outputs, inputs = weight.shape
         return self._table.choose(rows, outputs, inputs, weight.dtype)
 

@@ -32,8 +32,8 @@ Bans = tuple[torch.Tensor, torch.Tensor]
 
 
 class Variant(IntEnum):
-    """Variants of the sampling graph, from the simplest to the most general. Each can also sample the rows of
-    a simpler variant."""
+    """Variants of the sampling graph, from the simplest to the most general. Each variant can also sample
+    rows for which a simpler variant would suffice."""
 
     GREEDY = 0
     """Select the token with the largest logit."""
@@ -68,7 +68,7 @@ class Logits:
     """The logits to sample from. Columns from index `columns` onwards are padding and are never read."""
 
     values: torch.Tensor
-    """[logit rows, at least `columns`] bfloat16, float16 or float32. Each row is contiguous."""
+    """The logits: [logit rows, at least `columns`] bfloat16, float16 or float32. Each row is contiguous."""
     columns: int
     first: int = 0
     """Token id of the first column."""
@@ -76,13 +76,13 @@ class Logits:
     """Token hashes, [columns] int32, computed once by `kernels.sampling.token_hashes`. Not needed by
     `greedy`."""
     index: torch.Tensor | None = None
-    """Each sampling row's logit row: [sampling rows] int64. None means that sampling row i uses logit row
-    i."""
+    """Row of `values` that each sampling row uses: [sampling rows] int64. None means that sampling row i uses
+    row i."""
     edited: torch.Tensor | None = None
     """The result of `edit`: [edited rows, columns] float32. A sampling row whose `edited_index` is not -1
     uses that row of `edited` instead of its logits."""
     edited_index: torch.Tensor | None = None
-    """Each sampling row's row in `edited`: [sampling rows] int64. -1 for unedited rows."""
+    """Each sampling row's row in `edited`, or -1 if its logits were not edited: [sampling rows] int64."""
 
 
 class SamplingOps(Protocol):
@@ -95,7 +95,7 @@ class SamplingOps(Protocol):
 
     def plain(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """For each row, return the largest value of logits / temperature + noise, and its token id. Supports
-        greedy rows, and rows with only a temperature."""
+        only greedy rows and rows whose only sampling parameter is the temperature."""
 
     def full(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """For each row, return the largest value of logits / temperature + noise among the tokens kept by

@@ -30,7 +30,7 @@ from kernels.reference_attention import plan_attention as plan_attention
 name = "reference"
 
 _FP8_MAX = 448.0
-"""Largest finite value of e4m3 without infinities (float8_e4m3fn)."""
+"""Largest finite value of float8_e4m3fn (e4m3 without infinities)."""
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -148,7 +148,7 @@ def route(
     """Return the experts chosen by each token in `x [tokens, hidden]`, and their weights, both in the format
     of `kernels.ExpertActivation`."""
     logits = F.linear(x.float(), router.float())
-    # A stable sort, because torch.topk does not define the order of equal values.
+    # Use a stable sort, because torch.topk does not define the order of equal values.
     falling, experts = logits.sort(dim=-1, descending=True, stable=True)
     best = falling[:, :top_k]
     weights = best.softmax(dim=-1) if normalised else falling.softmax(dim=-1)[:, :top_k]
@@ -219,8 +219,8 @@ def dequantise(weight: Fp8Weight) -> torch.Tensor:
 
 
 def round_in_groups(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Quantise `x [tokens, n]` to e4m3 with one scale per token and group of `columns` numbers, and return
-    the quantised values multiplied by their scales, in float32."""
+    """Quantise `x [tokens, n]` to e4m3 with one scale for each group of `columns` numbers in a row, and
+    return the quantised values multiplied by their scales, in float32."""
     groups = F.pad(x, (0, -x.shape[1] % columns)).unflatten(1, (-1, columns))
     values, scales = quantise_fp8(groups)
     return values.float().mul_(scales).flatten(1)[:, : x.shape[1]]
@@ -228,8 +228,9 @@ def round_in_groups(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply `x [tokens, in]` by an FP8 weight. x is first quantised per token, unless it is already
-    quantised. If the weight has one scale per block, x is quantised per token and group of inputs, and must
-    not already be quantised. Sums are computed in float32 and rounded once to the model's dtype."""
+    quantised. If the weight has one scale per block, x must not already be quantised, and is quantised with
+    one scale for each group of a token's inputs. Sums are computed in float32 and rounded once to the model's
+    dtype."""
     if weight.block is not None:
         assert isinstance(x, torch.Tensor)
         product = F.linear(round_in_groups(x, weight.block[1]), dequantise(weight))
@@ -248,8 +249,8 @@ def rope_cache_write(
     pool: KvPool,
     heads: int,
 ) -> torch.Tensor:
-    """Write keys and values to the pool, and return the rotated queries `[tokens, heads, head_dim]`: the
-    first half of `Ops.attend`."""
+    """Write keys and values to the pool, and return the rotated queries `[tokens, heads, head_dim]`. This is
+    the first half of `Ops.attend`."""
     _, kv_heads, _, head_dim = pool.keys.shape
     q_norm, k_norm, eps = rotation.q_norm, rotation.k_norm, rotation.eps
     both = heads + kv_heads

@@ -27,7 +27,7 @@ class AttentionPlan:
     lens: torch.Tensor
     queries: torch.Tensor | None
     chunks: list[tuple[ChunkSpan, torch.Tensor]]
-    """Each prompt chunk, with the used part of its block-table row."""
+    """Each prompt chunk, and the part of its block-table row that it uses."""
 
 
 def plan_attention(inputs: AttentionInput) -> AttentionPlan:
@@ -36,8 +36,8 @@ def plan_attention(inputs: AttentionInput) -> AttentionPlan:
         used = -(-chunk.end // PAGE_TOKENS)
         chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
-    # Replace entries past the end of a sequence with its own first block. Such entries may point to other
-    # sequences' blocks, which may contain NaN. Masking multiplies by 0, and 0 × NaN is NaN.
+    # Replace entries past the end of a sequence with the sequence's first block. Such entries may point to
+    # other sequences' blocks, which may contain NaN. Masking multiplies by 0, and 0 × NaN is NaN.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
     return AttentionPlan(tables, inputs.lens, inputs.queries, chunks)
@@ -53,8 +53,8 @@ def attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute a pass's attention, the second half of `Ops.attend`. The pass's keys and values must already be
-    in the pool. The result has q's dtype."""
+    """Compute attention for a pass. This is the second half of `Ops.attend`. The pass's keys and values must
+    already be in the pool. The result has q's dtype."""
     q = q if plan.queries is None else q.index_select(0, plan.queries)
     parts = []
     decodes = len(plan.lens)
@@ -223,8 +223,8 @@ def paged_attention_prefill(
 
 
 def _pages(block_tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return the page numbers (block × kv_heads + head) for block tables `[sequences, columns]`, by sequence,
-    head and column. Pages copied in this order have each head's tokens contiguous."""
+    """Return the page numbers (block × kv_heads + head) for block tables `[sequences, columns]`, ordered by
+    sequence, head and column. Copying pages in this order makes each head's tokens contiguous."""
     head = torch.arange(kv_heads, device=block_tables.device).unsqueeze(1)
     return (block_tables.unsqueeze(1) * kv_heads + head).flatten()
 

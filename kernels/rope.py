@@ -40,9 +40,9 @@ def dynamic_frequencies(
 def llama3_frequencies(
     head_dim: int, theta: float, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
 ) -> torch.Tensor:
-    """Return Llama 3.1's frequencies. Frequencies of long wavelengths are divided by `factor`, those of short
-    wavelengths are kept, and those in between are interpolated. original: maximum training length before
-    scaling, in tokens.
+    """Return Llama 3.1's frequencies. Frequencies with long wavelengths are divided by `factor`, those with
+    short wavelengths are kept, and those in between are interpolated. original: maximum training length
+    before scaling, in tokens.
     """
     frequencies = default_frequencies(head_dim, theta)
     wavelength = 2 * math.pi / frequencies
@@ -82,7 +82,7 @@ def yarn_frequencies(
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return the factor by which YaRN scales cos and sin, for checkpoints without `attention_factor`. It is
+    """Return the factor by which YaRN scales cos and sin if the checkpoint has no `attention_factor`. It is
     `0.1 ln(factor) + 1` or, if mscale and mscale_all_dim are given, `0.1 mscale ln(factor) + 1` divided by
     `0.1 mscale_all_dim ln(factor) + 1`. For factors up to 1, it is 1."""
 

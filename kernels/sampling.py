@@ -104,8 +104,8 @@ def edit(
 
 
 def _source(logits: Logits) -> torch.Tensor:
-    """Return each sampling row's logits, [sampling rows, columns] float32. They may share memory with the
-    caller's tensors."""
+    """Return each sampling row's logits, [sampling rows, columns] float32. The result may share memory with
+    the caller's tensors."""
     values = logits.values[:, : logits.columns]
     if logits.index is not None:
         values = values[logits.index]
@@ -285,8 +285,8 @@ def penalize_(
 
 
 def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
-    """Set logits below each row's k-th largest to −inf. Ties with it are kept, as in Hugging Face's
-    implementation.
+    """Set all logits smaller than their row's k-th largest to −inf. Tokens that tie with the k-th are kept,
+    as in Hugging Face's implementation.
 
     top_k: [rows] int64, at least 1.
     largest: the maximum of `top_k`, as a Python integer.
@@ -300,7 +300,7 @@ def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torc
 
 
 def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set the scores of tokens less likely than min_p × the highest probability to −inf (Nguyen et al. 2024).
+    """Set scores to −inf for tokens less likely than min_p × the highest probability (Nguyen et al. 2024).
 
     scores, logits: [rows, vocabulary] float32.
     min_p: [rows] float32; 0 keeps all tokens.
@@ -330,7 +330,7 @@ def best_in_top_p(
     are tried by decreasing score, and the first token in the nucleus is returned. A token is in the nucleus
     if the total probability of all more likely tokens is below top_p. The result is the same as with sorting,
     except for rounding at the boundary of the nucleus. On average, about 1 / top_p tokens are tried; after
-    `tries`, the row is sorted. Reads results on the host, so it is meant for CPUs.
+    `tries` tokens, the row is sorted instead. Reads results on the host, so it is meant for CPUs.
     """
     values, columns = best(scores)
     highest = logits.amax(dim=1, keepdim=True)

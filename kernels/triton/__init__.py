@@ -1,1 +1,2 @@
-"""The GPU operations as Triton kernels. Importing most of these modules imports Triton."""
+"""Contains the GPU operations, implemented as Triton kernels. Importing most of these modules imports
+Triton."""

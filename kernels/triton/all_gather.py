@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Implements an all-gather of small messages between the GPUs of one host, and a selection of the best token
-over all ranks. Both use the push protocol of `kernels.triton.peer_arena`. Calls to both may be mixed with
-calls to `all_reduce_add` on the same arena.
+"""Implements an all-gather of small messages between the GPUs of one host, and the selection of the best
+token across all ranks. Both use the push protocol of `kernels.triton.peer_arena`. Calls to both may be mixed
+with calls to `all_reduce_add` on the same arena.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.triton.peer_arena import (
 )
 
 _WARP_WORDS = 128
-"""32-bit words per warp (four per thread)."""
+"""Number of 32-bit words that a warp exchanges (four per thread)."""
 _MAX_WARP_PROGRAMS = 8
 """Maximum number of single-warp programs. Messages that would need more are divided into larger items."""
 
@@ -56,8 +56,8 @@ def all_gather(
     fence: if true, this call also makes all earlier memory writes on each rank's stream visible to the other
       ranks.
 
-    A word with the value EMPTY_WORD is received as 0. If words represent floats, at most the sign of a zero
-    changes. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
+    A word with the value EMPTY_WORD is received as 0. For floats, this changes at most the sign of a zero.
+    Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
     if not fits(count, arena):

@@ -1,7 +1,7 @@
 """Implements paged attention for one new token per sequence (decode), with split-KV (Flash-Decoding, Dao et
 al. 2023).
 
-A sequence's KV pages are divided into splits. Each program of the grid finds its split from the sequence
+A sequence's KV pages are divided into splits. Each program of the grid determines its split from the sequence
 lengths on the device. The maximum number of pages per split is chosen so that the whole batch's splits fit
 into the grid. FlashInfer (Ye et al. 2025) computes the splits on the host instead. The grid depends only on
 the number of sequences, so one CUDA graph supports all lengths. A short sequence is a single split and needs
@@ -14,8 +14,9 @@ converted to float16. On Hopper, one instruction converts two values to float16,
 bfloat16 takes several instructions.
 
 With a `Rotation`, the input is the result of the qkv GEMM, and the kernel applies QK-norm and RoPE to the
-heads that it reads. The program of a sequence's last page writes the new key and value to the cache and
-computes their attention from registers. Therefore, no other kernel runs between the qkv GEMM and attention.
+heads that it reads. The program that handles a sequence's last page writes the new key and value to the cache
+and computes attention to them from registers. Therefore, no other kernel runs between the qkv GEMM and
+attention.
 Inputs that do not depend on the GEMM are read before it ends: lengths, slots, angles and, with
 `DecodeConfig.early`, each split's first page.
 """
@@ -50,7 +51,7 @@ class DecodeWorkspace:
     stats: torch.Tensor
     """The splits' maximum scores and softmax sums: `[items, kv_heads, 2, group]` float32."""
     arrived: torch.Tensor
-    """Number of finished splits: `[sequences, kv_heads]` int32. Zero between launches."""
+    """Number of splits that have finished: `[sequences, kv_heads]` int32. Zero between launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class DecodeConfig:
     maxnreg: int | None = 128
     """Maximum registers per thread."""
     at_once: int = 4096
-    """Partial results loaded at a time by the combine step."""
+    """Number of partial results that the combine step loads at a time."""
     num_warps: int = 4
     min_pages: int = 1
     """Sequences with at most this many pages are not split, because reading the pages in one program is
@@ -120,7 +121,7 @@ def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
 
 
 def config_on(keys: torch.Tensor, sequences: int, group: int) -> DecodeConfig:
-    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` and its GPU.
+    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on the GPU that holds it.
     group: number of query heads per KV head."""
     _, kv_heads, _, head_dim = keys.shape
     multiprocessors = multiprocessors_of(keys.device)
@@ -170,8 +171,8 @@ def decode(
       `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[slots, columns]` int32 or int64.
     slots: `[sequences]`, each sequence's row in the block table.
-    lens: `[sequences]`, number of cached tokens, including the new token. A length of 0 marks padding: the
-      result is zeros, and no other inputs of the padding are read.
+    lens: `[sequences]`, number of cached tokens, including the new token. A length of 0 marks padding: its
+      result is zeros, and none of its other inputs are read.
     window: each token attends to itself and the window - 1 tokens before it.
     rotation: if given, the call also writes the new keys and values to the cache. Sequences must not share
       the blocks that receive their new tokens. With PDL and a rotation, slots, lens, cos_sin, the block table
@@ -287,8 +288,8 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 
 def _scan_width(sequences: int) -> int:
-    """Return the block size of the scan over sequences. There are only a few, because each is compiled
-    separately."""
+    """Return the block size of the scan over sequences. Only a few sizes are used, because the kernel is
+    compiled separately for each."""
     for width in (1, 16, 128, 1024):
         if sequences <= width:
             return width
@@ -296,5 +297,5 @@ def _scan_width(sequences: int) -> int:
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """Return a GPU's number of multiprocessors, or 4 in Triton's interpreter."""
+    """Return the number of multiprocessors of a GPU, or 4 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

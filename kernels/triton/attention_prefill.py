@@ -182,8 +182,8 @@ def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
     """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`:
-    the kernel must support the shape, and the tiles must have enough keys for it to be faster. dtype: dtype
-    of queries, keys and values."""
+    that kernel must support the shape, and the tiles must have enough keys for it to be the faster one.
+    dtype: dtype of queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
     if not served or dtype not in (torch.bfloat16, torch.float16) or not len(tiles):
@@ -204,8 +204,8 @@ class Expansion:
     """Pages to expand, as (slot, block-table column) pairs: `[pages, 2]` int32. `expand` writes page i to
     scratch block i."""
     expanded: np.ndarray
-    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. The last column is the scratch
-    block of page 0 instead of the slot."""
+    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. Their last column contains the
+    scratch block of page 0 instead of the slot."""
     direct: np.ndarray
     """Tiles (from `plan_tiles`) of the chunks that read the FP8 pool directly."""
 
@@ -358,7 +358,7 @@ def prefill(
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Compute causal attention for prompt chunks: `[tokens, heads, head_dim]` in q's dtype. The chunks' keys
-    and values must already be in the cache. Tokens in no tile keep their previous values in `out`.
+    and values must already be in the cache. Tokens outside all tiles keep their previous values in `out`.
 
     q: `[tokens, heads, head_dim]`, heads contiguous.
     keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with

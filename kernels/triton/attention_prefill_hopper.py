@@ -54,7 +54,7 @@ def prefill(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Compute `attention_prefill.prefill` on a Hopper GPU, for 16-bit tensors and without an attention
-    window. Returns `out`, in which tokens in no tile keep their previous values.
+    window. Returns `out`, in which tokens outside all tiles keep their previous values.
 
     q: `[tokens, heads, 128]` bfloat16 or float16, heads contiguous, token stride a multiple of 16 bytes.
     keys, values: `[blocks, kv_heads, 64, 128]`, contiguous, of the same dtype; heads / kv_heads divides 64.
@@ -62,7 +62,7 @@ def prefill(
       If block_table is None, keys and values are the scratch pool, and tiles are `Expansion.expanded`.
     tiles: `plan_tiles` on the device, contiguous, each with at least one token.
     out: same shape and dtype as q.
-    multiprocessors: the GPU's number of multiprocessors.
+    multiprocessors: number of multiprocessors of the GPU.
 
     The softmax is computed in float32.
     """

@@ -1,10 +1,10 @@
 """Launches the kernels of mixture-of-experts layers. The number of tokens determines which kernels run.
 
-`activate` and `weighted_sum` are the two halves of a layer, as defined in `kernels.Ops`. Few tokens take
-three launches: router, up and down. With FP8 weights, a fourth launch quantises the activations, unless
-`down` does so itself. Many tokens take more launches, because they are first sorted by expert. No function in
-this module waits for the device. All launches can be captured in CUDA graphs, because their number and sizes
-depend only on the token count.
+`activate` and `weighted_sum` are the two halves of a layer, as defined in `kernels.Ops`. For a few tokens, a
+layer takes three launches: router, up and down. With FP8 weights, a fourth launch quantises the activations,
+unless `down` does so itself. For many tokens, it takes more launches, because the tokens are first sorted by
+expert. No function in this module waits for the device. All launches can be captured in CUDA graphs, because
+their number and sizes depend only on the token count.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class ChosenValues:
 
     values: torch.Tensor
     """Results of `silu(gate) × up`: [tokens × top_k, intermediate], sorted by expert if `by_expert` is given,
-    otherwise in the order of the choices."""
+    otherwise in token order."""
     scales: torch.Tensor | None
     """Scales of quantised values: [tokens × top_k, 1] float32, or None."""
     by_expert: Sorted | None
-    """The choices sorted by expert, or None if the values are in the original order."""
+    """The (token, expert) pairs sorted by expert, or None if the values are in token order."""
     plan: ExpertsPlan
-    """The plan of `down`."""
+    """The plan for `down`."""
 
 
 def shape_of(experts: Experts) -> ExpertsShape:
@@ -63,7 +63,7 @@ def activate(
 
     workspace: the stream's workspace.
     plans: the plans chosen by a table or by the rules for this number of tokens.
-    count: per-expert token counts, to which this call adds the layer's choices.
+    count: if given, per-expert token counts that this call increments.
     """
     weight, scale = _parts(experts.gate_up)
     first, dtype = _first(experts), x.dtype

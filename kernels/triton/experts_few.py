@@ -1,14 +1,15 @@
-"""Computes the experts for a few tokens. The GEMMs are divided into programs by outputs, so tokens need not
+"""Computes the experts for a few tokens. Each program computes some of a GEMM's outputs, so tokens need not
 be sorted by expert. `up` computes SwiGLU for each token's chosen experts. `down` computes the weighted sum of
 the experts' results, plus the residual. Each function launches one of three kernel variants:
 
-- `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. An expert
-  chosen by several tokens is read once per token.
+- `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. The weights of
+  an expert chosen by several tokens are read once per token.
 - `stream`: like `gemv`, but for FP8 weights and on the tensor cores (`experts_stream`).
 - `dot`: a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the
-  results of the tokens that chose the expert. Each chosen expert is therefore read only once. The weight is
-  the 64-row operand of the tensor-core instruction. In `down`, the program that finishes a tile last adds the
-  weighted results of each token in the order of its choices, so results do not depend on timing.
+  results of the tokens that chose the expert. Each chosen expert's weights are therefore read only once. The
+  weight is the 64-row operand of the tensor-core instruction. In `down`, the last program to finish a tile
+  adds each token's weighted results in the order in which its experts were chosen, so results do not depend
+  on timing.
 
 Rounding: sums are computed in float32. SwiGLU rounds as the reference does. `down` multiplies the float32
 sums by the routing weights, adds the products and the residual in float32, and rounds once. The reference
@@ -203,8 +204,8 @@ def down(
 
 
 def _slots(tokens: int, top_k: int, experts: int) -> tuple[bool, int]:
-    """Return whether `dot` has one group of programs per choice (True) or per expert (False), and the number
-    of groups."""
+    """Return whether `dot` has one group of programs per (token, expert) pair (True) or per expert (False),
+    and the number of groups."""
     pairs = tokens * top_k
     return pairs < experts, min(pairs, experts)
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Contains the kernel that `experts_many` launches for each of the experts' two GEMMs. It has a fixed number
 of programs, which read the number of groups on the device and compute one tile after another. The weight is
-the 64-row operand of the tensor-core instruction, so small tiles suffice for experts with few tokens. Plans
-with large tiles use smaller tiles for groups with few choices.
+the 64-row operand of the tensor-core instruction, so small tiles suffice for experts with few tokens. Even if
+a plan specifies large tiles, groups with few (token, expert) pairs use smaller ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Computes the experts for many tokens. The choices are sorted by expert on the device, and each GEMM is one
-launch for all experts' tokens.
+"""Computes the experts for many tokens. The choices, i.e. (token, expert) pairs, are sorted by expert on the
+device. Each GEMM is one launch for all experts' tokens.
 
 `sort` is the second half of a stable counting sort. The router has already counted each expert's choices in
 each block of tokens. `sort` is a single launch, which adds up all blocks' counts and writes each choice to
@@ -37,36 +37,36 @@ _SUMMED = 1 << 14
 """Maximum number of counts a `sort` program adds up at a time."""
 
 _SMALL_ROWS = 32
-"""Number of rows of the smaller tiles that plans with large tiles use for groups with few choices."""
+"""Rows per tile for groups with few choices, even if the plan specifies larger tiles."""
 
 _COMBINED_COLUMNS = 1024
-"""Columns per `combine` program."""
+"""Number of columns that a `combine` program computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """All tokens' choices, sorted by expert and then by token. A token's choice `i` has the number token ×
-    top_k + i."""
+    """All (token, expert) choices, sorted by expert and then by token. A token's choice `i` has the number
+    token × top_k + i."""
 
     order: torch.Tensor
-    """All choices' numbers, in sorted order: [tokens × top_k] int32."""
+    """Numbers of all choices, in sorted order: [tokens × top_k] int32."""
     groups: dict[int, torch.Tensor]
     """For each tile height (row count), the groups into which each expert's choices are divided: [groups + 1,
     4] int32. A group has at most as many choices as a tile has rows. The first row begins with the number of
     groups. Each further row describes a group: the expert (numbered from the rank's first), the group's first
-    position in `order`, and the end of the expert's positions. The last column is unused."""
+    position in `order`, and the end of that expert's range in `order`. The last column is unused."""
     held: int
     """Number of experts on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedChoices:
-    """Selects the choices of experts on this rank, if it has only some of the experts."""
+    """Selects the choices whose experts are on this rank, if the rank has only some of the experts."""
 
     chosen: torch.Tensor
-    """Expert ids: [tokens, top_k] int32."""
+    """Ids of the chosen experts: [tokens, top_k] int32."""
     first: int
-    """First expert of this rank."""
+    """Id of this rank's first expert."""
     experts: int
     """Number of experts on this rank."""
 
@@ -140,7 +140,7 @@ def up(
     in the model's dtype.
 
     x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`.
-    multiprocessors: the device's number of multiprocessors.
+    multiprocessors: number of multiprocessors of the device.
 
     Results of experts on other ranks are undefined.
     """

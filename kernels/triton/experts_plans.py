@@ -12,10 +12,10 @@ import torch
 from kernels.triton.linear_plans import HOPPER_SHARED
 
 _SHARED_BESIDE = 4 << 10
-"""Upper bound, in bytes, on the shared memory that a program uses besides its tiles."""
+"""Upper bound, in bytes, on the shared memory that a program uses in addition to its tiles."""
 
 _REGISTERS, _MAX_REGISTERS = 1 << 16, 255
-"""A multiprocessor's number of registers, and the maximum number per thread (CUDA programming guide)."""
+"""Number of registers per multiprocessor, and the maximum number per thread (CUDA programming guide)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class ExpertsPlan:
 
     @property
     def max_registers(self) -> int:
-        """Maximum registers per thread with which `programs` programs fit on a multiprocessor."""
+        """Maximum number of registers per thread at which `programs` programs still fit on a
+        multiprocessor."""
         return min(_MAX_REGISTERS, _REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 
@@ -75,7 +76,7 @@ class ExpertsShape:
     top_k: int
     hidden: int
     intermediate: int
-    """Width of an expert on this rank."""
+    """Width of an expert's intermediate layer on this rank."""
     held: int
     """Number of experts on this rank."""
 
@@ -107,7 +108,7 @@ def choose(
     shared_bytes: int = HOPPER_SHARED,
 ) -> LayerPlans:
     """Return the plans for experts with weights of `dtype`, for a GPU with `shared_bytes` of shared memory
-    per program. intermediate: width of one expert on this rank."""
+    per program. intermediate: width of an expert's intermediate layer on this rank."""
     size = dtype.itemsize
     if tokens > MAX_FEW_TOKENS:
         one = _grouped(tokens * top_k / experts, size)
@@ -132,8 +133,8 @@ def choose(
 def problem(
     plan: ExpertsPlan, tokens: int, shape: ExpertsShape, n: int, k: int, shared_bytes: int
 ) -> str | None:
-    """Return the reason why a plan cannot compute the GEMM with matrices `[n, k]` for up to `tokens` tokens,
-    or None if it can."""
+    """Return why a plan cannot compute the GEMM with matrices `[n, k]` for up to `tokens` tokens, or None if
+    it can."""
     if plan.form not in ("gemv", "stream", "dot", "grouped"):
         return f"form is {plan.form!r}; expected gemv, stream, dot or grouped"
     for name in ("rows", "block_n", "block_k", "warps", "stages", "programs"):
@@ -179,8 +180,8 @@ def _stream_problem(plan: ExpertsPlan, shape: ExpertsShape, k: int) -> str | Non
 
 
 def _grouped(mean: float, size: int) -> ExpertsPlan:
-    """Return the plan for experts chosen by `mean` tokens each, on average. A tile holds about twice as many,
-    because an expert's weights are read again if its tokens do not fit into one tile."""
+    """Return the plan for experts that are each chosen by `mean` tokens on average. A tile holds about twice
+    as many tokens, because an expert's weights are read again if its tokens do not fit into one tile."""
     if mean <= 8:
         return ExpertsPlan("grouped", 16, 64, 256 // size, warps=4, stages=3, programs=3)
     if mean <= 16:

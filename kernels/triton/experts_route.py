@@ -3,7 +3,7 @@
 and chooses the top-k experts.
 
 `route` is for few tokens and makes one launch. Several programs per token compute parts of the logits, and
-the program that finishes last chooses the token's experts. `route_many` is for many tokens and makes three
+the last program to finish chooses the token's experts. `route_many` is for many tokens and makes three
 launches. The first computes the norm. The second computes the logits on the tensor cores and, if there are
 few tiles, divides the sums over the hidden size into parts. The third adds the parts in a fixed order,
 chooses the experts, and counts each expert's choices.
@@ -33,14 +33,14 @@ from kernels.triton.linear_rows import Workspace
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 _PROGRAMS = 128
-"""Programs per `route_many` kernel, given enough tokens. The number is close to an H100's or H200's number of
-multiprocessors, but constant, so that results do not depend on the GPU."""
+"""Programs per `route_many` kernel, given enough tokens. It is close to the number of multiprocessors of an
+H100 or H200, but fixed, so that results do not depend on the GPU."""
 
 _LINES = 2
 """Number of 128-byte cache lines that `route_many` prefetches per router row."""
 
 _MAX_SPLITS = 16
-"""Maximum number of parts that the logit sums are divided into."""
+"""Maximum number of parts into which each logit's sum is divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class Routed:
     """The normalised tokens and their chosen experts."""
 
     normed: torch.Tensor
-    """The normalised input: [tokens, hidden], in its dtype or e4m3."""
+    """The normalised input, in the input's dtype or in e4m3: [tokens, hidden]."""
     scales: torch.Tensor | None
     """Scales of e4m3 values: [tokens, 1] float32, or None if `normed` is not quantised."""
     chosen: torch.Tensor
-    """Expert ids: [tokens, top_k] int32."""
+    """Ids of the chosen experts: [tokens, top_k] int32."""
     weights: torch.Tensor
     """Routing weights: [tokens, top_k] float32."""
     places: torch.Tensor | None = None
     """For each choice, how many earlier tokens in the same block chose the same expert: [tokens, top_k]
     int32. Only `route_many` returns `places` and `counts`."""
     counts: torch.Tensor | None = None
-    """Tokens routed to each expert, per block of `block_tokens` tokens: [blocks, experts rounded up to a
-    power of two] int32."""
+    """Number of tokens routed to each expert, for each block of `block_tokens` tokens: [blocks, experts
+    rounded up to a power of two] int32."""
 
 
 def route(
@@ -84,7 +84,7 @@ def route(
       experts' logits.
     values: dtype of the normalised values if they are quantised, or None for x's dtype.
     workspace: contains at least one counter per token.
-    count: per-expert token counts, to which this call adds the choices.
+    count: if given, per-expert token counts that this call increments.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)

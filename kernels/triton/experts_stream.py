@@ -6,9 +6,9 @@ registers, as in `linear_stream`, which explains the layouts.
 In `gemv`, converting e4m3 weights to float32 on the CUDA cores takes about as long as reading them. These
 kernels only convert the weights to float16, without loss, and the tensor cores sum the products in float32.
 
-In `up`, each warp of a program computes a part of K for one choice. In `down`, each warp computes one of the
-token's choices. The warp quantises the activations of this choice itself, because no other warp needs them.
-All weights of a `down` program are loaded before it waits for `up`. The sums of the warps are added in a
+In `up`, each warp of a program sums over a part of K for one chosen expert. In `down`, each warp computes one
+of a token's chosen experts. The warp quantises this expert's activations itself, because no other warp needs
+them. All weights of a `down` program are loaded before it waits for `up`. The warps' sums are added in a
 fixed order.
 
 The kernels are written in Gluon, which Triton's interpreter does not support, so their results are tested

@@ -129,10 +129,10 @@ def linear_fp8(
     """Compute `linear` with e4m3 weights `[N, K]` and x quantised per token. `weight_scale [N]` contains each
     weight row's float32 scale.
 
-    x: `[rows, K]`, either in the model's dtype or in e4m3. In the model's dtype, x is quantised after the
-    optional RMSNorm. In e4m3, x has float32 scales `x_scale`, `[rows]` or `[rows, 1]`, norm_weight must be
-    None, and dtype must be the model's dtype. The result has `out`'s dtype or, without `out`, the model's
-    dtype.
+    x: `[rows, K]`, either in the model's dtype or in e4m3. If x is in the model's dtype, it is quantised
+    after the optional RMSNorm. If x is in e4m3, it has float32 scales `x_scale`, `[rows]` or `[rows, 1]`,
+    norm_weight must be None, and dtype must be the model's dtype. The result has `out`'s dtype or, without
+    `out`, the model's dtype.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
@@ -169,8 +169,8 @@ def linear_fp8(
 
 
 def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm:
-    """Allocate the deferred norm that a GEMM fills for its `result [rows, columns]`. The GEMM must use this
-    `plan`, without SwiGLU."""
+    """Allocate a buffer for the deferred norm of a GEMM's `result [rows, columns]`. The GEMM must use this
+    `plan`, and must not use SwiGLU."""
     rows, columns = result.shape
     parts = triton.cdiv(columns, plan.block_n)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=result.device)
@@ -277,7 +277,7 @@ def _cublas_fp8(
     versions return wrong float16 results on some GPUs. Even without this bug, the last bits of a float16
     result would be inaccurate, because sums have only about 14 bits."""
     as_asked = dtype == torch.bfloat16
-    # `out` is not used for meta tensors, on which launches are enumerated, because they do not support it.
+    # `out` is not passed for meta tensors (used to enumerate launches), because they do not support it.
     direct = out is not None and as_asked and not extras.silu_mul and extras.residual is None and x.is_cuda
     product = torch._scaled_mm(
         x,

@@ -1,5 +1,5 @@
-"""The rules for GEMMs with few rows that have no measured entry in a `linear_table`. They either select
-cuBLAS or determine how the GEMM is divided into programs.
+"""The rules for GEMMs with few rows that have no entry in a `linear_table`. The rules either select cuBLAS or
+determine how the GEMM is divided into programs.
 
 The constants are the best values measured on an H200 for the shapes of an 8B decoder
 (docs/performance-notes-linear.md). This module does not import Triton, so plans can be created and tested on
@@ -21,18 +21,18 @@ bandwidth, and cuBLAS is faster. For e4m3 weights with few outputs, the limit is
 reads them at only a third of the memory bandwidth."""
 
 MAX_SPLIT_PROGRAMS = 180
-"""Upper limit on a split-K GEMM's number of programs. The number of splits is doubled as long as the limit is
-not exceeded."""
+"""Maximum number of programs for a split-K GEMM. The number of splits is doubled until another doubling would
+exceed this limit."""
 
 HOPPER_SHARED = 227 << 10
 """Shared memory, in bytes, available to a program on a Hopper GPU. The rules were derived from measurements
 on Hopper GPUs."""
 
 _SHARED_BESIDE = 2 << 10
-"""Upper bound, in bytes, on the shared memory that a program uses besides its tiles."""
+"""Upper bound, in bytes, on the shared memory that a program uses in addition to its tiles."""
 
 WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
-"""Capacity of the split-K workspace, in float32 partial sums and in tiles."""
+"""Capacity of the split-K workspace: number of float32 partial sums, and number of tiles."""
 
 ALIGNMENT = 64
 """K, the inner dimension of a GEMM, must be a multiple of this."""

@@ -4,8 +4,8 @@ more rows on the tensor cores.
 
 In `gemv`, each program multiplies a few weight rows by one token, which it normalises and quantises itself.
 In `dot`, the weight is the 64-row operand of the tensor-core instruction. The tokens, padded to a power of
-two, are the other operand. K may be split over programs (split-K). The program that finishes a tile last adds
-the float32 partial sums in the order of the splits, so results do not depend on timing.
+two, are the other operand. K may be split over programs (split-K). The last program to finish a tile adds the
+float32 partial sums in the order of the splits, so results do not depend on timing.
 
 `kernels.triton.linear` documents the fused operations and the rounding.
 """
@@ -30,7 +30,7 @@ class Workspace:
     partials: torch.Tensor
     """The splits' partial sums, float32."""
     arrived: torch.Tensor
-    """Each tile's number of finished splits, int32. Zero between launches."""
+    """Number of splits that have finished, for each tile: int32. Zero between launches."""
 
 
 def allocate_workspace(device: torch.device) -> Workspace:
@@ -106,9 +106,9 @@ def launch_dot(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If that is e4m3, both have
-    scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's values,
-    and this GEMM multiplies its result by each token's factor."""
+    """Launch the GEMM of up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
+    both have scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's
+    values, and this GEMM multiplies its result by each token's factor."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]

@@ -54,7 +54,7 @@ class PlanEntry:
     """The fastest kernel for a GEMM with up to a given number of rows."""
 
     plan: GemmPlan | None
-    """The plan, or None for the library's GEMM."""
+    """The plan, or None if the library (cuBLAS) is faster."""
     us: float
     """Time, in microseconds, that the GEMM adds to a decoder layer, including any separate launches it
     needs."""
@@ -84,15 +84,15 @@ class Table:
     about: Mapping[str, str] = field(default_factory=dict)
     """Date and software versions of the measurement."""
     products: Mapping[Product, Mapping[int, PlanEntry]] = field(default_factory=dict)
-    """Entries by GEMM, then by maximum row count, in ascending order."""
+    """Each GEMM's entries, keyed by maximum row count, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
     """Shared memory, in bytes, available to a program on the GPU. The rules respect this limit."""
     experts: Mapping[ExpertsShape, Mapping[int, ExpertsEntry]] = field(default_factory=dict)
-    """Entries by MoE layer, then by maximum token count, in ascending order."""
+    """Each MoE layer's entries, keyed by maximum token count, in ascending order."""
 
     def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
-        """Return an MoE layer's plans from the entry with the smallest sufficient token count, or from the
-        rules if no entry suffices."""
+        """Return an MoE layer's plans from the entry with the smallest token count that is large enough, or
+        from the rules if there is no such entry."""
         for most, entry in self.experts.get(shape, {}).items():
             if tokens <= most:
                 return entry.plans
@@ -105,8 +105,8 @@ class Table:
         return replace(self, experts={**self.experts, shape: dict(sorted(entries.items()))})
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
-        """Return a GEMM's plan from the entry with the smallest sufficient row count, or from the rules if no
-        entry suffices. Returns None if the library computes the GEMM."""
+        """Return a GEMM's plan from the entry with the smallest row count that is large enough, or from the
+        rules if there is no such entry. Returns None if the library computes the GEMM."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
                 return entry.plan
@@ -242,8 +242,7 @@ def _experts_fields(entry: ExpertsEntry) -> dict[str, Any]:
 
 
 def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
-    """Return the reason why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it
-    can."""
+    """Return why a plan cannot compute a GEMM with up to `max_num_seqs` rows, or None if it can."""
     if plan.form not in _FORMS:
         return f"form is {plan.form!r}; expected one of {', '.join(_FORMS)}"
     for name in _NUMBERS:

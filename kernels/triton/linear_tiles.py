@@ -6,8 +6,8 @@ As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core ins
 other operand, and K may be split over programs. Unlike in `dot`, the copy engine (TMA) loads the tiles. The
 kernel is written in Gluon, Triton's lower-level language, which controls when each load starts. Each program
 first requests the weights of all its stages, then waits for the previous kernel, and only then requests x.
-Programs are small, so that those of the next GEMM fit on a multiprocessor alongside the running ones, and
-load their first weights while these finish.
+Programs are small, so that the next GEMM's programs fit on a multiprocessor alongside the running ones, and
+load their first weights while the latter finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
@@ -39,9 +39,9 @@ def launch_tiles(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If that is e4m3, both have
-    scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's values,
-    and this GEMM multiplies its result by each token's factor."""
+    """Launch the GEMM of up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
+    both have scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's
+    values, and this GEMM multiplies its result by each token's factor."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()

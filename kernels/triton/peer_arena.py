@@ -53,7 +53,7 @@ class Arena:
     addresses: torch.Tensor
     """Start address of each rank's arena: [world] int64 on the device."""
     calls: torch.Tensor
-    """Each program's number of calls: [PROGRAMS] int32 on the device."""
+    """Number of calls that each program has made: [PROGRAMS] int32 on the device."""
     stop_address: int
     """Address of the tensor returned by `stop_words`."""
     items: int
@@ -67,9 +67,9 @@ class Arena:
 
 
 def stop_words(host_address: int, device: torch.device) -> torch.Tensor:
-    """Return the words with which the host ends all polling on a device: [2] int64 on the device. They
-    contain the flag, and the address of an int32 word in page-locked host memory, which the host sets to 1 to
-    end all polling."""
+    """Return the words that let the host end all polling on a device: [2] int64 on the device. They contain
+    the flag, and the address of an int32 word in page-locked host memory, which the host sets to 1 to end all
+    polling."""
     return torch.tensor([0, host_address], dtype=torch.int64, device=device)
 
 

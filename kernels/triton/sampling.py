@@ -3,9 +3,9 @@ processors that run before them.
 
 This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. Noise
 matches the reference to within 4e-6, and probability mass to within 2e-6 of the total. A draw therefore
-differs from the reference only if two scores, or a token and the boundary of the nucleus, differ by no more
-than that. A NaN logit is treated as infinity. Every operation has a parameter `pdl` (programmatic dependent
-launch). If it is None, PDL is used on devices that support it.
+differs from the reference only if two scores, or a token and the boundary of the nucleus, are closer to each
+other than these tolerances. A NaN logit is treated as infinity. Every operation has a parameter `pdl`
+(programmatic dependent launch). If it is None, PDL is used on devices that support it.
 
 Algorithm
 

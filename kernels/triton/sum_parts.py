@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Adds to the residual the partial results that other ranks have copied into this rank's memory."""
+"""Sums the residual and the partial results that other ranks have copied into this rank's memory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _MANY = 16384
 """Minimum number of outputs for which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
-"""Maximum shared memory per program, in bytes, with which two `tiles` programs fit on a multiprocessor.
+"""Maximum shared memory per program, in bytes, at which two `tiles` programs still fit on a multiprocessor.
 Programs of the next GEMM can then load weights while those of the current one finish."""
 
 
@@ -99,7 +99,7 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
     """Yield `tiles` plans with weight tiles of 64 rows by 128 or 256 bytes, or of 128 rows by 128 bytes. Each
-    has the largest number of stages with which two programs fit on a multiprocessor."""
+    has the largest number of stages at which two programs still fit on a multiprocessor."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))

@@ -19,20 +19,21 @@ from kernels.triton.linear_table import Product
 Choice = Mapping[Product, GemmPlan | None]
 """Each linear's plan. None selects the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Function that measures choices of plans in interleaved runs. It returns the layer's time with each choice,
-in microseconds, or infinity if the choice cannot run."""
+"""Function that times several candidate plan combinations, interleaving their runs. It returns the layer's
+time with each combination, in microseconds, or infinity if the combination cannot run."""
 Replay = Callable[[Sequence[int]], list[float]]
-"""Function that runs the runners with the given indices, in this order, and returns each run's time in
-microseconds."""
+"""Function that calls the runners with the given indices, in the given order, and returns the time of each
+run in microseconds."""
 
 ENOUGH = 0.003
-"""Minimum relative gain. The search stops after a round that gains less, and keeps the original choice if the
+"""Minimum relative gain. The search stops after a round that gains less, and keeps the original plans if the
 total gain is less."""
 NOISE = 0.001
-"""Expected relative difference between two measured medians of the same choice in interleaved runs."""
+"""Expected relative difference between two medians measured for the same plans in interleaved runs."""
 
 _SCREENING, _MORE = 4, 12
-"""Number of rounds with all runners, then of additional rounds with only the runners close to the fastest."""
+"""Number of rounds with all runners, and number of additional rounds with only the runners close to the
+fastest."""
 _NEAR = 0.015
 
 
@@ -82,8 +83,8 @@ def search(
     starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
     """Run a descent from each starting point. Return the fastest local minimum, and the times of that minimum
-    and of the first starting point, in microseconds. The first starting point must be the current choice,
-    which is kept unless a minimum is faster by more than ENOUGH."""
+    and of the first starting point, in microseconds. The first starting point must be the current plans,
+    which are kept unless a minimum is faster by more than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:
         minimum = descend(start, options, compare)

@@ -27,7 +27,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Token counts measured by the tuner. Other counts use the next larger entry."""
 
 MAX_ERROR = 1e-2
-"""Maximum relative error ‖out − ref‖ / ‖ref‖ of a pair of plans. FP8 plans reach 4e-3."""
+"""Maximum accepted relative error ‖out − ref‖ / ‖ref‖ of a pair of plans. FP8 plans reach 4e-3."""
 
 _LAYERS = 8
 """Number of layers in a captured graph. Each has different tokens, so that different experts are read."""
@@ -43,10 +43,10 @@ _FINALISTS = 3
 """Number of plans per GEMM that are timed together with the other GEMM's best plans."""
 
 _NOISE = 0.005
-"""Relative difference below which the rule-based plans are kept."""
+"""Minimum relative gain required to replace the rule-based plans."""
 
 _GEMV_UP_TO, _DOT_UP_TO, _GROUPED_FROM = 4, 64, 16
-"""Token counts for which each kernel variant is tried."""
+"""Maximum token counts for which `gemv` and `dot` are tried, and the count above which `grouped` is tried."""
 
 _MAX_SUMS = 160
 """Maximum number of registers per thread for a tile's sums. More would leave too few for everything else."""
@@ -169,7 +169,8 @@ class Family:
         self.ups, self.downs, self.start = ups, downs, start
 
     def changes(self) -> list[LayerPlans]:
-        """Return the starting plans and, for each candidate, a copy of them with that candidate."""
+        """Return the starting plans and, for each candidate, a copy in which that candidate replaces one of
+        them."""
         ups = [replace(self.start, up=up) for up in self.ups]
         downs = [replace(self.start, down=down) for down in self.downs]
         return list(dict.fromkeys([self.start, *ups, *downs]))
@@ -225,7 +226,7 @@ def _many(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) -
             plan = ExpertsPlan("grouped", row, block_n, width // size, warps, stages, programs)
             used = plan.programs * plan.stages * (block_n + row) * width
             sums = row * block_n // (32 * warps)
-            # Skip programs that use less than half of the shared memory: they keep too few bytes in flight.
+            # Skip plans that use less than half of the shared memory: they keep too few bytes in flight.
             if sums <= min(_MAX_SUMS, plan.max_registers - 40) and 2 * used >= shared_bytes:
                 plans.append(plan)
     return [plan for plan in plans if problem(plan, tokens, shape, n, k, shared_bytes) is None]

@@ -18,7 +18,7 @@ from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
 
 MAX_ERROR = 1e-2
-"""Maximum relative error ‖out − ref‖ / ‖ref‖ of a plan. FP8 linears with several rows reach 4e-3."""
+"""Maximum accepted relative error ‖out − ref‖ / ‖ref‖ of a plan. FP8 linears with several rows reach 4e-3."""
 
 _FINALISTS = 3
 """Number of plans per linear that are timed again, together with the other linears' fastest plans."""
@@ -144,7 +144,7 @@ def table_of(plans: Mapping[Product, GemmPlan | None], rows: int) -> Table:
 
 
 def is_known(known: Table, products: Iterable[Product], rows: int) -> bool:
-    """Return whether a table has an entry for exactly this row count for every linear."""
+    """Return whether a table has an entry for every linear at exactly this row count."""
     return all(rows in known.products.get(product, {}) for product in products)
 
 

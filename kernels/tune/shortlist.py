@@ -15,7 +15,7 @@ from kernels.tune.descent import Choice
 from kernels.tune.search import rule_plans
 
 Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
-"""The plans tried by a search, by linear (as text) and row count, fastest first."""
+"""The plans tried by a search, keyed by linear (as text) and row count, fastest first."""
 
 _PROGRAMS = 200
 """Target number of programs for a `tiles` plan. The fastest plans on an H200 had 128 to 256 programs, which
@@ -59,7 +59,7 @@ def shortlist(
     if (str(product), rows) in tried:
         usable = {*tiles, *others, None}
         ranked = [plan for plan in tried[str(product), rows] if plan in usable]
-        # List candidates that the search has not tried first.
+        # New candidates, which the search has not tried, precede the ranked ones.
         new = [plan for plan in tiles if plan not in ranked]
         return _some([*known, *new[:2], *ranked], most)
     like = next((plan for plan in known if plan is not None and plan.form != "tiles"), None)
@@ -71,8 +71,9 @@ def shortlist(
 
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
-    """Yield choices that together launch every kernel that any combination of these plans can launch. A
-    linear's kernel depends on its own plan, and on the shared norm that the previous linear may compute."""
+    """Yield plan combinations that together launch every kernel that any combination of these plans can
+    launch. A linear's kernel depends on its own plan, and on the shared norm that the previous linear may
+    compute."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
         others = {one: sharers.get(block_n, options[one][0]) for one, sharers in left.items()}
@@ -82,8 +83,8 @@ def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[C
 
 
 def _sharers(plans: Iterable[GemmPlan | None]) -> dict[int | None, GemmPlan | None]:
-    """Return one plan for each kind of shared norm produced by the plans. The key is the number of outputs
-    per partial sum of squares (`block_n`), or None for plans that do not share a norm."""
+    """Return a dict with one plan for each kind of shared norm that these plans produce. Its keys are the
+    numbers of outputs per partial sum of squares (`block_n`), and None for plans that do not share a norm."""
     return {plan.block_n if plan is not None and plan.tiled else None: plan for plan in plans}
 
 
