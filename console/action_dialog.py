@@ -95,7 +95,7 @@ class ActionDialog(Dialog[Confirmed | None]):
         self._action = action
         self._values = values
         self._filled = values if again is None else again
-        """The values that the fields contain at first."""
+        """The fields' initial values."""
         self._is_repeated = again is not None
         self._impact = impact
         self._impact_lines: list[str] = []
@@ -151,7 +151,7 @@ class ActionDialog(Dialog[Confirmed | None]):
         field."""
         super().on_mount()
         if not self.query("#cancel"):
-            return  # The console is exiting before the dialog has been built.
+            return  # The console is exiting, and the dialog has not been built yet.
         fields = (one for one in fields_of(self._action, self._values) if one.required)
         empty = (one for one in fields if self._filled.get(one.name, "@").endswith("@"))
         first = next(empty, None)
@@ -174,9 +174,9 @@ class ActionDialog(Dialog[Confirmed | None]):
         return super().fit_body(space, width) or form_scrolls
 
     def wanted(self) -> Widget | None:
-        """Return the focused field. If no field is focused, return the first one with a value from the
-        command line, except in small terminals, where this would scroll the texts above that field out of
-        view."""
+        """Return the focused field or, if none is focused, the first one with a value from the command line.
+        In small terminals, an unfocused field is never returned, because scrolling to it would hide the texts
+        above it."""
         return super().wanted() or (None if self.is_small else next(self._filled_fields(), None))
 
     def _filled_fields(self) -> Iterator[Widget]:
@@ -208,8 +208,8 @@ class ActionDialog(Dialog[Confirmed | None]):
         return self._action.shown_target(self._named(self._values)).removesuffix("@")
 
     def _collected(self) -> Values:
-        """Return the given values of parameters that have no field, and all field values that differ from
-        their defaults."""
+        """Return the values given for parameters without a field, and all field values that differ from their
+        defaults."""
         values = dict(self._values)
         for field in entered(self._action):
             for widget in self.query(f"#field-{field.name}"):
@@ -323,8 +323,8 @@ class ActionDialog(Dialog[Confirmed | None]):
 
 
 def fields_of(action: Action, values: Values) -> list[Parameter]:
-    """Return the parameters that have fields in an action's dialog. A target that is complete in `values`
-    needs no field."""
+    """Return the parameters that have fields in an action's dialog. The target needs no field if `values`
+    already names it completely."""
     is_named = not values.get(action.named_by, "@").endswith("@")
     return [one for one in entered(action) if not (is_named and one.name == action.named_by)]
 

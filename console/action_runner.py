@@ -67,7 +67,8 @@ class ActionRunner:
         self.confirming: Action | None = None
         """The action whose dialog is open or about to open."""
         self._asking = asyncio.Lock()
-        """Held while a dialog is open, so that dialogs for several targets open one after another."""
+        """Lock that is held while a dialog is open, so that dialogs for several targets open one after
+        another."""
 
     def lists(self) -> tuple[ListName, ...]:
         """Return the lists that the impact in the open dialog depends on."""
@@ -138,13 +139,13 @@ class ActionRunner:
 
     @property
     def _past_is_fixed(self) -> str:
-        """Why a past state cannot be changed."""
+        """The message that explains why a past state cannot be changed."""
         return FILE_IS_FIXED if self._app.source.kind == "replay" else PAST_IS_FIXED
 
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
-        """Open the dialog for an action. If the command line names no target, the action applies to the
-        marked rows or, if no rows are marked, to the row under the cursor. `given` means that the operator
-        typed the command line. If a typed line names no target and the action requires none, the action
+        """Open the dialog for an action. `given` means that the operator typed the command line. If the
+        command line names no target, the action applies to the marked rows or, if no rows are marked, to the
+        row under the cursor. The exception is a typed command for an action that requires no target: it
         applies to the whole service."""
         if not self._may_act():
             return
@@ -187,8 +188,7 @@ class ActionRunner:
         self._app.redraw()
 
     async def _report(self, action: Action, outcomes: list[ActionOutcome]) -> None:
-        """Show what happened to each target, if there are several or if nothing was done. The result for a
-        single target has already been shown."""
+        """Show each target's outcome, unless a single target's result has already been shown."""
         kinds = {one.kind for one in outcomes}
         if not kinds & {"done", "failed", "no longer listed"}:
             self._app.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
@@ -275,7 +275,7 @@ class ActionRunner:
 
     async def _perform(self, action: Action, parameters: msgspec.Struct, place: str) -> None:
         """Perform an action, and show its result. The result is shown before the lists are reread, because
-        nothing else contains the secret of a new key. Raises SourceError."""
+        nothing else contains the secret of a new key. Raises SourceError if the action fails."""
         result = await self._app.source.act(parameters)
         self._app.read_again(self._app.session.view.lists())
         if isinstance(result, Done):

@@ -1,5 +1,5 @@
-"""The console as a Textual application. It shows a session's frames, and feeds the session with snapshots and
-lists."""
+"""The console as a Textual application. It shows a session's frames, and passes snapshots and lists to the
+session."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ class ConsoleApp(App[int]):
         self._read_lists()
 
     def _targets(self) -> Targets:
-        """Return each kind's targets, for completion."""
+        """Return the targets of each kind, for completion."""
         context = self.session.context
         snapshot = context.snapshot
         if snapshot is None:

@@ -1,6 +1,6 @@
 """`python -m console.bench`: measures the console's resource usage. The console runs on a pseudo-terminal of
-120×40 characters and shows 500 requests, 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz. It decodes prepared
-snapshots of the demo; no service is involved. Each measurement is printed beside its limit: the time to the
+120×40 characters and shows 500 requests, 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz. It decodes snapshots
+recorded from the demo; no service is involved. The following are printed beside their limits: the time to the
 first frame with measured values and, for each screen, the console's CPU usage, the bytes per second sent to
 the terminal, and the time from a key press to the first byte of output. The exit code is 1 if a limit is
 exceeded. `scripts/bench_events` measures what the event stream costs the core."""

@@ -102,7 +102,7 @@ def listed(texts: list[str], width: int) -> str:
 
 def parse_action(text: str) -> tuple[Action, Values] | None:
     """Return the action that a command line names, with its parameters as text, or None if it names no
-    action. Raises CommandError."""
+    action. Raises CommandError if the command line is invalid."""
     try:
         words = shlex.split(text)
     except ValueError as error:

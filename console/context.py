@@ -18,7 +18,7 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class Compared(NamedTuple):
-    """The snapshot for one of two compared times."""
+    """The snapshot at one of the two times being compared."""
 
     snapshot: Snapshot
     resolution_s: int
@@ -47,7 +47,7 @@ class Context:
     """The result of the latest audit chain verification, a message if there is no result, or None if no
     verification was requested."""
     compared: Compared | None = None
-    """The snapshot at the first of two compared times, or None if no first time has been chosen."""
+    """The snapshot at the first of the two times being compared, or None if no first time has been chosen."""
     jumping: bool = False
     """Whether jump mode is active. Rows and panels then show letters, and the next key jumps to one of
     them."""

@@ -39,7 +39,7 @@ def lines_of(texts: Sequence[str]) -> Content:
 
 
 def hidden(name: str) -> Static:
-    """Return a text widget that takes up no space until `show_text` gives it a text."""
+    """Return a text widget that takes up no space until `show_text` gives it text."""
     found = Static("", id=name)
     found.display = False
     return found
@@ -57,7 +57,7 @@ class KeyHint(NamedTuple):
     key: str
     does: str
     more: str = ""
-    """More text to show after `does` if there is enough space."""
+    """Additional text, shown after `does` if there is enough space."""
 
 
 class ScrollArea(VerticalScroll, can_focus=False):

@@ -69,8 +69,9 @@ _PAST_S = 120
 
 
 _DRAIN_AFTER_S, _DRAIN_S, _DRAIN_EVERY_S = _PAST_S + 6.0, 42.0, 360.0
-"""Timing of the drains that another operator performs. The first drain begins soon after the demo opens.
-Drains never overlap with the incidents in `console.fake_machine`, which overheat a GPU of the same model."""
+"""Timing of the drains performed by the simulated second operator. The first drain begins soon after the demo
+opens. Drains never overlap with the incidents in `console.fake_machine`, which overheat a GPU of the same
+model."""
 
 
 class _Counters(NamedTuple):
@@ -83,7 +84,7 @@ class _Counters(NamedTuple):
 
 
 class _Prompts(NamedTuple):
-    """Each replica's prompt tokens at one time, and how many of them were cached."""
+    """Each replica's prompt token count at one time, and how many of these tokens were cached."""
 
     at: float
     tokens: dict[str, tuple[int, int]]
@@ -117,7 +118,7 @@ class FakeSource:
         )
         self._began = self.simulation.now
         self._scheduled: SimDrain | None = None
-        """The other operator's newest drain."""
+        """The latest drain started by the simulated second operator."""
         self._was_due = False
         self._past: deque[_Counters] = deque()
         self._prompts: deque[_Prompts] = deque()
@@ -166,7 +167,7 @@ class FakeSource:
             self._prompts.popleft()
 
     def _drain_for_a_while(self) -> None:
-        """Begin and end the other operator's drains."""
+        """Begin and end the drains of the simulated second operator."""
         sim, model = self.simulation, self.simulation.replicas[-1].model
         if model == sim.replicas[0].model:
             return  # The service has only one model.
@@ -181,7 +182,7 @@ class FakeSource:
         self._was_due = due
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list of the simulated service."""
+        """Return one of the simulated service's lists."""
         if name == "rules":
             return self._alerts.rules()
         return self._alerts.silences() if name == "silences" else self._rows.of(name)

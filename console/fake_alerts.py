@@ -24,7 +24,7 @@ from console.source import ListRow
 
 _RULES = {rule.name: rule for rule in BUILT_IN}
 _SETTLE_S = 60.0
-"""How long, in seconds, an ended alert still explains other alerts."""
+"""How long, in seconds, an alert that has ended can still explain other alerts."""
 _SHOWN_ENDED = 50
 _CAUSE_WINDOW_S = 300.0
 
@@ -60,8 +60,8 @@ class FakeAlerts:
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
 
     def observe(self, snapshot: Snapshot) -> list[Alert]:
-        """Evaluate the rules, and return active and ended alerts, newest first. Pass snapshots in
-        chronological order."""
+        """Evaluate the rules on a snapshot, and return all alerts, including those that have ended, newest
+        first. Snapshots must be passed in chronological order."""
         self._now = snapshot.at
         for one in _measured(snapshot):
             key = (one.rule, one.where)

@@ -10,7 +10,8 @@ from console.simulation import Simulation
 from console.source import MAX_ROWS, ListRow
 
 _MIN_PAUSE_S, _PAUSES_S = 40, 80
-"""Minimum interval between log lines about denied requests, and the number of different intervals."""
+"""Interval between log lines about denied requests, in seconds: the minimum, and the range of the varying
+part added to it."""
 
 
 class FakeLog:

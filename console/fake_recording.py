@@ -26,7 +26,7 @@ _VALID_S = 2.5
 
 
 class FakeRecording:
-    """Keeps the demo's snapshots and delivers them."""
+    """Stores and delivers the demo's snapshots."""
 
     label = "demo"
     begin: float | None = None

@@ -35,7 +35,7 @@ def tenant_record(one: SimTenant, created_at: float) -> Tenant:
 
 def tenants_of(sim: Simulation, tokens_per_s: Mapping[str, float | None]) -> list[TenantUse]:
     """Return all tenants' usage. `tokens_per_s` contains their current rates."""
-    # Unfinished requests count as their maximum number of tokens.
+    # Unfinished requests are counted at their maximum number of tokens.
     held: Counter[str] = Counter()
     for request in sim.unfinished():
         held[request.tenant] += request.max_tokens

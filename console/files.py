@@ -15,7 +15,7 @@ class FileError(ValueError):
 
 def path_of(name: str) -> Path:
     """Return the absolute path of a file named by an operator. The name may start with `~` or `~user`. Raises
-    FileError."""
+    FileError if there is no such user."""
     try:
         return Path(name).expanduser().absolute()
     except RuntimeError as error:

@@ -54,7 +54,7 @@ _UNITS: dict[str, dict[str, float]] = {
     "W": {"W": 1.0},
     "°C": {"°C": 1.0, "°": 1.0, "C": 1.0},
 }
-"""For each unit of a column: the units that can be entered, with their factors."""
+"""Maps each column's unit to the units that can be entered for it, with their factors."""
 
 
 class FilterField(NamedTuple):
@@ -85,7 +85,7 @@ def matcher(
 ) -> Callable[[Any], bool]:
     """Return a function that tests whether a row matches a filter. `sorted_by` names the column that the
     table is sorted by, or is empty. A time of day means its latest occurrence before `now` (unix seconds).
-    Raises FilterError."""
+    Raises FilterError if the filter is invalid."""
     terms: list[str] = []
     for word in _WORD.findall(text):
         if terms and (found := _comparison(terms[-1], fields, sorted_by)) and _continues(found, word):
@@ -162,7 +162,7 @@ def _equal(comparison: _Comparison, now: float) -> Callable[[Any], bool]:
 
 def _limit(comparison: _Comparison, now: float) -> float:
     """Convert a comparison's value, such as 12,345, 350ms, 2m30s or 2026-11-20T14:03, to the column's unit.
-    Raises FilterError."""
+    Raises FilterError if the value is invalid."""
     field, name, text = comparison.field, comparison.field.names[0], comparison.value
     as_text = f"; to compare text, use {name}=TEXT or {name}:TEXT"
     if field.unit == "time":
@@ -190,7 +190,8 @@ def _limit(comparison: _Comparison, now: float) -> float:
 
 
 def _time(text: str, now: float) -> float:
-    """Return a time in unix seconds. A date without a year means the most recent one. Raises ValueError."""
+    """Return a time in unix seconds. A date without a year means the most recent one. Raises ValueError if
+    the text is not a time."""
     if _VALUE.fullmatch(text) and text[-1:].isdigit():
         return float(text)
     if not _DAY.fullmatch(text):

@@ -17,7 +17,7 @@ from console.source import ListName
 
 Facts = dict[str, str]
 _NOT_COMPARED = {"id", "prefix", "created_at", "usage"}
-"""Key fields that operators do not change."""
+"""Fields of an API key that operators cannot change."""
 _TENANT_SETTINGS = (
     "default_class",
     "default_max_tokens",
@@ -31,7 +31,7 @@ _TENANT_SETTINGS = (
 """Tenant fields that are not in snapshots."""
 _TIMES = ("expires_at", "revoked_at")
 _SHOWN_CHANGES = 3
-"""Maximum number of changes that fit in a dialog of 24 lines."""
+"""Maximum number of changes that fit in a 24-line dialog."""
 
 
 class Fingerprint(NamedTuple):
@@ -98,8 +98,9 @@ def silence_with(silence_id: str | None, context: Context) -> Silence | None:
 
 
 def is_drained(target: str, drained: str | None, context: Context) -> bool:
-    """Return whether the target is `drained`, the model being drained. An empty target, or None as `drained`,
-    means the whole service. A name or alias also matches the version that serves its requests."""
+    """Return whether the target is the model being drained (`drained`). An empty target, or None as
+    `drained`, stands for the whole service. A name or alias also matches the version that serves its
+    requests."""
     model = registered(target, context)
     names = {target} if model is None else {target, model.name, f"{model.name}@{model.default}"}
     return (drained or "") in (names if target else {""})

@@ -88,8 +88,9 @@ def chart(
 ) -> list[Line]:
     """Return a chart of the newest values, ending now at the right edge. `top` is the value at the upper
     edge; by default, it is the largest value, rounded up. Unknown values are gaps, and times before the first
-    value are empty. `phase` is the index of the newest value. Given `phase`, the same two values keep sharing
-    a braille character as the chart moves, so the whole chart is redrawn only for every second value.
+    value are empty. `phase` is the index of the newest value. If it is given, the same two values keep
+    sharing a braille character as the chart moves, so that only every second value causes the whole chart to
+    be redrawn.
     """
     columns = per_cell(glyphs)
     size = width * columns - phase % columns

@@ -50,7 +50,7 @@ def _unknown_point(at: float) -> Point:
 
 
 def _unknown_slice(before: Batch, at: float) -> Batch:
-    """Return a slice in which the replica from `before` has reported no steps."""
+    """Return a slice without steps, for a replica that has reported none since the slice `before`."""
     return Batch(
         model=before.model,
         replica=before.replica,

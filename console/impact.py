@@ -26,7 +26,7 @@ from console.present import present_values
 from console.target_state import state_lines, unlisted
 
 _SHOWN_TENANTS = 3
-"""Number of tenant forecasts that fit in a dialog of 24 lines."""
+"""Number of tenant forecasts that fit in a 24-line dialog."""
 _UNLOADING = ("models.unload", "models.sleep", "models.default", "models.rollback")
 """Actions after which a loaded version finishes its requests and then releases its memory."""
 _UNNOTICED = ("keys.create", "tenants.resume")
@@ -274,7 +274,7 @@ def _freed(action: Action, models: list[ModelStatus]) -> str:
 
 
 def result_lines(result: msgspec.Struct) -> list[str]:
-    """Return a result's fields as lines, without unknown and empty values."""
+    """Return a result's fields as lines, omitting unknown and empty values."""
     lines = _fields(result, "")
     return [*lines, "The key is shown only once: save it now."] if isinstance(result, NewKey) else lines
 

@@ -137,7 +137,8 @@ def _applied(chosen: dict[str, tuple[str, ...]], used: set[str]) -> Keymap:
 
 
 def _key(given: object) -> str:
-    """Return Textual's name for a key. Raises _KeyError."""
+    """Return Textual's name for a key. Raises _KeyError if there is no such key, or if terminals cannot send
+    it."""
     if not isinstance(given, str) or not given:
         raise _KeyError('not a key: write a name such as "b", "f5" or "ctrl+o"')
     if len(given) > 1 and given[0] == "^":

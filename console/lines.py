@@ -24,7 +24,7 @@ _TWO_COLUMNS = 76
 _NAME_WIDTH = 18
 """Width of the name column in `fact_lines`."""
 _HEADING = Span("─ ", "rule")
-"""The beginning of a heading."""
+"""The span that starts every heading."""
 
 
 def span(text: object, role: str = "text", action: str = "") -> Span:

@@ -48,7 +48,7 @@ class LiveSource:
         self.interval_s = interval_s
         self.reads_blocks = False
         self._blocks: dict[str, BlockMap] = {}
-        """Each replica's blocks, as last read."""
+        """Each replica's blocks, as most recently read."""
         self._blocks_at = -math.inf
         self._reading: asyncio.Task[list[ReplicaBlocks]] | None = None
         self._run_dir, self._key = run_dir, key

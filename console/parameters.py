@@ -30,7 +30,7 @@ _POSITIONAL = {
     "models.shadow": ("name",),
 }
 _OPTIONS = {"target": "--to"}
-"""Maps parameters to CLI options whose names differ."""
+"""Maps parameters to their CLI options where the names differ."""
 _INVALID = re.compile(r"\$\.(\w+)")
 """Matches the parameter name in a validation error."""
 _NUMBER = re.compile(r"[0-9][0-9,_]*(\.[0-9]+)?")
@@ -127,7 +127,8 @@ class Parameter:
         return "text"
 
     def value(self, text: Any) -> Any:
-        """Convert text to a value, or return it unchanged if it cannot be converted. Raises CommandError."""
+        """Convert text to a value. Text that cannot be converted is returned unchanged, except that an
+        invalid time raises CommandError."""
         if not isinstance(text, str):
             return text
         if text == "none" and self.optional:

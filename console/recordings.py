@@ -44,7 +44,7 @@ class PastTimeline(NamedTuple):
 
 
 class RecordedPast(Protocol):
-    """Delivers recorded history. All methods raise SourceError."""
+    """Delivers recorded history. All methods raise SourceError if the history cannot be read."""
 
     label: str
     """Description for the header."""

@@ -19,7 +19,7 @@ from console.source import ListName, Row, SourceError
 SPEEDS = (1, 2, 5, 10, 30, 60, 300)
 _HALF_MS = 0.0005
 _GAP_S = 2.5
-"""A longer period without samples is a gap."""
+"""Maximum time between two samples, in seconds. A longer period without samples is a gap."""
 PAST_IS_FIXED = "history is read-only: return to live with the command :live"
 FILE_IS_FIXED = "this console is replaying a file, which cannot be changed: connect to a running service"
 

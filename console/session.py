@@ -268,7 +268,8 @@ class ConsoleSession:
         self.state.message, self.state.message_role = message, role
 
     def export(self, form: str) -> str:
-        """Return the displayed table as CSV or JSON. Raises ValueError."""
+        """Return the displayed table as CSV or JSON. Raises ValueError if the format is unknown or there is
+        no data yet."""
         if self.context.snapshot is None:
             raise ValueError("no data received yet: wait for the first snapshot")
         names, rows = self.view.export(self.context)

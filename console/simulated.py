@@ -175,7 +175,7 @@ class SimLimit:
     period_s: float
     """Time needed to refill the full capacity."""
     level: float = 0.0
-    """Tokens used and not yet refilled."""
+    """Tokens that were used and have not been refilled yet."""
 
 
 @dataclass(kw_only=True)
@@ -216,7 +216,7 @@ class SimDrain:
 
 @dataclass(kw_only=True)
 class Ended:
-    """An ended request, for computing percentiles."""
+    """A request that has ended, kept for computing percentiles."""
 
     at: float
     ttft_ms: float
@@ -227,4 +227,4 @@ class Ended:
 
 WINDOW_S = 60.0
 STARTUP_S = 65.0
-"""Time from the service's start to the simulation's start."""
+"""Time between the start of the service and the start of the simulation."""

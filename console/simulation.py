@@ -43,7 +43,7 @@ _PREFILL_TOKENS_PER_S = 6000
 _MAX_DISPATCH_S = 0.08
 """Maximum time a request spends in the queue if a slot is free."""
 _MAX_STEP_FACTORS = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
-"""Durations to choose from for a slice's longest step, as multiples of the mean."""
+"""Possible durations of a slice's longest step, as multiples of the mean."""
 _MAX_STALLS = 16
 
 
@@ -65,7 +65,7 @@ class Simulation:
         """The most recently ended requests, oldest first."""
         self.counts = dict.fromkeys(("admitted", "refused", "ended", "failed", "cancelled", "billed"), 0)
         self.drains: dict[str | None, SimDrain] = {}
-        """The drains, keyed by model, or None for the whole service."""
+        """The drains, keyed by model. The key None stands for the whole service."""
         self._number = 0
         while sum(len(one.running) for one in self.replicas) + len(self.queue) < requests * 0.96:
             self._arrive(self.now - self.random.uniform(0.0, 20.0))
@@ -119,8 +119,8 @@ class Simulation:
         return [one for one in self.unfinished() if model in (None, one.model) and not one.held]
 
     def _progress(self, model: str | None, drain: SimDrain) -> None:
-        """Cancel the requests left after a drain's grace period, and complete the drain once none are
-        left."""
+        """Cancel the requests that have not ended by the end of a drain's grace period, and complete the
+        drain once no requests are left."""
         left = self.drained(model)
         if self.now >= drain.since + drain.grace_s:
             drain.cancelled += sum([self.cancel(one.id) for one in left])

@@ -93,20 +93,21 @@ class SnapshotSource(Protocol):
         ...
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list, newest rows first. Raises SourceError."""
+        """Return a list, newest rows first. Raises SourceError if the list cannot be read."""
         ...
 
     async def verify(self) -> ChainReport:
-        """Verify the audit chain, and return the result. Raises SourceError."""
+        """Verify the audit chain, and return the result. Raises SourceError if the chain cannot be read."""
         ...
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
         """Forecast the effect of limits given as parameters of `tenants.set` or `keys.set`, without changing
-        anything. Raises SourceError."""
+        anything. Raises SourceError if no forecast is possible."""
         ...
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Perform an action from the registry (`appliance.actions`). Raises SourceError."""
+        """Perform an action from the registry (`appliance.actions`). Raises SourceError if the action
+        fails."""
         ...
 
     def recording(self) -> RecordedPast:

@@ -136,7 +136,8 @@ def service_recording(run_dir: Path, key: str | None) -> StoredRecording:
 
 
 def file_recording(path: Path) -> StoredRecording:
-    """Return the recording in `history.db` or an incident file. Raises SourceError."""
+    """Return the recording in `history.db` or an incident file. Raises SourceError if the file cannot be
+    read."""
     try:
         past = FilePast(path)
         begin = None if past.facts is None else float(past.facts["since"])

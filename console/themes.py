@@ -1,5 +1,5 @@
-"""Each theme's colours for each role. State is never shown by colour alone: letters and words repeat it, so
-the mono theme loses no information. The role "label" has the same colours as "dim". It is a separate role
+"""The colours of each role in each theme. State is never shown by colour alone: letters and words repeat it,
+so the mono theme loses no information. The role "label" has the same colours as "dim". It is a separate role
 because it marks value names, and the help has an entry for each of those."""
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TimeTravel:
         self._source: ReplaySource | None = app.source if isinstance(app.source, ReplaySource) else None
         self._timeline: PastTimeline | None = None
         self._window: tuple[int, float] = (0, 0.0)
-        """The timeline's resolution, and the newest sample's time when the timeline was read."""
+        """The timeline's resolution, and the time of the newest sample when the timeline was read."""
         self._playing = False
 
     @property

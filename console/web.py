@@ -42,7 +42,7 @@ class ConsoleServer(Server):
 
     async def start(self) -> tuple[web.AppRunner, str]:
         """Start listening. Return the runner, which can stop the server, and the address including the token.
-        Raises WebError."""
+        Raises WebError if the server cannot start."""
         runner = web.AppRunner(await self._make_app(), access_log=None)
         await runner.setup()
         try:
@@ -106,13 +106,13 @@ class ConsoleServer(Server):
 
 
 def serve(options: list[str], port: int) -> int:
-    """Serve consoles until Ctrl+C is pressed. `options` are passed to `console.web_session`. Raises
-    WebError."""
+    """Serve consoles until Ctrl+C is pressed. `options` are passed to `console.web_session`. Raises WebError
+    if the server cannot start."""
     server = ConsoleServer([sys.executable, "-m", "console.web_session", *options], port)
 
     async def run() -> None:
         runner, address = await server.start()
-        print(f"the console is at {address}\nread-only; Ctrl+C ends it", flush=True)
+        print(f"read-only console at {address}\npress Ctrl+C to stop it", flush=True)
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, ended.set)

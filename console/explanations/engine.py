@@ -182,7 +182,7 @@ ENGINE: dict[str, Explanation] = {
         "mean",
         "ms",
         SECOND,
-        "Mean duration of decode-only steps in the second of the stall.",
+        "Mean duration of decode-only steps in the same second.",
         "stalls: mean_ms",
     ),
     "stall_decodes": Explanation(

@@ -16,7 +16,7 @@ OVERVIEW: dict[str, Explanation] = {
         "prompt tokens/s",
         "tokens/s",
         RATE,
-        "Prompt tokens per second in sequences started by all replicas, including cached tokens.",
+        "Prompt tokens per second in newly started sequences, including cached tokens.",
         "appliance_engine_prompt_tokens_total",
     ),
     "cached": Explanation(

@@ -193,7 +193,7 @@ REQUESTS: dict[str, Explanation] = {
         "LIMIT MOST USED",
         "%",
         NOW,
-        "The limit closest to being exhausted. A running request counts as its maximum number of tokens.",
+        "The limit closest to being exhausted. Running requests are counted at their maximum length.",
         "tenants: usage",
     ),
     "exhausted_in_s": Explanation(

@@ -27,7 +27,7 @@ Table = tuple[list[str], list[list[Cell]]]
 
 
 def table(rows: Iterable[object], *names: str) -> Table:
-    """Return a table with these fields of the rows as its columns."""
+    """Return a table whose columns are these fields of the rows."""
     return list(names), [[getattr(row, name) for name in names] for row in rows]
 
 

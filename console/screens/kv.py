@@ -278,7 +278,7 @@ class KvView(View):
         roles = _SHARING_ROLES if self.variant == "sharing" else _STATE_ROLES
         for number, name in enumerate(BLOCK_STATES):
             count = blocks.states.count(number) * blocks.stride
-            # The used blocks above the map include shared blocks.
+            # Above the map, the number of used blocks includes shared blocks.
             row.append(span("+ " if name == "shared" else "", "dim"))
             row += [
                 span(f"{marks[number]} ", roles[number]),
@@ -322,8 +322,8 @@ def _tenant_role(name: str) -> str:
 
 
 def tenant_letters(names: Iterable[str]) -> dict[str, str]:
-    """Assign each tenant a letter: the first one in its name that is not yet taken or, if all are, the first
-    free letter of the alphabet. Unknown tenants, and tenants beyond the 52nd, get "?"."""
+    """Assign each tenant a letter: the first one in its name that is not yet taken or, if all of them are
+    taken, the first free letter of the alphabet. Unknown tenants, and tenants beyond the 52nd, get "?"."""
     letters: dict[str, str] = {}
     free = dict.fromkeys(ascii_letters)
     for name in sorted(set(names) - {""}):

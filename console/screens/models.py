@@ -17,8 +17,8 @@ from console.screens.table import TableColumn, TableView
 from console.source import ListName
 
 _RECENT_S = 5.0
-"""Steps that ended less than this many seconds ago are shown without their age, which would change the layout
-several times per second."""
+"""Steps that ended less than this many seconds ago are shown without their age, because showing it would
+change the layout several times per second."""
 
 
 class ModelRow(NamedTuple):

@@ -71,7 +71,7 @@ class OverviewView(View):
         self.chosen = ""
         """Name of the selected panel."""
         self._columns: list[list[str]] = [[], []]
-        """Names of the most recently shown panels, by column."""
+        """Names of the panels that each column showed in the last frame."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:

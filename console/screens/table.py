@@ -15,7 +15,7 @@ from console.screens.base import JUMP_LETTERS, Table, View
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6
-"""Minimum number of free lines below a table for showing details there."""
+"""Minimum number of free lines below a table for details to be shown there."""
 _CONTENTS = {"callers": "keys and local users", "models": "versions", "finished": "finished requests"}
 """Descriptions of lists whose names do not say what they contain."""
 
@@ -53,7 +53,7 @@ class TableColumn(NamedTuple):
 
     @property
     def fact_name(self) -> str:
-        """The value's name in small terminals. To save space, texts have no name."""
+        """The value's name in small terminals. To save space, text values are shown without a name."""
         return (self.fact or self.title.lower()) if self.right else ""
 
     def shown(self, row: Any) -> str:
@@ -211,7 +211,7 @@ class TableView(View, Generic[R]):
         body = body[next((number for number, one in enumerate(body) if one), 0) :]
         top = heading(self.title_of(row), width, self._hint(context, "{} to open", "open"))
         lines = [BLANK, top, *body][:height]
-        while lines and is_heading(lines[-1]):  # A heading whose content did not fit.
+        while lines and is_heading(lines[-1]):  # Drop a heading whose content did not fit.
             lines.pop()
         return lines
 
