@@ -22,10 +22,10 @@ _BYTES_PER_FLOAT = 128
 object name per 32 bytes, one list or object per 128 bytes, and one number with a fraction or exponent per 128
 bytes. A maximum of 2 MiB allows 262,144 values, 65,536 names, 16,384 lists or objects, and 16,384 such
 numbers. Parsing runs on the event loop and takes about 0.1 µs per value, 0.2 µs per name, 0.3 µs per number
-with a fraction or exponent, and 1 µs per list or object. A list of token ids stays within the limit on
-values, because each id takes at least 6 to 8 bytes. Commas, colons and brackets inside strings count too. A
-string with enough of them to reach a limit would exceed most models' context length anyway: text with one
-comma per 8 bytes or one colon per 32 bytes has more than 250,000 tokens in 2 MiB.
+with a fraction or exponent, and 1 µs per list or object. A list of 131,072 token ids is well within the limit
+of 262,144 values. Commas, colons and brackets inside strings count too. A string with enough of them to reach
+a limit would exceed most models' context length anyway: text with one comma per 8 bytes or one colon per 32
+bytes has more than 250,000 tokens in 2 MiB.
 """
 
 _FREE_BYTES = 64 << 10

@@ -39,7 +39,7 @@ class Generation:
     """A request that is waiting for admission or running.
 
     It handles messages from the core, outputs from the replica, and a disconnect by the client. `ended` is
-    set once the request has finished. By then, every sample has a `finish_reason`, `failure` holds an error,
+    set once the request has finished: either every sample has a `finish_reason`, or `failure` holds an error,
     or `left` is set because the client disconnected. The response calls `settle` after writing the answer.
     """
 
@@ -60,7 +60,7 @@ class Generation:
         self.on_progress: Callable[[Sample], None] | None = None
         """Called when a sample has processed an output."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects. If None, the disconnect ends the request."""
+        """Called when the client disconnects. If None, a disconnect ends the request."""
         self.on_end: Callable[[], None] | None = None
         self.on_fallback: Callable[[], None] | None = None
         """Called after the request has moved to its fallback model and its `task` and `samples` have been

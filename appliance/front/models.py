@@ -123,7 +123,7 @@ class Catalog:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Names for which requests are waiting until a model has been loaded or woken on demand."""
+        """Names with requests that are waiting for a model to be loaded or woken on demand."""
         return tuple(name for name in self._held if self._waits(name) and self._is_on_demand(name))
 
     @property
@@ -136,7 +136,8 @@ class Catalog:
         return [route for route in routes if route.unit not in self._broken]
 
     def serves(self, name: str) -> bool:
-        """Return whether a model with this name can answer requests, now or once loaded on demand."""
+        """Return whether a model with this name can answer requests, either now or after being loaded on
+        demand."""
         return self.unit_of(name) in self._models or self._is_on_demand(name)
 
     def unit_of(self, name: str) -> str:

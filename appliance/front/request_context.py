@@ -73,8 +73,7 @@ class RequestContext:
         return {name: getattr(self, name) for name in LoggedFields.__struct_fields__}
 
     def elapsed_ms(self, until: float | None = None) -> float:
-        """Return the time, in milliseconds, from when the request head was read until `until` (default:
-        now)."""
+        """Return how many milliseconds before `until` (default: now) the request head was read."""
         return ((time.monotonic() if until is None else until) - self.started) * 1000.0
 
 

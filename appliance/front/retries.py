@@ -158,8 +158,8 @@ class Retries:
         self._to_core = to_core
 
     def claim(self, claim: Claim, fingerprint: bytes) -> KeyedRun:
-        """Add a run, and ask the core whether this front may run the request. `KeyedRun.claimed` is the
-        core's answer."""
+        """Add a run, and ask the core whether this front may run the request. The core's answer arrives in
+        `KeyedRun.claimed`."""
         run = self.runs[claim.scope] = KeyedRun(self, claim, fingerprint)
         self.kept_bytes += run.held_bytes
         self._to_core(claim)

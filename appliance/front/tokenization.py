@@ -26,8 +26,8 @@ HIDE_INLINE_CHARACTERS = 4096
 takes up to 2.5 µs per character."""
 
 _MESSAGE_CHARACTERS = 16
-"""Number of characters that each message adds to a conversation's size, because searching its role and field
-names for control tokens takes as long as searching this many characters."""
+"""Number of characters that each message adds to a conversation's size, in addition to its text. Searching
+the message's role and field names for control tokens takes as long as searching this many characters."""
 _MARK_DIGITS = 20
 """Number of digits in the marker that is appended to the message to be continued. The marker consists of
 digits because no chat template filter changes digits."""

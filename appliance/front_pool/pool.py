@@ -59,7 +59,7 @@ _STOP_S = 3.0
 
 
 class FrontRequests(Protocol):
-    """Receives fronts' messages about requests, and is told which fronts exist."""
+    """Receives fronts' messages about requests, and is notified when a front starts or exits."""
 
     def add_front(self, front: str) -> None: ...
     def lose_front(self, front: str) -> None: ...

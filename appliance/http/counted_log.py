@@ -1,5 +1,5 @@
-"""Logs client-caused events in batches, one line for many events, so that a flood of events cannot fill the
-journal."""
+"""Logs events that are caused by clients. Many events are combined into one line, so that a flood of events
+cannot fill the journal."""
 
 from __future__ import annotations
 

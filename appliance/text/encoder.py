@@ -39,8 +39,8 @@ class TooManyTokensError(ValueError):
 
 MAX_UNCUT_BYTES = 512 << 10
 """Maximum size, in UTF-8 bytes, of a piece of text that cannot be cut and so is encoded in one step. At this
-size, the step takes at most 0.25 s (measured with random letters and the demo model's tokenizer). A context
-of 131,072 tokens has this size at 4 bytes per token."""
+size, the step takes at most 0.25 s (measured with random letters and the demo model's tokenizer). At 4 bytes
+per token, a context of 131,072 tokens has this size."""
 MAX_CACHED_WORDS = 500
 """Number of words whose tokens the tokenizers library caches per encoding thread. The longest cached words
 have 256 characters and take 9 KB each. The library's default, 10,000 words, can take up to 89 MB per thread,

@@ -83,7 +83,7 @@ class TemplateProcess:
         self._compile = Compile(dict(sources), dict(special_tokens))
         self._max_render_s, self._max_compile_s = max_render_s, max_compile_s
         self.bounds_exceeded = 0
-        """Conversations not rendered because a limit was exceeded."""
+        """Number of conversations that were not rendered because a limit was exceeded."""
         self.problem = ""
         """The limit that was exceeded most recently."""
         self._queue: TenantQueue[_Job] = TenantQueue()

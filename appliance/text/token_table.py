@@ -47,7 +47,7 @@ def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
 
 
 def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -> TokenTable | None:
-    """Return the table for `backend`, or None if its decoder is not one of the two common kinds.
+    """Return the table for `backend`, or None if its decoder is neither byte-level nor ByteFallback.
 
     In byte-level decoders (GPT-2, Llama 3, Qwen), each character represents a byte. In ByteFallback decoders
     (Llama 2, Mistral, Gemma), "▁" represents a space, <0xNN> represents a byte, and everything else is text.
