@@ -80,8 +80,8 @@ def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
 
 
 def _members(sessions: Collection[int]) -> dict[int, str]:
-    """Return the state of each process in these sessions, by process id. Zombies are omitted unless some of
-    their threads are still running, because they hold no memory."""
+    """Return the state of each process in these sessions, by process id. Zombies hold no memory, so they are
+    omitted unless some of their threads are still running."""
     found = {}
     for entry in Path("/proc").iterdir() if sessions else ():
         if not entry.name.isdecimal():

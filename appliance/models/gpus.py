@@ -55,7 +55,7 @@ def find_gpus() -> GpuReport:
 
 
 def gpu_processes() -> dict[int, set[int]]:
-    """For each GPU or MIG instance, by number, return the ids of the processes that use its memory. The
+    """Return the ids of the processes that use each device's memory, keyed by GPU or MIG instance number. The
     result is empty if NVML lists no processes."""
     import pynvml
 

@@ -9,8 +9,7 @@ from bisect import bisect_left, bisect_right
 from store.policies import RATE_LIMITS, Quota
 
 _PERIODS_S = {"min": 60.0, "day": 86400.0}
-"""Length of a limit's period in seconds. Keys are the time units in limit units, such as "min" in
-"tokens/min"."""
+"""Length of a limit's period in seconds, keyed by the limit's time unit, such as "min" for "tokens/min"."""
 
 
 class Rate:

@@ -186,8 +186,8 @@ class FairQueue(Generic[Item]):
         """Return the next request with at least this urgency.
 
         An urgent request may overtake earlier, less urgent requests of its own tenant, and tenants with a
-        lower counter. It may overtake only while only a few of its tenant's requests are at least as urgent.
-        It may overtake other tenants only if its own tenant has received no more than its fair share plus one
+        lower counter. It may overtake only as long as few of its tenant's requests are at least as urgent. It
+        may overtake other tenants only if its own tenant has received no more than its fair share plus one
         step's tokens. If `only_reserved` is set, the fair share is ignored, because the only free slots are
         reserved ones, which non-urgent requests cannot use.
         """
@@ -228,7 +228,7 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Remove a request that is starting from the queue, and charge its tenant for the prompt."""
+        """Take a request that is about to start out of the queue, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         # If the request is urgent, it may have overtaken the tenant with the lowest counter.
         least = _first(self._orders[0])
