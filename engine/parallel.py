@@ -320,8 +320,8 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # This exchange also makes every rank wait until all ranks have set up their memory. After it, peers
-        # may write messages to this rank's memory.
+        # This exchange also makes every rank wait until all ranks have set up their memory. From then on,
+        # peers may write messages to this rank's memory.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

@@ -108,7 +108,7 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 LoadStage = Literal["start", "read", "convert", "build", "warm up", "ready"]
-"""The stages of a rank's start, in order: the process starts; weights are read; weights are packed into the
+"""The stages of a rank's startup, in order: the process starts; weights are read; weights are packed into the
 device's layout; kernels are compiled and the KV pool is sized; warm-up steps run."""
 
 

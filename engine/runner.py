@@ -168,7 +168,7 @@ class ModelRunner:
             self._stream = self._thread("engine-step")
         self._load_seconds = time.monotonic() - began
         progress(Progress("ready"))
-        log.info("the start took %.1f s: %s", self._load_seconds, stages)
+        log.info("startup took %.1f s: %s", self._load_seconds, stages)
 
     # ── running steps ──────────────────────────────────────────────────────────────────────────────────
 
