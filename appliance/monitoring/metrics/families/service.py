@@ -49,8 +49,8 @@ SERVICE = (
            "1 while the whole service is draining or drained.",
            lambda s: int(s.draining)),
     Metric("counter", "appliance_problems_total", "",
-           "Problems since startup, such as crashed processes and unreadable files. The service status "
-           "lists the details.",
+           "Problems since startup, for example crashed processes and unreadable files. The service "
+           "status lists the details.",
            lambda s: s.problems),
     Metric("counter", "appliance_connections_total", "",
            "Accepted connections, by listening socket.",
