@@ -20,7 +20,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     refused_connections: int = 0
     """Connections closed or answered with 503 because the limit was reached."""
     evicted_connections: int = 0
-    """Connections without a valid key closed to make room for new connections."""
+    """Connections without a valid key that were closed to make room for new connections."""
     cut_off_connections: int = 0
     """Connections closed because their clients did not read the answers."""
     unreceived_connections: int = 0

@@ -17,8 +17,8 @@ that has not cached its prefix."""
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:
-    """Return one hash per length in `LENGTHS` that is less than the prompt's length, shortest prefix
-    first."""
+    """Return one hash for each length in `LENGTHS` that is less than the prompt's length. The shortest prefix
+    comes first."""
     lengths = [length for length in LENGTHS if length < len(token_ids)]
     if not lengths:
         return ()

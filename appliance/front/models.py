@@ -141,7 +141,7 @@ class Catalog:
         return self.unit_of(name) in self._models or self._is_on_demand(name)
 
     def unit_of(self, name: str) -> str:
-        """Return the model or version that answers requests for the name, or an empty string."""
+        """Return the model or version that answers requests for the name, or an empty string if none does."""
         if self._routes is None:
             return name
         route = self._routes.get(name)

@@ -134,8 +134,8 @@ class Front:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the front has room for another connection, counting those sent but not yet taken. A full
-        front still accepts connections, but refuses them with 503."""
+        """Whether the front has room for another connection. Connections that were sent but not yet taken
+        count as well. A full front still accepts connections, but refuses them with 503."""
         report = self._report
         return report is None or report.busy_connections + len(self._untaken) < report.max_connections
 

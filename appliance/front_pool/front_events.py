@@ -18,7 +18,7 @@ class FrontEvents(Protocol):
         the process is killed and restarted."""
 
     def front_available(self, front: Front) -> None:
-        """Handle a message which shows that the front may now accept connections: it is ready, is responding
+        """Handle a message that shows that the front may now accept connections: it is ready, is responding
         again, or has room."""
 
     def front_returns(self, front: Front, connection: Untaken) -> None:

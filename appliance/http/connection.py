@@ -133,8 +133,8 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.abort()
 
     def authenticate(self, tenant: str = "") -> bool:
-        """Move the connection to the pool of known clients and assign it to `tenant`, because its request has
-        a valid identity. Return False if the pool is full and all other connections have requests in
+        """Move the connection to the pool for known clients and assign it to `tenant`, because its request
+        has a valid identity. Return False if the pool is full and all other connections have requests in
         progress."""
         if not self.authenticated or self._tenant != tenant:
             if not self.server.promote(self, tenant):

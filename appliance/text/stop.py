@@ -75,7 +75,7 @@ class StopSet:
                 queue.append(child)
 
     def step(self, state: int, character: str) -> int:
-        """Return the state reached from this one by reading `character`."""
+        """Return the state that follows `state` when `character` is read."""
         while True:
             child = self.children[state].get(character)
             if child is not None:
