@@ -30,7 +30,7 @@ WhatIf = Annotated[
 
 
 class _Parameter:
-    """An action parameter, as an argument or option of the command."""
+    """Maps an action parameter to an argument or option of the command."""
 
     def __init__(self, action: Action, field: msgspec.structs.FieldInfo) -> None:
         self.name = field.name

@@ -20,8 +20,7 @@ _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
 """With fewer requests than this, the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""Target precision when searching for the highest rate. A note in the report points out less precise
-trials."""
+"""Target precision when searching for the highest rate. The report notes when a result is less precise."""
 
 
 class BenchReport:
