@@ -274,7 +274,7 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
 
 
 class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Adjusts the number of replicas of models with `max_replicas`."""
+    """Adjusts the number of replicas of models that set `max_replicas`."""
 
     cooldown_s: Seconds = 30.0
     """For this many seconds after a change, no replica is removed, and none is added because of late
