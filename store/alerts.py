@@ -135,8 +135,8 @@ class AlertReader:
 
 
 def remove_alerts(connection: sqlite3.Connection, now: float) -> int:
-    """Remove all expired silences. If more than `MAX_ALERTS` alerts that have ended are stored, also remove
-    up to 100 of the oldest. Returns the number of rows removed."""
+    """Remove all expired silences. If there are more than `MAX_ALERTS` alerts that have ended, also remove up
+    to 100 of the oldest ones. Returns the number of rows removed."""
     alerts = connection.execute(
         "DELETE FROM alerts WHERE id IN (SELECT id FROM alerts WHERE ended_at IS NOT NULL "
         "ORDER BY raised_at DESC LIMIT 100 OFFSET ?)",

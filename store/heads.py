@@ -193,8 +193,8 @@ class HeadKeeper:
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """Return the newest signed head of a row after `newest` (the chain's last row), or None. A head
-        beyond the end of the chain shows that the chain has lost rows."""
+        """Return the newest signed head whose row comes after `newest` (the chain's last row), or None. A
+        head beyond the end of the chain shows that the chain has lost rows."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
 

@@ -20,7 +20,7 @@ KEPT_FREE = 0.1
 """Maximum fraction of free pages in a file."""
 
 
-# Each recursion step is one index lookup, whereas DISTINCT would read the whole index.
+# The recursive query needs one index lookup per tenant, whereas DISTINCT would read the whole index.
 _TENANTS = """
 WITH RECURSIVE found (name) AS (
     SELECT min(tenant) FROM contents
