@@ -111,7 +111,7 @@ def all_reduce_add(
 
 
 def squares_parts(hidden: int) -> int:
-    """Return the number of parts per row for which `all_reduce_add` computes sums of squares."""
+    """Return the number of parts into which `all_reduce_add` divides a row for its sums of squares."""
     block = block_words(hidden // 2)
     assert block is not None
     return hidden // 2 // block

@@ -29,16 +29,17 @@ class ExpertsPlan:
     the tokens that chose the expert (`experts_few`). In `grouped`, the tokens are sorted by expert
     (`experts_many`)."""
     rows: int
-    """Tokens per tile, including padding."""
+    """Number of tokens per tile, including padding."""
     block_n: int
-    """Weight rows per program or tile."""
+    """Number of weight rows per program or tile."""
     block_k: int
-    """Columns per pipeline step."""
+    """Number of columns of K per pipeline step."""
     warps: int
     stages: int = 1
     """Pipeline stages: the number of steps whose weights can be in flight at the same time."""
     programs: int = 1
-    """Programs per multiprocessor. Used only by `grouped`, whose programs compute several tiles each."""
+    """Number of programs per multiprocessor. Used only by `grouped`, whose programs compute several tiles
+    each."""
 
     @property
     def quantises(self) -> bool:
@@ -194,7 +195,8 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
 
 
 def _fit(plan: ExpertsPlan, k: int, size: int, shared_bytes: int) -> ExpertsPlan:
-    """Return the plan with a step size that divides K, and as many stages as fit into shared memory."""
+    """Return the plan, adjusted so that its step size divides K and as many stages as possible fit into
+    shared memory."""
     block_k = plan.block_k
     while k % block_k and block_k > 32:
         block_k //= 2

@@ -48,11 +48,11 @@ class GemmPlan:
     into tensor-core registers (`linear_stream`). `tiles` is similar to `dot`, but its weight loads start
     before the previous kernel has ended. It needs a Hopper GPU (`linear_tiles`)."""
     rows: int
-    """Tokens per tile, including padding."""
+    """Number of tokens per tile, including padding."""
     block_n: int
-    """Weight rows per program."""
+    """Number of weight rows per program."""
     block_k: int
-    """Columns of K per pipeline step: per warp for `stream`, per program for the other kernels."""
+    """Number of columns of K per pipeline step: per warp for `stream`, per program for the other kernels."""
     warps: int
     stages: int = 1
     """Pipeline stages: the number of steps whose weights can be in flight at the same time."""
@@ -87,7 +87,7 @@ def fits_workspace(plan: GemmPlan, n: int) -> bool:
 
 
 def tile_bytes(plan: GemmPlan, itemsize: int) -> int:
-    """Return the shared memory, in bytes, taken by a program's tiles with weights of `itemsize` bytes."""
+    """Return the shared memory, in bytes, taken up by a program's tiles with weights of `itemsize` bytes."""
     return plan.stages * (plan.block_n + plan.rows) * plan.block_k * itemsize
 
 

@@ -67,7 +67,7 @@ def launch_gemv(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMV of one row. With `weight_scale`, the kernel quantises x."""
+    """Launch the GEMV for one row. With `weight_scale`, the kernel quantises x."""
     _gemv[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,
         weight,
@@ -106,7 +106,7 @@ def launch_dot(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM of up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
+    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
     both have scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's
     values, and this GEMM multiplies its result by each token's factor."""
     check_workspace(plan, weight.shape[0])

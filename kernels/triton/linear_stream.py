@@ -34,7 +34,7 @@ def launch_stream(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMV of one row. Every program normalises and quantises the row itself."""
+    """Launch the GEMV for one row. Every program normalises and quantises the row itself."""
     k = x.shape[1]
     _stream[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,

@@ -39,7 +39,7 @@ def launch_tiles(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM of up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
+    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
     both have scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's
     values, and this GEMM multiplies its result by each token's factor."""
     n, k = weight.shape
