@@ -31,7 +31,7 @@ _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key":
 """Kinds of objects that must be selected before an action can start, each with the screen that lists them.
 Without a selection, actions on other kinds apply to the whole service."""
 _WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
-"""Actions whose results are visible on the screens."""
+"""Actions without a result dialog, because the screens show their effect."""
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 

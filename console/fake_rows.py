@@ -39,7 +39,7 @@ _FINDINGS = (
 
 
 class FakeRows:
-    """The lists' rows, including audit rows for actions performed in the demo."""
+    """The rows of all lists, including audit rows for actions performed in the demo."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

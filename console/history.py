@@ -15,7 +15,7 @@ from appliance.snapshot import Batch, Snapshot
 
 MAX_POINTS = 1200
 _MAX_STEPS = 3
-"""Two points at least this many intervals apart have a gap between them."""
+"""If two points are at least this many intervals apart, there is a gap between them."""
 HISTORY_METRICS = (
     "at,rates.*,queue.running,queue.waiting,latency.*.p99_ms,kv[*].blocks_total,kv[*].blocks_used,"
     "gpus[*].utilization_percent,host.cpu_percent,batches[*].*"

@@ -41,7 +41,7 @@ class ReplaySource:
         self._recording = recording
         self._start = at
         self._clock = 0.0
-        """The time up to which the recording has been played."""
+        """The time in the recording that playback has reached."""
 
     async def next(self) -> Snapshot:
         """Return the first snapshot on the first call, and the next one on each later call. Raises

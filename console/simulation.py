@@ -62,7 +62,7 @@ class Simulation:
         self.queue: list[SimRequest] = []
         self.ended: deque[Ended] = deque()
         self.finished: deque[SimRequest] = deque(maxlen=MAX_ROWS)
-        """The most recently ended requests, oldest first."""
+        """The requests that ended most recently, oldest first."""
         self.counts = dict.fromkeys(("admitted", "refused", "ended", "failed", "cancelled", "billed"), 0)
         self.drains: dict[str | None, SimDrain] = {}
         """The drains, keyed by model. The key None stands for the whole service."""

@@ -78,9 +78,9 @@ OVERVIEW: dict[str, Explanation] = {
     ),
     "failed_per_s": Explanation(
         "errors, failed",
-        "requests/s, % of ended requests",
+        "requests/s, % of finished requests",
         RATE,
-        "Requests that failed because of a service error, and their share of all ended requests.",
+        "Requests that failed because of a service error, and their share of all finished requests.",
         "events: rates.failed_per_s, rates.requests_per_s",
     ),
     "refused_per_s": Explanation(

@@ -41,7 +41,7 @@ class ListedAlert(NamedTuple):
 
 
 def _rank(row: ListedAlert) -> int:
-    """Return an alert's sort key: by severity, with ended alerts last."""
+    """Return an alert's sort key: by severity, with resolved alerts last."""
     alert = row.alert
     return _ORDER.index(alert.severity) + (len(_ORDER) if alert.state == "resolved" else 0)
 

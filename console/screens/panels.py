@@ -179,7 +179,7 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
 
 
 def failed(rates: Rates, *, share: bool = True) -> str:
-    """Format the failed requests per second and, if `share` is true, their share of ended requests."""
+    """Format the failed requests per second and, if `share` is true, their share of all finished requests."""
     text = f"{units.rate(rates.failed_per_s)}/s"
     if not share:
         return text
