@@ -169,8 +169,8 @@ class KvPool:
     keys: torch.Tensor
     values: torch.Tensor
     k_scales: torch.Tensor | None = None
-    """Scales of FP8 (e4m3) keys, one per token and head: [blocks, kv_heads, 64] float32. None if keys and
-    values are stored in the model's dtype."""
+    """Scales of FP8 (e4m3) keys, one for each token and head: [blocks, kv_heads, 64] float32. None if keys
+    and values are stored in the model's dtype."""
     v_scales: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:

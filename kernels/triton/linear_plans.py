@@ -61,7 +61,7 @@ class GemmPlan:
 
     @property
     def tiled(self) -> bool:
-        """Whether each program's tile contains all tokens. Otherwise, the GEMM cannot share a norm."""
+        """Whether each program's tile contains all tokens. If not, the GEMM cannot share a norm."""
         return self.form in ("dot", "tiles")
 
 

@@ -12,9 +12,9 @@ An arena can be reused without a barrier for two reasons:
 - Each program (CUDA block) of a grid has a separate region of the arena, and counts its calls in device
   memory. The parity of the count selects one of the region's two halves, so replays of a CUDA graph need no
   input from the host. All ranks must launch the same grids in the same order.
-- The thread that reads a word immediately writes the reserved value back. A peer writes this word again only
-  two calls later. Before that, it must receive this rank's part of the call in between. This rank sends that
-  part only after the first call has finished, and the first call has restored the reserved value.
+- The thread that reads a word immediately writes the reserved value back. A peer overwrites this word only
+  two calls later, after receiving this rank's part of the call in between. This rank sends that part only
+  after its first call has finished and has thus restored the reserved value.
 
 If a peer stopped, the other ranks would poll forever. The poll loop therefore also reads a flag. Once this
 flag is set, all calls return soon with undefined results, and the group of ranks must be recreated. The host
