@@ -315,12 +315,15 @@ class ModelRunner:
             decoder.layer_graphs, decoder.halves_graphs = layers, halves
         # A few layers launch every kernel. They also need as much memory as all layers, because a pass frees
         # each layer's memory before running the next layer.
-        few = decoder.representative(decoder.allocate_kv(1))
+        scratch = decoder.allocate_kv(1)
+        few = decoder.representative(scratch)
         progress(Progress("warm up", detail="running the largest steps"))
         run_largest_steps(self._executor(*few), self.max_model_len, self.spec)
         if kernels:
             progress(Progress("warm up", detail="running steps of every size"))
-            apart = self._executor(*few)
+            # Captured layers are replayed once, because a graph's first replay takes longer than later ones.
+            captured = layers is not None or halves is not None
+            apart = self._executor(decoder, scratch) if captured else self._executor(*few)
             warm_up(self.steps, apart, self.max_model_len, self._padding, to_host, progress)
         torch.cuda.synchronize(self.device)
 

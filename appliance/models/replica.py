@@ -334,7 +334,7 @@ class Replica:
         self.failed_starts = 0
         self.failure, self.bad_checkpoint = "", False
         self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
-        self.account.rates.predict(info.min_step_s, info.min_prompt_token_s)
+        self.account.predict(info.min_step_s, info.min_prompt_token_s)
         log.info(
             "%s was ready after %.1f s: %s on %s, %d slots, %d KV blocks",
             self.name,

@@ -160,6 +160,12 @@ class CreditAccount:
         middle = min(lower + in_tiers[1], self.slots - spare[1])
         return middle + in_tiers[0], lower + in_tiers[0] + in_tiers[1], sum(in_tiers)
 
+    def predict(self, step_s: float, prompt_token_s: float) -> None:
+        """Set the speed that is assumed until enough steps have been measured (see
+        `ReplicaRates.predict`)."""
+        self.rates.predict(step_s, prompt_token_s)
+        self.long_run_rates.predict(step_s, prompt_token_s)
+
     def learn(self, report: Report) -> None:
         """Update the account from the replica's report, which contains the replica's rates and the total
         credit granted since it started."""

@@ -44,15 +44,6 @@ class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
         """Number of prompt tokens in a mixed step."""
         return max(1, self.credit_tokens // _CREDIT_STEPS)
 
-    def slower(self, factor: float) -> ReplicaSpeed:
-        """Return a copy of this speed in which everything takes `factor` times as long."""
-        return msgspec.structs.replace(
-            self,
-            step_s=factor * self.step_s,
-            sequence_s=factor * self.sequence_s,
-            prompt_token_s=factor * self.prompt_token_s,
-        )
-
     def decode_s(self, sequences: int) -> float:
         """Return the duration of a decode step."""
         return self.step_s + self.sequence_s * max(0, sequences - 1)
@@ -60,7 +51,7 @@ class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 def speed_of(account: CreditAccount) -> ReplicaSpeed | None:
     """Return a real replica's measured speed, or None while unknown."""
-    rates = account.long_run_rates if account.long_run_rates.measured else account.rates
+    rates = account.long_run_rates
     if not rates.known or not account.slots:
         return None
     one, all_slots = rates.decode_s(1), rates.decode_s(account.slots)
@@ -103,7 +94,7 @@ class SimulatedReplica:
     def __init__(self, speed: ReplicaSpeed) -> None:
         self.speed = speed
         self.account = CreditAccount(speed.replica, speed.unit)
-        self.account.rates.predict(speed.step_s, speed.prompt_token_s)
+        self.account.predict(speed.step_s, speed.prompt_token_s)
         self._now = 0.0
         self._prompts: deque[SimulatedSubmission] = deque()
         self._running: list[tuple[float, int, SimulatedSubmission]] = []

@@ -29,7 +29,7 @@ from appliance.traffic.recent import PastRequest
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.simulated_replica import ReplicaSpeed, SimulatedReplica, SimulatedSubmission
-from appliance.traffic.what_if_outcomes import OVER_QUOTA, Comparison, Result, slowdown, tenant_forecast
+from appliance.traffic.what_if_outcomes import OVER_QUOTA, OVERLOADED, Comparison, Result, tenant_forecast
 from engine.client import run_module
 from engine.levels import level_of
 from store.policies import KeyRecord, Policies, Quota, QuotaScope, TenantRecord
@@ -43,12 +43,6 @@ _TICK_S = 0.25
 _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """How long a replay continues after the last arrival, so that its requests can end."""
-_CALIBRATIONS = 4
-"""Maximum number of times that the replicas' speeds are corrected."""
-_CALIBRATED_WITHIN = 0.005
-_DAMPING = 0.7
-"""Exponent of a correction. It is below 1 because slower replicas also run more sequences at a time, so that
-answers slow down by more than the correction itself."""
 _STRIDE = 7919
 """Stride for picking answer lengths from a list of known ones. It is prime, so that the lengths are picked
 from the whole list."""
@@ -193,7 +187,7 @@ class _Replay:
         if request is None or isinstance(message, Abort | Preempted):
             return
         if isinstance(message, Refused):
-            request.status = message.status
+            request.status = OVER_QUOTA if message.status == OVER_QUOTA else OVERLOADED
             del self._running[message.request_id]
             return
         past, replica = request.past, self._replicas[message.replica]
@@ -274,7 +268,7 @@ def replay(given: ReplayInput) -> QuotaForecast:
     ]
     tenants = {**{one.name: one for one in given.tenants}, **{one.name: one for one in given.changed_tenants}}
     keys = {**{one.id: one for one in given.keys}, **{one.id: one for one in given.changed_keys}}
-    given, present = _calibrated(given, chosen)
+    present = _run(given, Policies(given.tenants, given.keys), chosen)
     changed = _run(given, Policies(tenants.values(), keys.values()), chosen)
     # Requests that were already running when the replay starts only contribute load; they are not counted.
     forecasts = []
@@ -302,24 +296,6 @@ def _run(given: ReplayInput, policies: Policies, chosen: Sequence[PastRequest]) 
     return requests
 
 
-def _calibrated(given: ReplayInput, chosen: Sequence[PastRequest]) -> tuple[ReplayInput, list[_Replayed]]:
-    """Return the input with the replicas' mean speeds in the replayed period, and the replay with the current
-    limits. The given speeds are those of the last few seconds. They are scaled until answers take as long in
-    the replay as they really did."""
-    policies = Policies(given.tenants, given.keys)
-    present = _run(given, policies, chosen)
-    for _ in range(_CALIBRATIONS):
-        factor = slowdown(
-            (_recorded(one), replayed.result) for one, replayed in zip(chosen, present, strict=True)
-        )
-        if abs(factor - 1.0) < _CALIBRATED_WITHIN:
-            break
-        slower = [speed.slower(factor**_DAMPING) for speed in given.replicas]
-        given = msgspec.structs.replace(given, replicas=slower)
-        present = _run(given, policies, chosen)
-    return given, present
-
-
 def replay_apart(given: ReplayInput) -> QuotaForecast:
     """Run a replay in a separate process, and wait for its result. Raises ReplayError."""
     try:
@@ -340,7 +316,9 @@ def _reached_admission(one: PastRequest) -> bool:
 
 
 def _recorded(one: PastRequest) -> Result:
-    return Result(one.status, one.ttft_ms, one.e2e_ms)
+    # A refusal also has a duration, which is not an answer's latency.
+    answered = one.status == 200
+    return Result(one.status, one.ttft_ms if answered else None, one.e2e_ms if answered else None)
 
 
 def _ended_at(one: PastRequest) -> float:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from appliance.history.forecasts import Outcome, TenantForecast
 
 OVER_QUOTA = 429
-_OVERLOADED = 503
+OVERLOADED = 503
+_COUNTED = (200, OVER_QUOTA, OVERLOADED)
+"""Requests with another recorded status were cancelled or failed, so they have no latency to compare."""
 
 
 class Result(NamedTuple):
@@ -20,13 +22,6 @@ class Result(NamedTuple):
     """HTTP status, or 0 while the request is unfinished."""
     ttft_ms: float | None
     e2e_ms: float | None
-
-    @property
-    def decode_ms(self) -> float | None:
-        """Time from the first to the last token of an answer."""
-        if self.status != 200 or self.ttft_ms is None or self.e2e_ms is None:
-            return None
-        return self.e2e_ms - self.ttft_ms
 
 
 class Comparison(NamedTuple):
@@ -60,20 +55,9 @@ def tenant_forecast(name: str, requests: Sequence[Comparison]) -> TenantForecast
     )
 
 
-def slowdown(results: Iterable[tuple[Result, Result]]) -> float:
-    """Return how much longer the recorded answers took, from the first to the last token, than the replayed
-    ones. Each pair contains a request's recorded and replayed results."""
-    recorded_ms = replayed_ms = 0.0
-    for recorded, replayed in results:
-        if recorded.decode_ms is not None and replayed.decode_ms is not None:
-            recorded_ms += recorded.decode_ms
-            replayed_ms += replayed.decode_ms
-    return recorded_ms / replayed_ms if recorded_ms and replayed_ms else 1.0
-
-
 def _outcome(results: Sequence[Result]) -> Outcome:
     over = sum(one.status == OVER_QUOTA for one in results)
-    refused = sum(one.status == _OVERLOADED for one in results)
+    refused = sum(one.status == OVERLOADED for one in results)
     answered = [one for one in results if one.status == 200]
     return Outcome(
         admitted=len(results) - over - refused,
@@ -85,7 +69,7 @@ def _outcome(results: Sequence[Result]) -> Outcome:
 
 
 def _shifted(requests: Sequence[Comparison], latency: Callable[[Result], float | None]) -> list[float]:
-    """Return the predicted latencies of the requests that the new limits admit.
+    """Return the predicted latencies of the answers under the new limits.
 
     The change between the two replays is applied to a request's recorded latency: an increase is added, and a
     decrease is applied as a ratio, so that the replay's error stays proportional to the latency. A request
@@ -94,7 +78,7 @@ def _shifted(requests: Sequence[Comparison], latency: Callable[[Result], float |
     known = [
         (latency(one.recorded), latency(one.present), changed)
         for one in requests
-        if (changed := latency(one.changed)) is not None
+        if one.recorded.status in _COUNTED and (changed := latency(one.changed)) is not None
     ]
     both = [(recorded, present) for recorded, present, _ in known if recorded and present]
     if not both:

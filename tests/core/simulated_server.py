@@ -179,7 +179,7 @@ class SimulatedServer:
             speed=speed,
         )
         if predicted:
-            replica.account.rates.predict(PREDICTED * speed.step_s, PREDICTED * speed.prompt_token_s)
+            replica.account.predict(PREDICTED * speed.step_s, PREDICTED * speed.prompt_token_s)
         self.replicas.append(replica)
         self.requests.add_replica(replica.account)
         replica.report([])

@@ -37,7 +37,7 @@ def test_slow_first_steps_cause_no_refusals_in_a_first_burst(
     served = server()
     replica = served.add_replica(slots=16, max_num_batched_tokens=2048, speed=SLOW_FIRST, predicted=False)
     if predicted:
-        replica.account.rates.predict(0.010, 1 / 50_000)
+        replica.account.predict(0.010, 1 / 50_000)
     asked = burst(served, streams, gap_s)
     served.run(120.0)
     refused = [one.refused.message for one in asked if one.refused is not None]
@@ -65,7 +65,7 @@ def test_a_device_that_stays_slow_refuses_what_would_wait_too_long() -> None:
 def test_a_prediction_refuses_only_what_even_the_fastest_device_could_not_serve() -> None:
     served = server()
     replica = served.add_replica(slots=4, max_num_batched_tokens=2048, speed=Speed(step_s=0.5))
-    replica.account.rates.predict(0.4, 1 / 40_000)
+    replica.account.predict(0.4, 1 / 40_000)
     asked = burst(served, 64)
     served.run(1.0)
     # Four concurrent requests take 128 steps of at least 0.4 s, or 51 s. About ten requests begin within the

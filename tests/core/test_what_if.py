@@ -14,6 +14,7 @@ from appliance import calls
 from appliance.actions.parameters import CreateKey, CreateTenant, SetTenant
 from appliance.calls import AdminError
 from appliance.client import AdminClient
+from appliance.traffic.credits import CreditAccount
 from appliance.traffic.recent import KEPT_S, MAX_RECENT, PastRequest
 from appliance.traffic.simulated_replica import (
     ReplicaSpeed,
@@ -22,6 +23,8 @@ from appliance.traffic.simulated_replica import (
     speed_of,
 )
 from appliance.traffic.what_if import ReplayInput, replay, replay_apart
+from appliance.traffic.what_if_outcomes import Comparison, Result, tenant_forecast
+from engine.rank_messages import Report
 from store.policies import Quota, TenantRecord
 from tests.core.conftest import Service, read_answer
 from tests.core.simulated_clients import percentile
@@ -73,7 +76,7 @@ def past(server: SimulatedServer, one: Asked) -> PastRequest:
         output_tokens=None if refused else one.tokens,
         status=refused.status if refused else 200,
         ttft_ms=None if refused else 1e3 * one.ttft_s,
-        e2e_ms=None if refused or one.ended_at is None else 1e3 * (one.ended_at - one.arrived_at),
+        e2e_ms=0.3 if refused else None if one.ended_at is None else 1e3 * (one.ended_at - one.arrived_at),
     )
 
 
@@ -100,14 +103,11 @@ def given(server: SimulatedServer, changed: float | None) -> ReplayInput:
 @pytest.mark.parametrize(
     ("before", "after"), [(150_000.0, 450_000.0), (450_000.0, 150_000.0), (250_000.0, None)]
 )
-@pytest.mark.parametrize(("cut_off", "slower"), [(False, 1.0), (True, 1.0), (False, 0.6), (False, 1.5)])
+@pytest.mark.parametrize("cut_off", [False, True])
 def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(
-    before: float, after: float | None, cut_off: bool, slower: float
+    before: float, after: float | None, cut_off: bool
 ) -> None:
-    """`slower` is the ratio of the step times in the last few seconds to those of the whole load."""
-    asked_now = given(served(before, cut_off=cut_off), after)
-    replicas = [speed.slower(slower) for speed in asked_now.replicas]
-    forecast = replay(msgspec.structs.replace(asked_now, replicas=replicas))
+    forecast = replay(given(served(before, cut_off=cut_off), after))
     real = served(after, cut_off=cut_off)
     assert forecast.requests == len(real.asked)
     for one in forecast.tenants:
@@ -123,6 +123,54 @@ def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(
         assert predicted.ttft_p99_ms == pytest.approx(ttft, rel=0.15)
     limited = next(one for one in forecast.tenants if one.tenant == "limited")
     assert limited.predicted.over_quota != limited.recorded.over_quota
+
+
+def answered(e2e_ms: float) -> Result:
+    return Result(200, e2e_ms / 10, e2e_ms)
+
+
+def test_a_request_that_its_client_cancelled_does_not_count_as_slow() -> None:
+    requests = [Comparison(answered(500.0), answered(400.0), answered(400.0))] * 50
+    cancelled = [Comparison(Result(499, None, None), answered(30_000.0), answered(30_000.0))] * 5
+    forecast = tenant_forecast("a", requests + cancelled)
+    assert forecast.recorded.e2e_p99_ms == forecast.predicted.e2e_p99_ms == 500.0
+
+
+def test_the_latency_of_a_request_that_was_refused_is_that_of_the_replay() -> None:
+    """The replay is 100 ms faster than the service."""
+    known = [Comparison(answered(500.0), answered(400.0), answered(400.0))] * 50
+    refused = [Comparison(Result(429, None, None), Result(429, None, None), answered(900.0))] * 5
+    forecast = tenant_forecast("a", known + refused)
+    assert forecast.predicted.e2e_p99_ms == pytest.approx(1000.0)
+    assert forecast.predicted.over_quota == 0
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_speed_that_is_not_measured_yet_is_the_predicted_one(mixed: bool) -> None:
+    """After its first steps, the replica has run only steps of one kind."""
+    account = CreditAccount("m-0", "m")
+    account.predict(0.005, 2e-5)
+    account.slots = 8
+    for computed in (1000, 2000):
+        kind = {"mixed_steps": 20, "mixed_step_ms": 12.0} if mixed else {"decode_steps": 20, "step_ms": 6.0}
+        account.learn(
+            Report(
+                step=1,
+                credit_seqs=8,
+                credit_tokens=512,
+                finished=[],
+                computed_tokens=computed if mixed else 0,
+                **kind,  # type: ignore[arg-type]
+            )
+        )
+    speed = speed_of(account)
+    assert speed is not None
+    if mixed:
+        assert speed.step_s == 0.005
+        assert speed.prompt_token_s != 2e-5
+    else:
+        assert speed.step_s == pytest.approx(0.006)
+        assert speed.prompt_token_s == 2e-5
 
 
 @pytest.mark.parametrize("step_s", [0.0041, 0.0056, 0.013])

@@ -208,6 +208,8 @@ def p99_errors(predicted: Outcome, measured: Outcome) -> tuple[float, float]:
 def p99_range(values: list[float]) -> tuple[float, float]:
     """Return the 95% confidence interval of the p99. The number of values above the true p99 has a binomial
     distribution, so the interval's ends are two of the sorted values."""
+    if not values:
+        raise ValueError("no request was answered: send more requests")
     known, above = sorted(values), 0.01 * len(values)
     spread = 1.96 * math.sqrt(0.99 * above)
     first = math.ceil(len(known) - above - spread) - 1
