@@ -18,7 +18,7 @@ from console.fingerprints import required_lists
 from console.impact import Impact, forecast_lines, result_lines
 from console.keys import offered
 from console.replay import FILE_IS_FIXED, PAST_IS_FIXED
-from console.source import ListName, SourceError
+from console.source import ListName, NoAnswerError, SourceError
 
 if TYPE_CHECKING:
     from console.app import ConsoleApp
@@ -32,6 +32,7 @@ _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key":
 Without a selection, actions on other kinds apply to the whole service."""
 _WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
 """Actions without a result dialog, because the screens show their effect."""
+_UNCERTAIN = "The service may have performed the action: check before you repeat it"
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 
@@ -204,7 +205,8 @@ class ActionRunner:
         self, action: Action, values: dict[str, Any], place: str, earlier: list[str]
     ) -> tuple[OutcomeKind, str]:
         """Show the dialog for one target, perform the action, and return its outcome. If the action fails,
-        reopen the dialog with the entered values, unless there are several targets or no fields."""
+        reopen the dialog with the entered values, unless there are several targets or no fields, or the
+        service did not answer."""
         again: dict[str, Any] | None = None
         can_correct = not place and any(one.kind != "switch" for one in fields_of(action, values))
         failure = ""
@@ -216,6 +218,8 @@ class ActionRunner:
             self._say(action, parameters, "in progress…", "dim", place)
             try:
                 await self._perform(action, parameters, place)
+            except NoAnswerError as error:
+                failure, can_correct = f"{error}. {_UNCERTAIN}", False
             except SourceError as error:
                 failure = str(error)
             else:

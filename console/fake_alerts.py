@@ -195,7 +195,7 @@ def _raised(condition: Condition, snapshot: Snapshot) -> Alert:
         where=condition.where,
         description=filled(rule, condition),
         cause=f"nothing else changed within the {minutes:.0f} min before the alert",
-        remedy=next_step(rule, condition),
+        remedy=next_step(rule, condition.remedy, condition.scope),
         since=condition.since,
         value=condition.value,
         threshold=threshold(rule),

@@ -16,7 +16,7 @@ import msgspec
 from appliance import calls
 from appliance.alert_rules import BUILT_IN
 from appliance.calls import AdminError
-from appliance.client import ServiceNotRunningError
+from appliance.client import NotAllowedError, ServiceNotRunningError
 from appliance.events.async_client import AsyncAdminClient
 from appliance.events.frames import MissingFrameError
 from appliance.history.forecasts import QuotaForecast
@@ -26,7 +26,7 @@ from appliance.protocol import Configuration
 from appliance.snapshot import BlockMap, ReplicaBlocks, Snapshot, with_blocks
 from console.list_rows import audit_row, finding_row, log_row
 from console.recordings import RecordedPast
-from console.source import MAX_ROWS, USAGE_DAYS, ListName, ListRow, Row, SourceError
+from console.source import MAX_ROWS, USAGE_DAYS, ListName, ListRow, NoAnswerError, Row, SourceError
 
 _MAX_HZ = 4
 _FINDINGS_EVERY_S = 60.0
@@ -192,8 +192,10 @@ def _explained() -> Iterator[None]:
     """Convert the client's exceptions, whose messages are already written for operators, to SourceError."""
     try:
         yield
-    except (ServiceNotRunningError, AdminError, UntrustedError, MissingFrameError) as error:
+    except (NotAllowedError, AdminError, UntrustedError, MissingFrameError) as error:
         raise SourceError(str(error)) from error
+    except ServiceNotRunningError as error:
+        raise NoAnswerError(str(error)) from error
 
 
 def _rules(configuration: Configuration) -> list[ListRow]:

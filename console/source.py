@@ -44,6 +44,10 @@ class SourceError(Exception):
     """Raised if a source cannot provide data. The message says why, and what to do."""
 
 
+class NoAnswerError(SourceError):
+    """Raised if the service did not answer. It may have performed the action nevertheless."""
+
+
 class UnsupportedListError(SourceError):
     """Raised if a source does not provide the requested list."""
 

@@ -150,6 +150,14 @@ class IncidentWriter:
         """Add log lines. Each line is a tuple: time in unix seconds, line number, and document."""
         self._insert("INSERT INTO incident_lines (at, number, document) VALUES (?, ?, ?)", list(rows))
 
+    def discard_actions(self) -> None:
+        """Remove the actions added so far."""
+        self._connection.execute("DELETE FROM incident_actions")
+
+    def discard_lines(self) -> None:
+        """Remove the log lines added so far."""
+        self._connection.execute("DELETE FROM incident_lines")
+
     @property
     def size(self) -> int:
         """Current size of the file, in bytes."""

@@ -71,7 +71,8 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """The alert's text. {where}, {value}, {threshold} and {text} are placeholders."""
     remedy: str = ""
     """The operator's next step. {remedy} is replaced with the field `remedy` of the object that contains the
-    metric, {tenant} and {model} with the name of the tenant or model that the alert concerns."""
+    metric, and {tenant} and {model} with the name of the tenant or model that the alert concerns, quoted for
+    a shell. If it concerns several or none, they become TENANT and MODEL."""
     unit: Literal["", "s", "ms", "%", "bytes", "°C", "/s", "requests", "tokens"] = ""
     """Unit of the measure. With "%", the measure is a fraction, shown as a percentage."""
 

@@ -4,7 +4,6 @@ from files."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -60,8 +59,17 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
             rows = past.alert_log(AlertLogQuery(since=since, until=until)).rows
             writer.alerts(rows)
             missing: dict[str, str] = {}
-            actions = _noted(missing, ACTIONS, lambda: _actions(past, writer, since, until))
-            lines = _noted(missing, LOG_LINES, lambda: _lines(past, writer, since, until))
+            actions = lines = 0
+            try:
+                actions = _actions(past, writer, since, until)
+            except PastError as error:
+                missing[ACTIONS] = str(error)
+                writer.discard_actions()
+            try:
+                lines = _lines(past, writer, since, until)
+            except PastError as error:
+                missing[LOG_LINES] = str(error)
+                writer.discard_lines()
             facts = {"since": since, "until": until, "exported_at": time.time()}
             writer.describe({"source": past.label, **{name: repr(at) for name, at in facts.items()}})
             writer.describe({f"without {part}": reason for part, reason in missing.items()})
@@ -140,12 +148,3 @@ def _lines(past: PastSource, writer: IncidentWriter, since: float, until: float)
         if not lines or len(page.lines) < MAX_PAGE_ROWS:
             return len(seen)
         until = lines[0].at
-
-
-def _noted(missing: dict[str, str], part: str, export: Callable[[], int]) -> int:
-    """Export one part of the history, and return the number of rows. If this fails, record the reason."""
-    try:
-        return export()
-    except PastError as error:
-        missing[part] = str(error)
-        return 0

@@ -34,7 +34,8 @@ ENGINE: dict[str, Explanation] = {
         "ms",
         STEPS,
         "Mean step time. Decode steps only decode; mixed steps also process prompts. On Models, if the "
-        "replica has run no such step for 5 s, the last known time is shown with its age.",
+        "replica has run no such step for 5 s, the last known time is shown with its age, or the period "
+        "without such a step.",
         "appliance_step_seconds",
     ),
     "idle_us": Explanation(

@@ -305,13 +305,14 @@ def _step(context: Context, one: ReplicaStatus, duration: str, idle: str) -> str
     # The engine reports a time of 0 if it has run no steps of this kind since its previous report.
     if getattr(one, duration):
         return f"{units.ms(getattr(one, duration))}, {units.us(getattr(one, idle))} idle"
-    for batch in reversed(context.history.batches.get(one.name, ())):
+    known = context.history.batches.get(one.name, ()) if one.state == "ready" else ()
+    for batch in reversed(known):
         if getattr(batch, duration) is not None:
             age_s = context.snapshot.at - batch.at if context.snapshot else 0.0
             times = f"{units.ms(getattr(batch, duration))}, {units.us(getattr(batch, idle))} idle"
             return times if age_s < _RECENT_S else f"{times}, {units.seconds(age_s)} ago"
     span_s = context.history.span_of()
-    return f"none in the last {units.seconds(span_s)}" if span_s else "none"
+    return f"none in the last {units.seconds(span_s)}" if span_s and one.state == "ready" else "none"
 
 
 def _devices(one: ReplicaStatus) -> str:

@@ -20,7 +20,7 @@ from console.app import ConsoleApp
 from console.context import Context
 from console.dialogs import ChoiceDialog, TextDialog
 from console.past_dialogs import SliceDialog, TimeDialog
-from console.source import SourceError
+from console.source import NoAnswerError, SourceError
 from console.target_state import state_lines
 from tests.console.frames import session
 from tests.console.pilots import console, opened, run, shown, until
@@ -183,6 +183,23 @@ def test_a_dialog_whose_action_fails_opens_again_with_the_values_and_the_error()
         dialog.query_one("#confirm", Button).press()
         await until(pilot, lambda: performed[1:] == [CreateTenant(name="new", log_days=30)])
         await until(pilot, lambda: "created" in shown(app) and len(app.screen_stack) == 1)
+
+    run(steps, console(write=True))
+
+
+def test_an_action_without_an_answer_is_not_offered_again() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        async def act(parameters: msgspec.Struct) -> msgspec.Struct:
+            raise NoAnswerError("the service did not answer within 30 s")
+
+        app.source.act = act  # type: ignore[method-assign]
+        app.call_later(app.run_line, "tenants set mobile --weight 3")
+        await until(pilot, lambda: opened(app))
+        app.screen.query_one("#confirm", Button).press()
+        await until(pilot, lambda: isinstance(app.screen, TextDialog) and text_of(app.screen, "#title") != "")
+        assert text_of(app.screen, "#title") == "Change tenant failed"
+        shown_text = " ".join(str(one.render()) for one in app.screen.query(Static))
+        assert "did not answer within 30 s. The service may have performed the action" in shown_text
 
     run(steps, console(write=True))
 

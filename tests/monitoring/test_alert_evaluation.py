@@ -3,6 +3,7 @@ shown."""
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable
@@ -201,6 +202,14 @@ def test_the_next_step_for_a_daily_quota_names_the_tenant(tenant: str, word: str
 
     expected = f"raise the quota, or tell the tenant: appliance tenants set {word} --tokens-per-day N"
     assert remedy_of("tenant-daily-quota", change) == expected
+
+
+def test_the_next_step_of_grouped_alerts_names_no_single_tenant() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["tenants"][0]["usage"][0]["used"] = 950
+        tree["tenants"].append(copy.deepcopy(tree["tenants"][0]) | {"name": "other"})
+
+    assert "appliance tenants set TENANT" in remedy_of("tenant-daily-quota", change)
 
 
 def test_the_next_step_for_a_replica_that_restarts_again_and_again_names_the_model() -> None:

@@ -113,3 +113,17 @@ def test_a_file_of_a_newer_version_is_refused(tmp_path):
         connection.execute(f"PRAGMA user_version = {len(HISTORY.migrations) + 1}")
     with pytest.raises(SchemaVersionError, match="supports only"):
         TelemetryReader(readable_copy(path, tmp_path)).span()
+
+
+def test_a_part_that_could_not_be_read_completely_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "incident.db"
+    with IncidentWriter(path, MIB) as writer:
+        writer.actions([(1.0, 1, "{}")])
+        writer.discard_actions()
+        writer.lines([(1.0, 1, "{}")])
+        writer.discard_lines()
+        writer.lines([(2.0, 2, "[]")])
+        writer.describe({"source": "test"})
+    incident = IncidentReader(path)
+    assert incident.actions(0.0, 10.0, None, 10) == []
+    assert incident.lines(10.0, 10) == ["[]"]

@@ -156,7 +156,7 @@ class Evaluator:
             where=condition.where,
             description=filled(rule, condition),
             cause=self._causes.find(condition),
-            remedy=next_step(rule, condition),
+            remedy=next_step(rule, condition.remedy, condition.scope),
             since=condition.since,
             raised_at=at,
             value=condition.value,
@@ -190,6 +190,15 @@ class Evaluator:
                 while root.suppressed_by and (above := self.alerts.get(root.suppressed_by)) is not None:
                     root = above
                 root.explains.append(alert.where)
+                if root.rule == alert.rule:
+                    self._widen(root, alert.scope)
+
+    def _widen(self, alert: Raised, scope: Scope) -> None:
+        """Remove names from an alert's next step that do not apply to other alerts grouped under it, which
+        concern the objects in `scope`."""
+        rule, condition = self.rules.get(alert.rule), self._conditions.get((alert.rule, alert.where))
+        if rule is not None and condition is not None:
+            alert.remedy = next_step(rule, condition.remedy, alert.scope | scope)
 
     def _explanation(self, alert: Raised) -> Raised | None:
         rule = self.rules.get(alert.rule)

@@ -7,6 +7,7 @@ import shlex
 from appliance.alert_rules import AlertRule
 from appliance.alert_rules.fields import NAMED_IN_REMEDY
 from appliance.monitoring.alerts.conditions import Condition, threshold
+from appliance.monitoring.alerts.selection import Scope
 from appliance.quantities import of_measure
 
 
@@ -22,11 +23,12 @@ def filled(rule: AlertRule, condition: Condition) -> str:
     )
 
 
-def next_step(rule: AlertRule, condition: Condition) -> str:
-    """Return an alert's next step with the names of objects filled in, quoted for a shell. If the alert does
-    not concern exactly one object of a kind, a placeholder such as MODEL takes the place of the name."""
+def next_step(rule: AlertRule, remedy: str, scope: Scope) -> str:
+    """Return an alert's next step with the names of objects filled in, quoted for a shell. `remedy` is the
+    remedy given by the object that the alert concerns. If `scope` does not contain exactly one object of a
+    kind, a placeholder such as MODEL takes the place of the name."""
     names = {}
     for kind in NAMED_IN_REMEDY:
-        found = [name for one, name in condition.scope if one == kind]
+        found = [name for one, name in scope if one == kind]
         names[kind] = shlex.quote(found[0]) if len(found) == 1 else kind.upper()
-    return rule.remedy.format(remedy=condition.remedy, **names)
+    return rule.remedy.format(remedy=remedy, **names)
