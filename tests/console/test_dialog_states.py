@@ -242,7 +242,9 @@ def test_an_error_in_the_dialog_of_an_export_names_the_field(field: str, value: 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         dialog = SliceDialog(1e9, 1e9 + 60.0, now=2e9)
         app.call_later(app.push_screen, dialog)
-        await until(pilot, lambda: dialog.is_current and dialog.query("#export"))
+        await until(
+            pilot, lambda: dialog.is_current and dialog.query("#export") and dialog.query(f"#{field}")
+        )
         dialog.query_one(f"#{field}", Input).value = value
         dialog.query_one("#export", Button).press()
         start = (
