@@ -40,7 +40,7 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     """Identities, keyed by the SHA-256 (hex) of the bearer key. None means that the key is no longer
     valid."""
     uids: dict[int, Identity] = {}
-    """Identities, keyed by the uid of a Unix socket's peer. Unlike `keys`, `uids` and `gids` always contain
+    """Identities, keyed by the uid of a Unix socket's peer. `uids` and `gids`, unlike `keys`, always contain
     all identities, not only changes."""
     gids: dict[int, Identity] = {}
     """Identities, keyed by group id, for peers whose uid is not in `uids`."""

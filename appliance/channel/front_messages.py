@@ -50,7 +50,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     """Total number of sequences in all submissions."""
     prompt_tokens: int
     """Total number of prompt tokens in all submissions. After a replica was lost, this includes the output
-    that was already generated. The core subtracts the total from the token credit."""
+    that was already generated. The core subtracts the total from the replica's token credit."""
     max_tokens: int
     """Maximum number of tokens to generate, summed over all samples."""
     prefixes: tuple[bytes, ...] = ()
@@ -160,8 +160,8 @@ class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
-    """Charges a caller's token limits for tokens that a front process encoded or decoded but did not use in a
-    request, such as tokens removed by `truncate_prompt_tokens`."""
+    """Counts additional tokens against a caller's token limits: tokens that a front process encoded or
+    decoded but did not use in a request, such as those removed by `truncate_prompt_tokens`."""
 
     identity: Identity
     tokens: int

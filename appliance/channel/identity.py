@@ -31,7 +31,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     the context."""
     log_policy: LogPolicy = "metadata"
     may_fall_back: bool = False
-    """Whether a model's fallback may answer requests with this key."""
+    """Whether requests made with this key may be answered by a model's fallback."""
     expires_at: float | None = None
     """When the key expires, in unix seconds."""
     suspended: bool = False

@@ -32,7 +32,8 @@ MAX_TEXT_WAIT_S = 30.0
 
 
 class Running(Protocol):
-    """A request that is waiting for admission or running. Its methods handle messages from the core."""
+    """A request that is waiting for admission or running. Its methods are called when the core sends messages
+    about the request."""
 
     def admitted(self, message: Admitted) -> None: ...
     def refused(self, message: Refused) -> None: ...
@@ -93,8 +94,8 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Charge the caller's token limits for tokens that were encoded or decoded without producing an
-        answer."""
+        """Count tokens that were encoded or decoded without producing an answer against the caller's token
+        limits."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 

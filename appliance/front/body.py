@@ -1,5 +1,5 @@
-"""Reads a request's JSON body into a struct, within limits. Error messages contain the name of the invalid
-field."""
+"""Reads a request's JSON body into a struct, and enforces limits on its size and contents. Error messages
+contain the name of the invalid field."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ bytes has more than 250,000 tokens in 2 MiB.
 """
 
 _FREE_BYTES = 64 << 10
-"""Refused bodies up to this size are not charged against the caller's token limits."""
+"""Refused bodies up to this size do not count against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""A refused body larger than `_FREE_BYTES` is charged to the caller's token limits, at one token per
+"""A refused body larger than `_FREE_BYTES` counts against the caller's token limits, as one token per
 `_BYTES_PER_TOKEN` bytes."""
 
 
@@ -99,8 +99,8 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large
-    # Reserve the declared length before reading any bytes, so that a request over the memory limit is refused
-    # immediately.
+    # Reserve memory for the declared length before reading any bytes, so that a request over the memory limit
+    # is refused immediately.
     reservation.grow_to(length)
     received = bytearray()
     while True:

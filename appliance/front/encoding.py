@@ -1,5 +1,5 @@
-"""Runs text processing for requests, shared fairly between tenants. Short texts are processed on the event
-loop, and long texts in threads."""
+"""Runs text processing for requests, and divides the processing time fairly between tenants. Short texts are
+processed on the event loop, and long texts in threads."""
 
 from __future__ import annotations
 

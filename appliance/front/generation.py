@@ -38,9 +38,9 @@ CLIENT_DISCONNECTED = 499
 class Generation:
     """A request that is waiting for admission or running.
 
-    It handles messages from the core, outputs from the replica, and a disconnect by the client. `ended` is
-    set once the request has finished: either every sample has a `finish_reason`, or `failure` holds an error,
-    or `left` is set because the client disconnected. The response calls `settle` after writing the answer.
+    It responds to messages from the core, outputs from the replica, and a client disconnect. `ended` is set
+    once the request has finished: either every sample has a `finish_reason`, or `failure` holds an error, or
+    `left` is set because the client disconnected. The response calls `settle` after writing the answer.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -58,7 +58,7 @@ class Generation:
         self.ran = False
         """Whether the request has been submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
-        """Called when a sample has processed an output."""
+        """Called after an output has been added to a sample."""
         self.on_disconnect: Callable[[], None] | None = None
         """Called when the client disconnects. If None, a disconnect ends the request."""
         self.on_end: Callable[[], None] | None = None
@@ -80,8 +80,8 @@ class Generation:
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
-        """The attempts (0 for the first) that ended because the replica was stopped to make room for another
-        model. These do not count as lost replicas."""
+        """Numbers of the attempts (0 for the first) that ended because the replica was stopped to make room
+        for another model. Such attempts do not count as lost replicas."""
         self._submitted = False
         self._settled = False
         self._link: ReplicaClient | None = None

@@ -1,4 +1,4 @@
-"""Handles requests with an `Idempotency-Key`: the first request runs, and retries receive its recorded
+"""Answers requests with an `Idempotency-Key`: the first request runs, and retries receive its recorded
 answer.
 
 The rules follow draft-ietf-httpapi-idempotency-key-header and Stripe's API. An idempotency key is valid for
@@ -113,7 +113,7 @@ class _FirstResponse(GenerationResponse):
 
 
 def _log_retry(state: AppState, context: RequestContext, run: KeyedRun, was_running: bool) -> None:
-    # `Retried` is the only log row for this request.
+    # The row that `Retried` adds is this request's only row in the log.
     context.admitted = True
     context.request_class = run.request_class
     state.to_core(

@@ -1,6 +1,6 @@
-"""Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
-the core. This takes 0.2 ms per thousand characters, so it is done after the answer has been sent, on a
-separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to
+"""Prepares prompts and answers for storage, as log policies require: hashes them, redacts secrets, and sends
+them to the core. This takes 0.2 ms per thousand characters, so it is done after the answer has been sent, on
+a separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to
 pass on a descriptor.
 """
 
@@ -175,7 +175,7 @@ class _Clean:
     def __init__(self, redactor: Redactor, space: int) -> None:
         self.secrets = 0
         self.cut = False
-        """Whether the text was too long, so that only its beginning was kept."""
+        """Whether only the beginning of the text was kept, because the text was too long."""
         self._redactor = redactor
         self._space = space
 

@@ -22,7 +22,8 @@ class LengthLimit(NamedTuple):
     combined."""
 
     owner: str
-    """Whose limit it is, as a possessive for error messages: "this model's", or a tenant's name with "'s"."""
+    """The limit's owner in the possessive, for error messages: "this model's" or, for a tenant's limit, the
+    tenant's name with "'s"."""
     tokens: int
     """The limit, or 0 if unknown. If it is unknown because the model cannot be loaded, the core refuses the
     request and states the cause. Otherwise, the engine applies the limit when the request runs."""

@@ -147,7 +147,7 @@ class Catalog:
         route = self._routes.get(name)
         return "" if route is None else route.unit
 
-    # ── changes by the core ──
+    # ── changes made by the core ──
 
     def route(self, routes: list[Route] | None) -> None:
         """Replace the names that applications can use for models. The change takes effect immediately."""
@@ -156,8 +156,8 @@ class Catalog:
         changed.set()
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Load these models, and drop all others. The previous models stay in use until the new ones are
-        loaded."""
+        """Load the models in `served`, and drop all others. The previous models stay in use until the new
+        ones are loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
         for model in served:
@@ -185,7 +185,8 @@ class Catalog:
 
     def prepare(self, model: LoadedModel) -> Callable[[], None]:
         """Record that a request is being prepared for the model, and return a function to call when the
-        preparation has ended. Until then, the core keeps the model loaded. Further calls have no effect."""
+        preparation has ended. Until then, the core keeps the model loaded. Calling the function again has no
+        effect."""
         unit, counts = model.unit, self._preparing
         counts[unit] += 1
         left = [unit]
@@ -226,8 +227,8 @@ class Catalog:
                 del self._held[name]
 
     async def _until_routed(self, name: str, disconnected: Callable[[], bool]) -> None:
-        """Wait until a model is available for the name, its load has failed, or `disconnected` returns true.
-        Raises a 503 if the wait takes too long."""
+        """Wait until a model is available for the name, loading it has failed, or `disconnected` returns
+        true. Raises a 503 if the wait takes too long."""
         deadline = asyncio.get_running_loop().time() + self.hold_timeout_s
         while self._waits(name) and not disconnected():
             if (left_s := deadline - asyncio.get_running_loop().time()) <= 0:
@@ -277,12 +278,12 @@ class Catalog:
         return self._models.get(unit)
 
     def route_of(self, name: str) -> Route | None:
-        """Return the route of a name, or None if there is none."""
+        """Return the route for a name, or None if there is none."""
         return None if self._routes is None else self._routes.get(name)
 
     def fallback_of(self, name: str, identity: Identity) -> str:
-        """Return the name of the fallback that may answer the caller's requests in place of this model, or an
-        empty string."""
+        """Return the name of the fallback model that may answer the caller's requests in place of this model,
+        or an empty string."""
         route = self.route_of(name)
         may = route is not None and identity.may_fall_back and allows(identity, name)
         return route.fallback if may and route is not None and allows(identity, route.fallback) else ""

@@ -1,4 +1,4 @@
-"""The front process, which handles messages from the core and reports to the core."""
+"""Runs the front process, which receives messages from the core and reports back to it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FrontProcess:
         """Set when the front has stopped."""
 
     def start(self) -> None:
-        """Start handling the core's messages and sending reports."""
+        """Start receiving the core's messages and sending reports."""
         self._channel.listen(self._take, _core_exited)
         self._state.background.run(self._configure())
         self._state.background.run(self._report())

@@ -48,8 +48,8 @@ class RequestContext:
     encoded_tokens: int = 0
     """Number of prompt tokens before truncation (`truncate_prompt_tokens`)."""
     work_tokens: int = 0
-    """Work that this front has done to parse and encode the request, in tokens. If the front refuses the
-    request, the tenant is charged for this work."""
+    """Cost, in tokens, of the parsing and encoding that this front has done for the request. If the front
+    refuses the request, the tenant is charged this cost."""
     admitted: bool = False
     """Whether `Admit` has been sent. If so, the request must be closed with `Settle` or `Refused` instead of
     `Rejected`."""
@@ -64,8 +64,8 @@ class RequestContext:
 
     @property
     def caller(self) -> str:
-        """The caller's identity for traffic splits: the key (or the local user if there is none) and the
-        `user` field."""
+        """The caller's identity for traffic splits: the key (or, for requests without a key, the local user)
+        and the `user` field."""
         return f"{self.identity.key_id or self.peer}\0{self.user}"
 
     def logged_fields(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class RequestContext:
         return {name: getattr(self, name) for name in LoggedFields.__struct_fields__}
 
     def elapsed_ms(self, until: float | None = None) -> float:
-        """Return how many milliseconds before `until` (default: now) the request head was read."""
+        """Return the time, in milliseconds, from reading the request head to `until` (default: now)."""
         return ((time.monotonic() if until is None else until) - self.started) * 1000.0
 
 

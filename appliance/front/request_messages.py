@@ -22,8 +22,9 @@ def admit_message(
 ) -> Admit:
     """Return the message that asks the core to admit the request.
 
-    Later attempts count only unfinished samples. The tokens that such a sample has already generated count as
-    part of its prompt. `send_prefixes` is true if the core can choose between several replicas.
+    On later attempts, only unfinished samples are counted, and the tokens that such a sample has already
+    generated count as part of its prompt. `send_prefixes` is true if the core can choose between several
+    replicas.
     """
     again = attempt > 0
     running = [sample for sample in samples if not sample.finish_reason]

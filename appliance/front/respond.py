@@ -1,4 +1,4 @@
-"""Runs a generation task and writes its answer, complete or streamed."""
+"""Runs a generation task and writes its answer, either in one piece or as a stream."""
 
 from __future__ import annotations
 

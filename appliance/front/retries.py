@@ -57,8 +57,8 @@ class KeyedRun:
         self.held_bytes = _RUN_BYTES
         """This run's memory in bytes, which counts toward `RetryRules.max_bytes`."""
         self.timer = Timer()
-        """Drops the run when the grace period after the last client's disconnect ends. Once the answer is
-        stored, drops the run when the answer expires."""
+        """Timer that drops the run: at first, when the grace period after the last client's disconnect ends;
+        once the answer is stored, when the answer expires."""
         self.generation: Generation | None = None
         """The running generation, which continues after its client has disconnected."""
         self._retries = retries
@@ -67,7 +67,7 @@ class KeyedRun:
         self._clients: set[Connection] = set()
         """Connections of the first client and of retries waiting for the answer."""
         self._billed_tokens = 0
-        """Output tokens written by the time the last client disconnected."""
+        """Number of output tokens that had been written when the last client disconnected."""
 
     def follow(self, connection: Connection) -> None:
         """Add a client to an unfinished run. The client is removed when it disconnects."""
@@ -166,7 +166,7 @@ class Retries:
         return run
 
     def take(self, message: Claimed) -> None:
-        """Handle the core's reply to a claim: whether this front may run the request."""
+        """Receive the core's reply to a claim. If another front has claimed the scope, end this run."""
         run = self.runs[message.scope]
         if message.is_elsewhere:
             self._forget(run)

@@ -126,7 +126,7 @@ class _Api:
         return _json(_document(self._state.catalog.describe(name, context.identity, context.caller)))
 
     async def chat_completions(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate an answer to a conversation."""
         return await self._generate(request, ChatRequest, chat_task)
 
     async def completions(self, request: Request) -> Response:
@@ -134,7 +134,7 @@ class _Api:
         return await self._generate(request, CompletionRequest, completion_task)
 
     async def deployment_chat_completions(self, request: Request) -> Response:
-        """Answer a conversation, using the model named in the path."""
+        """Generate an answer to a conversation, using the model named in the path."""
         return await self._generate(request, DeploymentChatRequest, chat_task)
 
     async def deployment_completions(self, request: Request) -> Response:

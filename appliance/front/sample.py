@@ -56,7 +56,7 @@ class Sample:
         self.number = number
         """Index of this sample among the samples for the same prompt."""
         self.index = index
-        """Index of this sample in the answer."""
+        """Index of this sample in the answer's `choices`."""
         self.token_ids: list[int] = []
         """All tokens generated so far, for resubmission to another replica."""
         self.pieces: list[str] = []
@@ -80,8 +80,9 @@ class Sample:
         self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
-        """Process an output from the replica. Its finish reason must not be "error" or "cancelled". If a stop
-        string is found, set this sample's `finish_reason` even if the output has none."""
+        """Add an output from the replica to the sample. The output's finish reason must not be "error" or
+        "cancelled". If a stop string is found, set this sample's `finish_reason` even if the output has
+        none."""
         token_ids = output.token_ids
         finish_reason = output.finish_reason
         self.token_ids += token_ids

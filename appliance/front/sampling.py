@@ -17,7 +17,7 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""Maximum number of ids in a bit map that is built on the event loop. Building it takes 2 ms. Longer lists
+"""Maximum number of ids in a bitmap that is built on the event loop. Building it takes 2 ms. Longer lists
 are converted in a thread."""
 
 
@@ -109,7 +109,7 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
 
 
 def bit_map(token_ids: list[int]) -> bytes:
-    """Return a bit map of the (non-negative) ids, in the format of `SamplingParams.allowed_tokens`."""
+    """Return a bitmap of the (non-negative) ids, in the format of `SamplingParams.allowed_tokens`."""
     if not token_ids:
         return b""
     # A loop in Python would take 30 ms for the largest vocabularies, but int() with base 2 takes linear time.

@@ -79,7 +79,7 @@ class EventStream:
     # ── called by `Generation` ──
 
     def progress(self, sample: Sample) -> None:
-        """Schedule a flush, because the sample has processed an output."""
+        """Schedule a flush, because an output has been added to the sample."""
         if not sample.waiting:
             sample.waiting = True
             self._waiting.append(sample)

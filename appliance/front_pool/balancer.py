@@ -13,7 +13,7 @@ class ConnectionBalancer:
     """Assigns connections to the fronts in turn, skipping fronts that are full."""
 
     def __init__(self, fronts: Sequence[Front], note: NoteProblem) -> None:
-        """The list `fronts` may change at any time. `note` reports a problem to the operator."""
+        """The caller may modify the list `fronts` at any time. `note` reports a problem to the operator."""
         self._fronts = fronts
         self._next = 0
         self._waiting: deque[Untaken] = deque()

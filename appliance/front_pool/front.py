@@ -111,8 +111,8 @@ class Front:
         """Connections given to the process but not yet read by it, keyed by connection number."""
         self._max_untaken = _max_untaken()
         self._receives_connections = True
-        """Whether, since its last report, the process has received every connection sent to it. If not, it
-        has too many open files."""
+        """Whether the process has received every connection sent to it since its last report. False means
+        that it ran out of file descriptors."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -260,7 +260,7 @@ class Front:
         if self._silent_s > limit_s:
             self.kill(f"it sent no message for {self._silent_s:.0f} s while {self.state}")
         elif self._starting_s > self.load_timeout_s:
-            self.kill(f"it was not ready within {self._starting_s:.0f} s after its start (load_timeout_s)")
+            self.kill(f"it was not ready within {self._starting_s:.0f} s of its start (load_timeout_s)")
 
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()

@@ -1,4 +1,4 @@
-"""Front events and messages, all handled by `appliance.front_pool.pool`."""
+"""The interface that receives a front's events and messages. `appliance.front_pool.pool` implements it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ class FrontEvents(Protocol):
     """Receives a front's events and the messages from its process."""
 
     def front_started(self, front: Front) -> None:
-        """Handle the start of a front process, which has no configuration yet. If the handler raises OSError,
-        the process is killed and restarted."""
+        """Called when a front process has started, before it has a configuration. If this method raises
+        OSError, the process is killed and restarted."""
 
     def front_available(self, front: Front) -> None:
-        """Handle a message that shows that the front may now accept connections: it is ready, is responding
-        again, or has room."""
+        """Called when a message shows that the front may now accept connections: it is ready, is responding
+        again, or has room for more."""
 
     def front_returns(self, front: Front, connection: Untaken) -> None:
         """Give a connection to a different front, because this front could not receive it. This front accepts
         no connections until its next report."""
 
     def name_wanted(self, name: str) -> None:
-        """Handle a report that requests in a front are waiting for the model `name` to be loaded or woken.
-        Called for each of the front's reports while requests are waiting."""
+        """Called for each report from a front in which requests are waiting for the model `name` to be loaded
+        or woken."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
-        """Handle a front's message about a request."""
+        """Called for each message from a front about a request."""
 
     def claim_message(self, front: Front, message: Claim | Release) -> None:
-        """Handle a front claiming an `Idempotency-Key` or releasing a claim."""
+        """Called when a front claims an `Idempotency-Key` or releases a claim."""
 
     def front_hands_over(self, front: Front, scope: bytes, connection: Untaken) -> None:
         """Pass a connection and its request to the front that must answer all requests with this `scope` (see
@@ -43,14 +43,14 @@ class FrontEvents(Protocol):
         """Store prompts and answers sent by the front. The caller then closes the descriptor."""
 
     def front_progress(self, front: Front, message: FrontProgress) -> None:
-        """Handle the front's reply to `AskProgress`."""
+        """Called with the front's reply to `AskProgress`."""
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
-        """Handle a change to `front.problems`, the models that the front cannot serve. `former` is the
-        previous value."""
+        """Called when `front.problems`, which lists the models that the front cannot serve, has changed.
+        `former` is the previous value."""
 
     def front_exited(self, front: Front, name: str) -> None:
-        """Handle the exit of the front process with this name."""
+        """Called when the front process with this name has exited."""
 
     def front_problem(self, front: Front, description: str) -> None:
         """Report a front's problem to the operator."""

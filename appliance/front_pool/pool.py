@@ -55,7 +55,7 @@ _ROUTED_WITHIN_S = 20.0
 milliseconds."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
-"""Fronts that have not closed their connections and exited after this many seconds are killed."""
+"""Time, in seconds, that a front has to close its connections and exit before it is killed."""
 
 
 class FrontRequests(Protocol):
@@ -289,8 +289,8 @@ class FrontPool:
         self._replicas.pop(name, None)
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle a front closing its channel to a running replica. The front is restarted, because it is
-        either exiting or unable to use the replica."""
+        """Restart a front that has closed its channel to a running replica, because the front is either
+        exiting or unable to use the replica."""
         known = self._by_name.get(front)
         if known is not None and known.state != "stopping":
             known.kill_soon(f"it closed its channel to {replica}")

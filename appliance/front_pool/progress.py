@@ -50,7 +50,7 @@ class ProgressReader:
                 await asyncio.wait_for(self._complete.wait(), _WAIT_S)
 
     def take(self, front: str, message: FrontProgress) -> None:
-        """Handle a front's reply. A late reply to an earlier query is also used."""
+        """Store a front's reply. A late reply to an earlier query is stored as well."""
         self._latest[front] = message.requests
         if message.number == self._number:
             self._replied(front)

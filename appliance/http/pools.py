@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""Each tenant must leave 1 / `OTHERS_SHARE` of the places to other tenants."""
+"""Each tenant must leave 1 / `OTHERS_SHARE` of the places free for other tenants."""
 
 
 class Occupant(Protocol):
@@ -112,8 +112,8 @@ class Pool:
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_space_of(self, tenant: str) -> bool:
-        """Close the tenant's waiting connections, longest-waiting first, until it has a free place. Return
-        False if too few of them are waiting."""
+        """Close the tenant's waiting connections, longest-waiting first, until the tenant has a free place.
+        Return False if too few of its connections are waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

@@ -1,4 +1,4 @@
-"""Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox. The sandbox limits
+"""Renders chat messages into a prompt with the model's own Jinja2 template, in a sandbox. The sandbox limits
 neither time nor memory, so fronts render templates in a child process (`appliance.text.template_process`).
 """
 
@@ -30,7 +30,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class ChatTemplate:
-    """A model's compiled chat templates: `default`, and named additional templates such as `tool_use`."""
+    """A model's compiled chat templates: `default`, and additional named templates such as `tool_use`."""
 
     def __init__(
         self,

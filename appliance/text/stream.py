@@ -1,4 +1,4 @@
-"""Converts a sequence's token ids to text for the client: first the detokenizer, then the stop string
+"""Converts a sequence's token ids to text for the client, using the detokenizer and then the stop string
 search."""
 
 from __future__ import annotations

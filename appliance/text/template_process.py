@@ -46,7 +46,7 @@ MAX_WAIT_S = 30.0
 """A conversation that has waited this long, in seconds, for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""How long after the parent's time limit the alarm in the child process goes off. The alarm kills a child
+"""Delay, in seconds, from the parent's time limit to the alarm in the child process. The alarm kills a child
 that has outlived its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {

@@ -138,7 +138,7 @@ def oracle(case: Case, logits: torch.Tensor) -> torch.Tensor:
 
 
 def bitmap(*token_ids: int) -> bytes:
-    """Return the tokens as a bit map for `SamplingParams.allowed_tokens`."""
+    """Return the tokens as a bitmap for `SamplingParams.allowed_tokens`."""
     return sum(1 << token for token in set(token_ids)).to_bytes(max(token_ids) // 8 + 1, "little")
 
 
