@@ -16,8 +16,8 @@ from appliance.models.demand import Demand, DemandForecast
 TARGET_USE = 0.7
 """Replicas are added until the expected demand uses no more than this share of each replica."""
 LOW_USE = 0.5
-"""A replica is removed only if the others' load would then be below this share. The gap to `TARGET_USE` keeps
-small load changes from removing a replica and adding it back."""
+"""A replica is removed only if the load of the remaining replicas would then be below this share. The gap to
+`TARGET_USE` keeps small load changes from removing a replica and adding it back."""
 _LATE_SHARE = 0.5
 """A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
@@ -110,14 +110,15 @@ class Autoscaler:
         return self._late(now, rules, load) or self._fewer(now, rules, load)
 
     def _more(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Add the replicas required by the expected demand. Return None if there are enough."""
+        """Return the decision to add the replicas required by the expected demand, or None if there are
+        enough."""
         needed = min(math.ceil(self.expected.replicas / TARGET_USE), rules.max_replicas)
         if needed <= load.replicas or now - self._refused_at < REFUSED_S:
             return None
         return Decision(needed, self.expected.reason)
 
     def _late(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Add one replica if requests are late and no replica is being started."""
+        """Return the decision to add one replica if requests are late and no replica is being started."""
         full = load.replicas >= rules.max_replicas or load.ready < load.replicas
         if full or now - self._refused_at < REFUSED_S:
             return None

@@ -18,8 +18,8 @@ from appliance.traffic.request_manager import RequestManager
 
 _GPU_FACTOR, _GPU_BYTES = 1.1, 2 << 30
 """The memory freed by stopping a GPU replica is estimated as this multiple of its weights and KV cache, plus
-a constant for its context and working memory. An overestimate is harmless, because the free memory is read
-again before the next load."""
+a constant for its CUDA context and working memory. An overestimate is harmless, because the free memory is
+read again before the next load."""
 
 
 def _host_bytes(settings: Mapping[str, ModelSettings]) -> dict[str, int]:
@@ -29,7 +29,7 @@ def _host_bytes(settings: Mapping[str, ModelSettings]) -> dict[str, int]:
 
 @dataclass
 class UnitTimes:
-    """When a model was loaded and used, in seconds on the monotonic clock."""
+    """When a model was last loaded and last used, in seconds on the monotonic clock."""
 
     load_began_at: float = 0.0
     ready_at: float = 0.0
@@ -131,7 +131,8 @@ class Bundles:
         return leaves and self.occupies_memory(unit)
 
     def leaves_at(self, unit: str) -> float:
-        """Return when the model's time to live ends if no more requests arrive, or infinity if never."""
+        """Return the time at which the model's time to live ends if no more requests arrive, or infinity if
+        it never ends."""
         times, settings = self.times(unit), self._manager.settings_of(unit)
         idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
         traffic = self._requests.state.models.get(unit)

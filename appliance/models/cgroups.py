@@ -86,7 +86,7 @@ class ReplicaCgroups:
         return ""
 
     def memory_kills(self, replica: str) -> int:
-        """Return how many processes of the replica the kernel has killed because of `memory_limit_gb`."""
+        """Return how many of the replica's processes the kernel has killed because of `memory_limit_gb`."""
         if self._base is None:
             return 0
         try:

@@ -1,4 +1,4 @@
-"""Tells operators what a change to a model's settings does."""
+"""Describes, for operators, the effects of a change to a model's settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def describe_change(
     former: ModelSettings | None, wanted: ModelSettings | None, running: int, drain_grace_s: float
 ) -> str:
     """Describe what happens to a model when its settings change from `former` to `wanted`. None means that
-    the settings do not contain the model. `running` is its number of replicas."""
+    the settings do not contain the model. `running` is the model's current number of replicas."""
     if wanted is None:
         return f"is being removed; its requests have {drain_grace_s:g} s to finish"
     if former is None:

@@ -79,8 +79,8 @@ class DemandForecast:
         return best
 
     def _slope(self) -> float:
-        """Return the demand's growth per second, computed by linear regression, or 0 if too little has been
-        recorded."""
+        """Return the demand's growth per second, computed by linear regression, or 0 if the demand has not
+        been recorded for long enough."""
         if len(self._recent) < 2 or self._recent[-1][0] - self._recent[0][0] < _MIN_TREND_S:
             return 0.0
         count = len(self._recent)

@@ -16,8 +16,8 @@ from engine import sizing
 from engine.messages import BLOCK_TOKENS, KvDType, ModelDType, WeightsDType
 
 _LENGTHS = (1024, 4096, 16_384, 65_536)
-"""Sequence lengths, in tokens, for which the number of concurrent sequences is shown. The maximum length is
-also shown."""
+"""Sequence lengths, in tokens, for which the number of concurrent sequences is shown. It is also shown for
+the maximum length."""
 
 
 class UnfitError(Exception):
@@ -108,8 +108,9 @@ def read_memory() -> MachineMemory:
 
 
 def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ()) -> MemoryFit:
-    """Predict a replica's memory. `chosen` lists the GPUs that the replica would use, by default those with
-    the most free memory. Raises UnfitError if the checkpoint or settings cannot run at all.
+    """Predict a replica's memory use. `chosen` lists the GPUs that the replica would use, by default those
+    with the most free memory. Raises UnfitError if no replica can run with this checkpoint and these
+    settings.
     """
     ranks = model.tensor_parallel_size
     on_gpu = model.device == "cuda" or (model.device == "auto" and bool(memory.gpus))
@@ -176,9 +177,9 @@ class MemoryShortage(NamedTuple):
     """How much more memory a model needs to run alongside the running replicas."""
 
     bytes: int = 0
-    """Missing memory in bytes over all ranks; 0 if the model fits."""
+    """Missing memory in bytes, summed over all ranks; 0 if the model fits."""
     reason: str = ""
-    """Why the model does not fit into memory, with the values; empty if it fits."""
+    """Why the model does not fit into memory, including the sizes; empty if it fits."""
 
 
 def shortage_beside(
@@ -194,7 +195,7 @@ def shortage_beside(
 
     - `chosen`: the GPUs that the replica would use, by default the first ones.
     - `others`: the settings of each running replica.
-    - `limit_bytes`: the maximum memory of all replicas on the CPU together, if there is a limit.
+    - `limit_bytes`: the maximum total memory of all replicas on the CPU, if there is a limit.
 
     On a GPU, the replica must get as much memory as if it had the GPU to itself. Otherwise, its KV cache
     would be smaller for its entire lifetime. This function calls NVML and reads from the kernel, so it must

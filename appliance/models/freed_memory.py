@@ -50,8 +50,8 @@ def held_reason(
     kernel and calls NVML, so it must not run on the event loop.
 
     `pids` holds the process ids of the replica's ranks. Each rank leads a session that also contains the
-    processes it starts. In a container, NVML may list no processes or use the host's process ids. Then only
-    the processes are checked: the kernel frees a process's GPU memory when the process ends.
+    processes it starts. In a container, NVML may list no processes or use the host's process ids. In both
+    cases, only the processes are checked: the kernel frees a process's GPU memory when the process ends.
     """
     deadline = time.monotonic() + within_s
     while problem := _held(pids, processes_on_gpus):

@@ -1,4 +1,4 @@
-"""The front pool's interface for changes to the served models."""
+"""The interface for informing the fronts of changes to the served models."""
 
 from __future__ import annotations
 

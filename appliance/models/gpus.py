@@ -1,5 +1,5 @@
-"""Finds NVIDIA GPUs through NVML, which creates no CUDA context and therefore uses no GPU memory. A GPU that
-is split into MIG instances is listed as its instances, each of which can run a rank like a separate GPU. GPUs
+"""Finds NVIDIA GPUs through NVML, which creates no CUDA context and therefore uses no GPU memory. If a GPU is
+split into MIG instances, the instances are listed instead, and each can run a rank like a separate GPU. GPUs
 and instances share one numbering, in the order of the machine's GPUs."""
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ _MIN_RATE_S = 0.5
 
 
 class LoadProgress:
-    """The progress of one replica start. Times are in seconds on a monotonic clock."""
+    """The progress of a starting replica. Times are in seconds on a monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._latest = Progress("start")
         self._stage_began = self._logged_at = now
 
     def report(self, progress: Progress, now: float) -> str:
-        """Handle a replica's progress report. Return a log line if the replica has begun a new stage,
+        """Record a replica's progress report. Return a log line if the replica has begun a new stage,
         otherwise an empty string."""
         former, self._latest = self._latest, progress
         if progress.stage == former.stage:

@@ -1,4 +1,4 @@
-"""The model manager: manages the served models and their replicas, and changes both at run time.
+"""The model manager: keeps the list of served models, and starts and stops their replicas.
 
               Controller (start, check, stop), Reloader (change), RequestCanceller (cancel)
                   │
@@ -178,7 +178,7 @@ class ModelManager:
         return name in self._declared
 
     def fallback(self, unit: str) -> str:
-        """Return the name of this model's fallback, or an empty string if it has none."""
+        """Return the name of this model's fallback model, or an empty string if it has none."""
         wanted = self._wanted.get(unit)
         return "" if wanted is None else wanted.fallback or ""
 
@@ -196,7 +196,7 @@ class ModelManager:
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
-        """Apply the configured time limits for killing replicas."""
+        """Apply the configured time limits after which unresponsive replicas are killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -237,8 +237,8 @@ class ModelManager:
         return changes
 
     def _redescribe(self, name: str, wanted: ModelSettings, described: ServedModel | None) -> None:
-        """Apply the model settings that can change without new replicas. `described` is the model's new
-        description if a text setting has changed, otherwise None."""
+        """Apply the model settings that take effect without replacing replicas. `described` is the model's
+        new description if a text setting has changed, otherwise None."""
         known = msgspec.structs.replace(self.models[name], required=wanted.required)
         if described is not None and described.folder == known.folder:
             known = msgspec.structs.replace(

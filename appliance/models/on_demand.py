@@ -94,7 +94,7 @@ class OnDemand:
         self._loads: dict[str, asyncio.Task[None]] = {}
         """Loads requested by operators."""
         self._changing = asyncio.Lock()
-        """Held while a model is being loaded or unloaded."""
+        """A lock that is held while a model is being loaded or unloaded."""
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
         operations.on_repair = self._repaired
@@ -179,8 +179,9 @@ class OnDemand:
     # ── requests ──
 
     def wanted(self, name: str) -> None:
-        """Handle requests waiting in a front for a version that is asleep or not loaded. Fronts call this
-        repeatedly while requests wait, so a call may be ignored while an operation is in progress."""
+        """Begin to accept requests for a version that is asleep or not loaded, because requests for it are
+        waiting in a front. Fronts call this repeatedly while requests wait, so a call may be ignored while an
+        operation is in progress."""
         target = self._routing.target_of(name)
         if target is None:
             return
@@ -226,7 +227,8 @@ class OnDemand:
             await asyncio.sleep(_POLL_S)
 
     def _observe(self) -> None:
-        """Record which models are in use, and remove versions that are no longer needed from the fronts."""
+        """Record which models are in use, and remove from the fronts the versions that are no longer
+        needed."""
         self._bundles.observe()
         versions = self._operations.registry.current.versions
         for unit in [unit for unit in self._routing.usable if version_key(unit) not in versions]:
@@ -332,9 +334,9 @@ class OnDemand:
     async def _evict(
         self, units: tuple[str, ...], reason: EvictionReason, explanation: str, wanted: tuple[str, ...] = ()
     ) -> None:
-        """Unload models or put them to sleep, and wait until their memory is free: at most `DRAIN_S` plus the
-        time limits for putting replicas to sleep and stopping them. `wanted` holds the models that need the
-        memory."""
+        """Unload models or put them to sleep, and wait until their memory is free. The wait lasts at most
+        `DRAIN_S` plus the time limits for putting replicas to sleep and stopping them. `wanted` holds the
+        models that need the memory."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._bundles.incomplete.discard(units)
         for unit in leaving:
@@ -427,8 +429,8 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     def _repaired(self, unit: str) -> None:
-        """Handle a change to the files of a version that failed to load. If it is loaded on demand, resume
-        accepting its requests. Otherwise, retry the load."""
+        """Retry a version that failed to load and whose files have since changed. If it is loaded on demand,
+        resume accepting its requests. Otherwise, load it now."""
         record = self._operations.registry.current.versions.get(version_key(unit))
         if record is None:
             return

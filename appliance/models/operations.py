@@ -72,7 +72,8 @@ class ModelOperations:
         self._ending: set[str] = set()
         """Versions whose requests have finished and whose replicas are being stopped."""
         self._one_at_a_time = asyncio.Lock()
-        """Held while a version is being loaded, so that two loads cannot claim the same free memory."""
+        """A lock that is held while a version is being loaded, so that two loads cannot claim the same free
+        memory."""
         self._background = Background()
         routing.sleeps = lambda unit: unit in self.asleep or unit in self._sleeps
 
@@ -130,10 +131,10 @@ class ModelOperations:
         return unit in self._loads
 
     async def load(self, record: VersionRecord) -> None:
-        """Load a version, and return when every front can send requests to it. If it is a model's default
-        version or a target of its split, requests for the model wait during the load, unless another target
-        can answer them. If the version is already being loaded, wait for that load. If it is asleep, wake it.
-        Raises LoadError."""
+        """Load a version, and return when every front can send requests to it. If it is its model's default
+        version or a target of the model's split, requests for the model wait during the load, unless another
+        target can answer them. If the version is already being loaded, wait for that load. If it is asleep,
+        wake it. Raises LoadError."""
         unit = unit_name(record.model, record.version)
         if unit in self.asleep or unit in self._sleeps:
             await self.wake(record)
@@ -170,9 +171,9 @@ class ModelOperations:
         return task
 
     async def _hold_until(self, task: asyncio.Task[None], record: VersionRecord) -> None:
-        """Wait for a task that makes a version usable. If it is a model's default version or a target of its
-        split, requests for the model wait in the meantime. Raises the task's exception, or LoadError if the
-        task is cancelled."""
+        """Wait for a task that makes a version usable. If the version is its model's default version or a
+        target of the model's split, requests for the model wait in the meantime. Raises the task's exception,
+        or LoadError if the task is cancelled."""
         registry, unit = self.registry.current, unit_name(record.model, record.version)
         split = registry.splits.get(record.model)
         answers = registry.models[record.model].default_version == record.version or (
@@ -303,8 +304,8 @@ class ModelOperations:
 
     async def bring_back(self, unit: str) -> None:
         """Load or wake a model that accepts requests without being loaded. If this fails, raise LoadError and
-        leave the model unloaded, without sleeping replicas. However, if a model in the settings is waiting
-        for corrected files, its replicas keep waiting."""
+        leave the model unloaded, without sleeping replicas. However, if the model is from the settings and is
+        waiting for corrected files, its replicas keep waiting."""
         record = self.registry.current.versions.get(version_key(unit))
         async with self._one_at_a_time:
             try:
@@ -435,7 +436,7 @@ class ModelOperations:
     async def wake(self, record: VersionRecord) -> None:
         """Restore a sleeping version's memory, and return when every front can send requests to it. A version
         that is going to sleep is kept awake. Raises MemoryShortageError if there is not enough memory, and
-        LoadError for other problems. If it raises, the version stays asleep."""
+        LoadError for other problems. If waking fails, the version stays asleep."""
         unit = unit_name(record.model, record.version)
         if (sleeping := self._sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)

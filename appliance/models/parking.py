@@ -1,4 +1,4 @@
-"""The state of models that accept requests without awake replicas."""
+"""The state of models that accept requests although none of their replicas is awake."""
 
 from __future__ import annotations
 

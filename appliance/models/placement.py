@@ -53,7 +53,7 @@ class GpuPlacement:
         return tuple(self._topology.uuids[gpu] for gpu in gpus)
 
     def links(self, gpus: Sequence[int]) -> str:
-        """Describe the links between these GPUs."""
+        """Return a description of the links between these GPUs."""
         return describe_links(self._topology, gpus)
 
 

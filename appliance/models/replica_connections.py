@@ -1,4 +1,5 @@
-"""Handles all replicas' events, connecting the replicas with the request manager and the fronts."""
+"""Connects all replicas with the request manager and the fronts, and passes the replicas' events on to
+them."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ class FrontChannels(Protocol):
         OSError."""
 
     def disconnect_replica(self, name: str) -> None:
-        """Stop opening channels to an exited replica."""
+        """Stop opening channels to a replica that has exited."""
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Handle a front closing its channel to a running replica."""
+        """Called when a front has closed its channel to a running replica."""
 
 
 class ReplicaConnections:
@@ -134,7 +135,7 @@ class ReplicaConnections:
                 self._publish()
 
     def learn(self, replica: Replica) -> None:
-        """Update the model's description with the replica's reports and the model's folder."""
+        """Update the model's description with information from the replica and from the model's folder."""
         known = self._models.get(replica.model)
         if known is None:
             return

@@ -17,7 +17,7 @@ class ReplicaEvents(Protocol):
         """Called before the replica's processes read the model's folder."""
 
     def replica_ready(self, replica: Replica) -> None:
-        """Called when the replica has begun to accept submissions. `replica.account` is new."""
+        """Called when the replica has begun to accept submissions. `replica.account` is a new account."""
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
         """Called for each of the replica's reports. A report contains the heartbeat, credits and finished

@@ -34,15 +34,15 @@ class ReplicaHeartbeat:
         return max(timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     def start(self) -> None:
-        """Handle a start of the replica's processes."""
+        """Record that the replica's processes have been started."""
         self._latest_at, self._expected_s = time.monotonic(), 0.0
 
     def end(self) -> None:
-        """Handle the exit of the replica's processes."""
+        """Record that the replica's processes have exited."""
         self.silent = False
 
     def received(self, message: RankOutbound) -> bool:
-        """Handle a message from the replica. Return whether it had been silent."""
+        """Record that the replica has sent a message. Return whether the replica had been silent."""
         self._latest_at = time.monotonic()
         self._expected_s = message.expected_s if isinstance(message, LongStep) else 0.0
         was_silent, self.silent = self.silent, False

@@ -72,7 +72,7 @@ class ReplicaSleep:
         }
 
     def changed(self, message: MemoryChanged) -> None:
-        """Handle the engine's answer to a request to sleep or wake."""
+        """Record the engine's answer to a request to sleep or wake, and pass it to the waiting caller."""
         if message.asleep and not self.asleep:
             self.sleeps += 1
         elif self.asleep and not message.asleep:
@@ -84,9 +84,9 @@ class ReplicaSleep:
         self._answer(message)
 
     def ended(self, reason: str) -> bool:
-        """Handle the exit of the replica's processes. Return whether the replica stays asleep. If so, the
-        processes are restarted only when the replica is woken, because a different model may now be using the
-        memory."""
+        """Record that the replica's processes have exited. Return whether the replica stays asleep. If so,
+        the processes are restarted only when the replica is woken, because a different model may now be using
+        the memory."""
         waking = self._pending is not None
         self._latest = MemoryChanged(False)
         self.asleep = self.asleep and not waking

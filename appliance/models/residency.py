@@ -5,8 +5,8 @@ Models waiting for memory are loaded in the order in which their oldest requests
 for the first waiting model, other models are evicted: first idle models, starting with the least recently
 used, then sleeping models, then models with requests. An evicted model is put to sleep or unloaded; a model
 that is already asleep is unloaded. A model stays in memory for at least `min_residence_s` after it began to
-load or wake, unless the first waiting model has already waited for `min_residence_s` plus `DRAIN_S`. It
-always stays for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the first
+load or wake, unless the first waiting model has already waited for `min_residence_s` plus `DRAIN_S`. In any
+case, it stays for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the first
 waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to finish;
 any that have not finished by then continue when their model is reloaded.
 
@@ -72,19 +72,19 @@ class Bundle(NamedTuple):
 
 
 class LoadUnits(NamedTuple):
-    """Step: load these models now."""
+    """The next step is to load these models."""
 
     units: tuple[str, ...]
 
 
 class Evict(NamedTuple):
-    """Step: unload these models now, or put them to sleep, to make room for other models."""
+    """The next step is to unload these models, or put them to sleep, to make room for other models."""
 
     units: tuple[str, ...]
 
 
 class Refuse(NamedTuple):
-    """Step: refuse requests for these models, which cannot be loaded."""
+    """The next step is to refuse requests for these models, which cannot be loaded."""
 
     units: tuple[str, ...]
     reason: str
@@ -93,7 +93,7 @@ class Refuse(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Step: do nothing until this time or until the models' state changes."""
+    """The next step is to wait until this time or until the models' state changes."""
 
     until: float
 

@@ -63,7 +63,7 @@ class Restarts:
         self._expected_failures = 0
         """Number of consecutive load failures with a known reason, such as a damaged file."""
         self._served_s = 0.0
-        """Total service time of all earlier incarnations, in seconds."""
+        """Total time in seconds during which the replica was ready before its latest start."""
         self._deaths: list[float] = []
         """The value of `_served_s` at each unexpected exit."""
         self._open = False
@@ -169,7 +169,8 @@ class Watch(NamedTuple):
 
 
 def _files(folder: str) -> frozenset[tuple[str, int, int]]:
-    """Return the name, size and date of each file in a folder. Empty if the folder cannot be read."""
+    """Return the name, size and modification time of each file in a folder. Empty if the folder cannot be
+    read."""
     try:
         with os.scandir(folder) as entries:
             stats = [(entry.name, entry.stat()) for entry in entries]

@@ -1,7 +1,7 @@
 """Maps the names that applications can use to the units that answer requests for them. A unit is what is
 loaded as a whole: a model in the settings, named after the model, or a version of a registered model, named
 NAME@VERSION. The name of a registered model resolves to its default version. An alias resolves to a model or
-to one of its versions. A split distributes a name's requests over several units.
+to one of its versions. A split distributes the requests for a name over several units.
 """
 
 from __future__ import annotations

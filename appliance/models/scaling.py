@@ -26,7 +26,7 @@ _UNKNOWN_LOAD_S = 30.0
 
 
 class ScaledModels(Protocol):
-    """The models whose replicas can be added and removed."""
+    """The models whose number of replicas can be changed."""
 
     def scalable(self) -> Mapping[str, ModelSettings]:
         """Return the settings of all models, except those whose replicas are currently being changed."""
@@ -54,7 +54,7 @@ class _Scaled:
 
 
 class ModelScaling:
-    """Scales all models. All methods must be called on the event loop thread."""
+    """Scales all autoscaled models. All methods must be called on the event loop thread."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Running totals for each kind of step that a replica runs."""
+"""Cumulative totals for each kind of step that a replica runs."""
 
 from __future__ import annotations
 

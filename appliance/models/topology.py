@@ -61,11 +61,11 @@ class GpuLink(NamedTuple):
 
 class Topology(NamedTuple):
     """A machine's GPUs, in the order of their numbers. A GPU that is split into MIG instances is replaced by
-    them."""
+    its instances."""
 
     uuids: list[str]
     links: dict[tuple[int, int], GpuLink]
-    """Links, keyed by their two GPU numbers, lower first. MIG instances have no links."""
+    """Links, keyed by the numbers of the two GPUs, lower number first. MIG instances have no links."""
     nodes: tuple[int, ...] = ()
     """NUMA node of each GPU, or -1 if unknown. Empty if no node is known."""
     instances: frozenset[int] = frozenset()
@@ -86,7 +86,8 @@ larger one, because the free memory of idle GPUs varies slightly."""
 def choose_gpus(
     topology: Topology, count: int, replicas: Sequence[int], free: Sequence[int] = ()
 ) -> list[int]:
-    """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if there are fewer GPUs.
+    """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if the machine has fewer
+    GPUs.
 
     `replicas` holds the number of replicas per GPU, and `free` the free memory per GPU in bytes (empty if
     unknown). GPUs with less than 90% of the best available GPUs' free memory are excluded. Of the rest, those
@@ -171,7 +172,7 @@ def _remotes(handle: object) -> list[str]:
 
     remotes = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        with contextlib.suppress(pynvml.NVMLError):  # The GPU has fewer links.
+        with contextlib.suppress(pynvml.NVMLError):  # The GPU has no link with this number.
             if pynvml.nvmlDeviceGetNvLinkState(handle, link):
                 remotes.append("")
                 remotes[-1] = _bus(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))

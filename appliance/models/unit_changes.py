@@ -1,7 +1,7 @@
-"""Changes models' replicas step by step until they match the settings. Replicas are changed one by one. A
-replica that already has the target settings stays, and a missing one is started. A replica with different
-settings serves until its successor is ready, if there is enough memory for both. Otherwise the old replica is
-stopped first, and its requests continue on its successor.
+"""Starts, stops and replaces the replicas of each model, one by one, until they match the settings. A replica
+that already has the target settings stays, and a missing one is started. A replica with different settings
+serves until its successor is ready, if there is enough memory for both. Otherwise the old replica is stopped
+first, and its requests continue on its successor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_FAILED_STARTS = 3
 
 
 class ChangedUnits(Protocol):
-    """The models whose replicas are to be changed."""
+    """The models whose replicas are started, stopped and replaced."""
 
     @property
     def load_timeout_s(self) -> float:
@@ -50,7 +50,8 @@ class ChangedUnits(Protocol):
 
 
 class UnitChanges:
-    """Changes models' replicas. All methods must be called on the event loop thread."""
+    """Starts, stops and replaces the replicas of each model. All methods must be called on the event loop
+    thread."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class UnitChanges:
         remove: Callable[[str], Awaitable[None]],
         note: Callable[[str, str], None],
     ) -> None:
-        """Create the object without changing any replicas.
+        """Create the object without starting or stopping any replicas.
 
         - `parked` holds the parked models.
         - `new_replica` adds a replica to a model without starting it.
@@ -111,8 +112,8 @@ class UnitChanges:
             await asyncio.wait([task])
 
     async def _apply(self, unit: str) -> None:
-        """Change a model's replicas step by step until they match the settings or no further change is
-        possible."""
+        """Start, stop and replace a model's replicas, step by step, until they match the settings or no
+        further step is possible."""
         try:
             while await self._next_step(unit):
                 pass

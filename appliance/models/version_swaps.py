@@ -1,6 +1,6 @@
 """Changes registered models' default versions at run time. A swap makes a different version its model's
-default. The new version is loaded alongside the old one. Once all fronts have switched the names, the new
-version answers every new request. The old version finishes its requests and is unloaded. If there is not
+default. The new version is loaded alongside the old one. Once all fronts route the model's names to the new
+version, it answers every new request. The old version finishes its requests and is unloaded. If there is not
 enough memory for both versions, requests wait in the fronts while the old version is unloaded and the new one
 is loaded.
 """
@@ -50,7 +50,7 @@ class VersionSwaps:
         """Make `wanted` its model's default version. When this method returns, every new request goes to the
         new version. If the model is not loaded, the new version is not loaded either. `commit` stores the
         change. The previous version has `grace_s` seconds to finish its requests. Raises LoadError, and
-        passes on errors from `commit`. If it raises, the previous version is still the default."""
+        passes on errors from `commit`. If this method raises, the previous version is still the default."""
         name = wanted.model
         if name in self._swapping:
             raise LoadError(
