@@ -53,7 +53,7 @@ class Refusal(NamedTuple):
     message: str
     retry_after_s: float | None = None
     useless: bool = False
-    """Whether a retry would fail too."""
+    """Whether a retry would also fail."""
     kind: ExceededLimit = ""
 
     def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
@@ -252,9 +252,9 @@ def _deadline(
     *,
     waits: bool,
 ) -> Refusal | None:
-    """Return a refusal if the request would miss its deadline or make an earlier request miss a promised one;
-    None otherwise. If `waits` is set, a start time is promised even if the predicted waiting time is zero,
-    because fair sharing between tenants may delay the request."""
+    """Return a refusal if the request would miss its deadline or cause an earlier request to miss a promised
+    deadline; None otherwise. If `waits` is set, a start time is promised even if the predicted waiting time
+    is zero, because fair sharing between tenants may delay the request."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None

@@ -25,7 +25,7 @@ class Rate:
 def rate_of(quota: Quota, limit: str) -> Rate | None:
     """Return the refill rate for one of `RATE_LIMITS`, or None if the quota does not set that limit. A
     per-minute limit's capacity is the amount refilled in `burst_s` seconds; a daily limit's is a full day's
-    amount. The capacity is at least one request, or no request could ever run.
+    amount. The capacity is at least one request, because no request could run otherwise.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:

@@ -69,8 +69,9 @@ class CreditAccount:
         self._generated = 0
         self.rates = ReplicaRates()
         self.long_run_rates = ReplicaRates(_LONG_RUN_S)
-        """Rates over the last minutes, for replays of these minutes. They also cover times with few and with
-        many sequences, which shows how the step time depends on their number."""
+        """Rates over the last few minutes, used when these minutes are replayed. The period is long enough to
+        include times with few and with many sequences, which shows how the step time depends on their
+        number."""
 
     @property
     def available_slots(self) -> int:

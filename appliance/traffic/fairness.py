@@ -228,7 +228,7 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Take a request that is about to start out of the queue, and charge its tenant for the prompt."""
+        """Remove a waiting request because it is about to start, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         # If the request is urgent, it may have overtaken the tenant with the lowest counter.
         least = _first(self._orders[0])
@@ -288,8 +288,8 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Put a key's parked requests back into the serving order: the first `most`, or all of them if `most`
-        is None."""
+        """Put a key's parked requests back into the serving order, those due earliest first. `most` limits
+        their number; None means that all of them are put back."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):
             parked = line.parked[key_id]
@@ -305,10 +305,10 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float, *, urgency: int = 0) -> tuple[float, float]:
-        """Return how many prompt and output tokens will be served before this tenant's request that is due at
-        `due`: those of the tenant's earlier requests and, in proportion to the tenants' weights, those of
-        other tenants' requests. The result never exceeds the total of all waiting requests. An urgent request
-        overtakes other tenants' requests and its own tenant's less urgent ones.
+        """Return how many prompt and output tokens will be served before the request of this tenant that is
+        due at `due`: the tokens of the tenant's earlier requests and, in proportion to the tenants' weights,
+        the tokens of other tenants' requests. The result never exceeds the total of all waiting requests. An
+        urgent request overtakes other tenants' requests and its own tenant's less urgent ones.
         """
         total = self.backlog
         line = self._lines.get(tenant)

@@ -1,8 +1,9 @@
 """Predicts when a request will start and finish on a model's replicas, based on their measured rates.
 
 A replica is modelled as a set of slots and a queue of prompts. Each slot runs one sequence and takes one step
-per output token. Prompts are computed one at a time. Waiting requests are limited by whichever is scarcer:
-slots or prompt computation. Without known rates, nothing is predicted.
+per output token. Prompts are computed one at a time. Waiting requests start at a rate that is limited either
+by free slots or by prompt computation, whichever is slower. While the rates are unknown, nothing is
+predicted.
 """
 
 from __future__ import annotations

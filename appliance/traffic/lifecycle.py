@@ -182,7 +182,7 @@ class RequestLifecycle:
             )
 
     def finish(self, account: CreditAccount, finished: Finished) -> None:
-        """Handle a replica's report that it has finished a submission."""
+        """Record that a replica has reported a submission as finished."""
         request = self._state.in_flight.get(finished.request_id)
         left = request.dispatched.get(account) if request else None
         if request is None or left is None:

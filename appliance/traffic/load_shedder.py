@@ -20,7 +20,7 @@ _DONE = (
     "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""Highest load-shedding step for an overload of class P0, P1 and P2, in this order."""
+"""The highest load-shedding step if class P0, P1 or P2, respectively, is overloaded."""
 _RELIEVED = 0.5
 """An overload ends when all waiting times are below this fraction of their overload limits."""
 

@@ -154,8 +154,9 @@ class ModelTraffic:
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Update the queue order after a change to a tenant's weight, limits or usage. Put the tenant's
-        requests and at most `most` of the key's parked requests back into the serving order."""
+        """Update the queue order after the weight, limits or usage of a tenant have changed. Put the tenant's
+        requests back into the serving order. If `key_id` names one of the tenant's keys, also put back that
+        key's parked requests. `most` limits their number; None means that all of them are put back."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
@@ -174,7 +175,8 @@ class ModelTraffic:
         return self._levels(CreditAccount.free_levels)
 
     def _slot_levels(self) -> int:
-        """Return the levels for which any replica has a slot or would have one after preempting sequences."""
+        """Return the levels for which any replica has a free slot or could free one by preempting
+        sequences."""
         return self._levels(CreditAccount.slot_levels)
 
     def _levels(self, of_account: Callable[[CreditAccount, float], int]) -> int:
@@ -422,8 +424,8 @@ class ModelTraffic:
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return the predicted waiting time, in seconds, of a request that joins the end of each class's
-        queue, or None if unknown."""
+        """For each class, return the predicted waiting time, in seconds, of a request that joins the end of
+        its queue, or None if unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []

@@ -35,11 +35,11 @@ class ModelUses:
 
     def leaves_at(self, idle_s: float, loaded_at: float, not_before: float) -> float:
         """Return when the model is to be unloaded if no more requests arrive, or infinity if never. A model
-        stays loaded as long as any tenant's use requires.
+        stays loaded as long as any tenant's use requires it.
 
-        - `idle_s` is the time to live of a use without `keep_alive`, or infinity.
+        - `idle_s` is the time to live for tenants whose latest request set no `keep_alive`, or infinity.
         - `loaded_at` is when the model began to load. Earlier uses do not count.
-        - `not_before` is the earliest start of the time to live.
+        - `not_before` is the earliest time at which the time to live can begin.
         """
         found = [
             _leaves_at(use, idle_s, not_before) for use in self._uses.values() if use.used_at >= loaded_at

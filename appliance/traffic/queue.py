@@ -100,8 +100,9 @@ class RequestQueue(Generic[Item]):
     ) -> Next[Item] | None:
         """Return the next request that a replica can accept at its level, or None. The levels are given as
         bit masks, in which bit `l` stands for level `l`: `open_levels` are the levels for which a replica has
-        credit, `slot_levels` those with a slot, and `free_levels` those with a slot without preemption.
-        `promises_from` is the earliest time at which promised requests can be served."""
+        credit, `free_levels` those for which a slot is free, and `slot_levels` those for which a slot is free
+        or can be freed by preemption. `promises_from` is the earliest time at which promised requests can be
+        served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):

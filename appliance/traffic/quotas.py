@@ -276,7 +276,7 @@ class Quotas:
         return usage
 
     def buckets(self, tenant: str) -> list[Bucket]:
-        """Return a tenant's buckets, refilled to the current time. The caller must not change the buckets."""
+        """Return a tenant's buckets, refilled to the current time. The caller must not modify the buckets."""
         account = self._tenants.get(tenant)
         return [] if account is None else list(_refilled((account,), self._clock()))
 
@@ -386,8 +386,8 @@ def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
 
 
 def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used], now: float) -> None:
-    """Compute a bucket's level at unix time `now` from its level at the earlier time `at` and the usage
-    recorded since then. None means a full bucket."""
+    """Set a bucket's level at unix time `now`, computed from its stored `level` at the earlier time `at` and
+    the usage recorded since then. If `level` is None, the bucket was full at that time."""
     moment = min(at, now)
     left = bucket.rate.capacity if level is None else level
     for one in used:

@@ -167,7 +167,8 @@ class ReplicaRates:
         return max(mean_s + slope * (size - mean_size), 0.1 * mean_s)
 
     def _keep(self, seconds: float) -> float:
-        """Return the factor by which the weights of earlier measurements fall in this busy time."""
+        """Return the factor by which the weights of earlier measurements are multiplied after this busy
+        time."""
         # Annotated because mypy infers Any for `**` of two floats.
         kept: float = 0.5 ** (seconds / self._half_life_s)
         return kept

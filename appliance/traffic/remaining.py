@@ -15,7 +15,7 @@ is no longer waiting."""
 
 
 class Remaining(NamedTuple):
-    """A set of requests' remaining work."""
+    """The remaining work of a set of requests."""
 
     running: int = 0
     queued: int = 0

@@ -188,7 +188,7 @@ class Request:
         return min(self.admit.prompt_tokens, self.first.prompt_tokens + round(emitted))
 
     def service(self, output_weight: float) -> float:
-        """Return the service that this request is known to have received, in tokens weighted by cost."""
+        """Return how much service this request is known to have received, in tokens weighted by cost."""
         if not (self.counted or self.counts_unknown):
             return 0.0
         prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)

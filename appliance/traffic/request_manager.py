@@ -217,8 +217,8 @@ class RequestManager:
             )
 
     def lose_replica(self, account: CreditAccount) -> None:
-        """Handle the exit of a replica. The replica's requests continue on other replicas once their fronts
-        have sent the next attempt."""
+        """Record that a replica has exited. The replica's requests continue on other replicas once their
+        fronts have sent the next attempt."""
         self.retire_replica(account)
         for request in list(self.state.in_flight.values()):
             if account in request.dispatched:
@@ -228,7 +228,7 @@ class RequestManager:
         self._lifecycle.dispatch_all()
 
     def report(self, account: CreditAccount, report: Report) -> None:
-        """Handle a replica's report: finished submissions, returned credits and disconnected fronts."""
+        """Apply a replica's report: finished submissions, returned credits and disconnected fronts."""
         for finished in report.finished:
             self._lifecycle.finish(account, finished)
         for front in report.disconnected_fronts:
@@ -240,7 +240,7 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
-        """Handle a front closing its channel to a replica: take back the front's requests that had not
+        """After a front has closed its channel to a replica, take back the front's requests that had not
         reached the replica."""
         if front in self.state.fronts:
             # The replica may report the closed channel before the core notices that the front has exited.
@@ -259,7 +259,7 @@ class RequestManager:
         self.state.fronts.add(front)
 
     def lose_front(self, front: str) -> None:
-        """Handle the exit of a front process. Replicas cancel the front's submissions and report the
+        """Record that a front process has exited. Replicas cancel the front's submissions and report the
         cancellations."""
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             self._lifecycle.end_without_front(request)
@@ -267,8 +267,8 @@ class RequestManager:
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's `Admit` message: a request's first attempt, or the next attempt after a replica
-        was lost."""
+        """Queue, hold or refuse a request for which a front has sent `Admit`: its first attempt, or the next
+        attempt after a replica was lost."""
         state = self.state
         if admit.shadow_of:
             self._admit_shadow(front, admit)
@@ -380,7 +380,7 @@ class RequestManager:
         return self.state.clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3
 
     def settle(self, front: str, settle: Settle) -> None:
-        """Handle a front's message that a request has finished."""
+        """Settle a request that its front has reported as finished."""
         request = self.state.in_flight.get(settle.request_id)
         if request is None or request.front != front or request.settled is not None:
             # The request was already refused, or its channel to the replica broke, before this message

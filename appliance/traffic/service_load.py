@@ -1,5 +1,5 @@
-"""Measures one model's recent load: how much of its service each class uses, how much service new requests
-need, and how many tokens recently started requests have."""
+"""Measures one model's recent load: what share of the model's service each class receives, how much service
+new requests need, and how many tokens recently started requests have."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _MIN_SHARE = 0.02
 _OF_THE_NEW = 0.02
 """Weight of the newest request in the running means."""
 _PROMISED_MARGIN = 1.25
-"""Requests with a promised start change the predicted steps only if they raise the mean prompt length by more
-than this factor. Smaller increases occur by chance, and predicting longer steps because of them would only
-reduce the number of promises."""
+"""Requests with a promised start affect the predicted step times only if they raise the mean prompt length by
+more than this factor. Smaller increases occur by chance, and predicting longer steps because of them would
+only reduce the number of promises."""
 
 
 class ServiceLoad:
-    """One model's recent load. Service is measured in seconds of work for all replicas together."""
+    """One model's recent load. An amount of service is expressed as the time, in seconds, that all of the
+    model's replicas together need to perform it."""
 
     def __init__(self) -> None:
         self._taken_s = [0.0] * CLASSES

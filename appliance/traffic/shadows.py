@@ -10,7 +10,7 @@ from appliance.channel.front_messages import ShadowDone, ShadowMeasure
 
 @dataclass
 class MeasureSum:
-    """Sums over either the original answers or the copies' answers."""
+    """Measurements summed over either the original answers or the answers to copied requests."""
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0

@@ -21,7 +21,7 @@ from store.policies import QuotaScope
 
 
 class TrafficState:
-    """The data that the request manager shares with its readers. `clock` is a monotonic clock in seconds."""
+    """The request manager's data, which other modules may read. `clock` is a monotonic clock in seconds."""
 
     def __init__(self, clock: Callable[[], float], quotas: Quotas) -> None:
         self.clock = clock

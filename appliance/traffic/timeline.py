@@ -6,7 +6,7 @@ and the loops run in C. Most new requests are due after nearly all waiting reque
 new request are computed by subtracting a few items from the totals of all requests.
 
 `Promises` holds a model's requests with a promised start. It must sum over the requests after a given time,
-so it divides them into blocks and stores a summary of each. The cost of an operation grows with about the
+so it divides them into blocks and stores a summary of each. The cost of an operation grows roughly with the
 square root of the number of requests. `scripts/bench_admission` measures both classes.
 """
 

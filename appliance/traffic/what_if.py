@@ -1,10 +1,10 @@
 """Replays the last few minutes' requests with different limits, before an operator changes them. The replay
 runs the real request manager in simulated time, once with the current limits and once with the new ones, on
-replicas as fast as in those minutes (`appliance.traffic.simulated_replica`). The difference between the two
-runs is applied to the recorded outcome (`appliance.traffic.what_if_outcomes`). The replay assumes that
-clients would send the same requests at the same times, and that a refused request would have received an
-answer as long as one of the same tenant's other answers. The replay runs in a separate process (`python -m
-appliance.traffic.what_if`), because it takes seconds.
+replicas that are as fast as they were in those minutes (`appliance.traffic.simulated_replica`). The
+difference between the two runs is applied to the recorded outcome (`appliance.traffic.what_if_outcomes`). The
+replay assumes that clients would send the same requests at the same times, and that a refused request would
+have received an answer as long as one of the same tenant's other answers. The replay runs in a separate
+process (`python -m appliance.traffic.what_if`), because it takes seconds.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def replay(given: ReplayInput) -> QuotaForecast:
     keys = {**{one.id: one for one in given.keys}, **{one.id: one for one in given.changed_keys}}
     present = _run(given, Policies(given.tenants, given.keys), chosen)
     changed = _run(given, Policies(tenants.values(), keys.values()), chosen)
-    # Requests that were already running when the replay starts only contribute load; they are not counted.
+    # Requests that are already running when the replay starts only contribute load; they are not counted.
     forecasts = []
     for name in sorted({one.tenant for one in chosen if one.arrived_at >= given.since}):
         mine = [

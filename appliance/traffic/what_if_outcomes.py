@@ -35,7 +35,7 @@ class Comparison(NamedTuple):
 
 
 def tenant_forecast(name: str, requests: Sequence[Comparison]) -> TenantForecast:
-    """Return the forecast for the tenant with these requests."""
+    """Return the forecast for the tenant that sent these requests."""
     recorded = _outcome([one.recorded for one in requests])
     present = _outcome([one.present for one in requests])
     changed = _outcome([one.changed for one in requests])
@@ -72,8 +72,8 @@ def _shifted(requests: Sequence[Comparison], latency: Callable[[Result], float |
     """Return the predicted latencies of the answers under the new limits.
 
     The change between the two replays is applied to a request's recorded latency: an increase is added, and a
-    decrease is applied as a ratio, so that the replay's error stays proportional to the latency. A request
-    without a recorded latency or without one in the first replay is treated like the tenant's mean request.
+    decrease is applied as a ratio, so that the replay's error stays proportional to the latency. If a request
+    has no recorded latency, or none in the first replay, the tenant's mean latencies are used instead.
     """
     known = [
         (latency(one.recorded), latency(one.present), changed)
