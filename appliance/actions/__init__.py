@@ -20,7 +20,7 @@ from store.structs import Silence
 
 Danger = Literal["none", "confirm", "typed"]
 """How an operator must confirm the action. Actions that cannot be undone are confirmed by typing the target's
-name, and other actions that can refuse or end requests by answering yes or no. All others need no
+name. Other actions that can refuse or end requests are confirmed by answering yes or no. All others need no
 confirmation."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]

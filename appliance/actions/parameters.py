@@ -14,7 +14,7 @@ MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: one week."""
 
 MAX_ARMS = 16
-"""Maximum number of models and versions over which a name's requests can be distributed."""
+"""Maximum number of models and versions over which the requests for a name can be distributed."""
 
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
@@ -112,8 +112,7 @@ class CreateTenant(_TenantChanges):
 
 
 class SetTenant(_TenantChanges):
-    """Change a tenant. The change takes effect immediately. Fields without a new value keep their
-    values."""
+    """Change a tenant's fields. The change takes effect immediately. Omitted fields keep their values."""
 
     name: TenantName
 
@@ -145,8 +144,7 @@ class CreateKey(_KeyChanges):
 
 
 class SetKey(_KeyChanges):
-    """Change a key. The change takes effect immediately. Fields without a new value keep their
-    values."""
+    """Change a key's fields. The change takes effect immediately. Omitted fields keep their values."""
 
     id: KeyId
 
@@ -407,8 +405,8 @@ class SetAlias(_Parameters):
 
 
 class SplitModel(_Parameters):
-    """Distribute a name's requests over several loaded models or versions. Requests with the same key and
-    `user` go to the same target as long as the weights do not change. After the response, the new weights
+    """Distribute the requests for a name over several loaded models or versions. Requests with the same key
+    and `user` go to the same target as long as the weights do not change. After the response, the new weights
     apply to all new requests."""
 
     name: Annotated[str, Meta(description="A model in the registry, or an alias.")]
@@ -422,9 +420,9 @@ class SplitModel(_Parameters):
 
 
 class ShadowModel(_Parameters):
-    """Copy a share of a name's requests to another loaded model or version, to compare answers and latency. A
-    copy runs after its original, in the lowest class, and only when no other request is waiting. The answers
-    to copies are discarded and not billed."""
+    """Copy a share of the requests for a name to another loaded model or version, to compare answers and
+    latency. A copy runs after its original, in the lowest class, and only when no other request is waiting.
+    The answers to copies are discarded and not billed."""
 
     name: Annotated[str, Meta(description="The model name whose requests are copied.")]
     target: Annotated[
