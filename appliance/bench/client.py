@@ -70,7 +70,7 @@ class TargetExchange:
         self.done = asyncio.get_running_loop().create_future()
 
     def on_body(self, status: int, data: bytes) -> None:
-        """Handle a chunk of the response body."""
+        """Called with each chunk of the response body."""
         if not self._streamed or status != 200:
             self.body += data
             if len(self.body) > _MAX_BODY_BYTES:
@@ -84,7 +84,7 @@ class TargetExchange:
                 self._on_event(line[5:].strip(), now)
 
     def on_end(self, status: int) -> None:
-        """Handle the end of the response."""
+        """Called when the response has ended."""
         self.status = status
         if not self._streamed:
             if not self.done.done():

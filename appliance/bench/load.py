@@ -70,8 +70,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     """Time limit of each request, in seconds."""
     stop_after_s: float = math.inf
-    """Time limit for the run, measured from its start. Requests still open then are ended and counted as
-    stopped."""
+    """Time limit for the run, measured from its start. Requests that are still open at that time are ended
+    and counted as stopped."""
 
     @property
     def streams(self) -> int:
@@ -137,7 +137,7 @@ class BenchProgress(msgspec.Struct):
     """A client process's report, sent several times a second and once at the end."""
 
     records: list[Record]
-    """Records of the requests finished since the last report."""
+    """Records of the requests that have finished since the last report."""
     running: int
     chunks: int
     """Number of chunks received since the start of the run."""

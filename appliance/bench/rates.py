@@ -29,8 +29,8 @@ RESPONSE_SHARE = 0.5
 """Maximum response time, as a fraction of a trial's duration. If responses take longer, a trial ends before
 it reaches a steady state."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
-"""A trial is stopped after this multiple of its duration. Responses still open then have exceeded the maximum
-response time."""
+"""A trial is stopped after this multiple of its duration. Responses that are still open at that time have
+exceeded the maximum response time."""
 _FIRST_SHARE = 0.25
 _MIN_ALLOWED = 3
 """A backlog of at most this many requests does not count as growth, even in a short trial."""

@@ -42,7 +42,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct):
-    """A run's failed requests of one kind."""
+    """The requests of a run that failed for the same kind of reason."""
 
     count: int
     example: str

@@ -42,7 +42,7 @@ class Server(msgspec.Struct, frozen=True):
         wanted = shape.prompt_tokens + shape.output_tokens
         if self.max_model_len is not None and wanted > self.max_model_len:
             raise BenchError(
-                f"{shape.prompt_tokens} prompt tokens and {shape.output_tokens} output tokens make "
+                f"{shape.prompt_tokens} prompt tokens and {shape.output_tokens} output tokens add up to "
                 f"{wanted} tokens, but {self.model!r} allows only {self.max_model_len}: use fewer "
                 "tokens, or serve the model with a larger max_model_len"
             )
@@ -165,7 +165,8 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send one request shaped like the run's, so that a problem is reported once, before the run starts."""
+    """Send one request of the same shape as the run's requests, so that a problem is reported once, before
+    the run starts."""
     load = Load(
         target=server.target,
         model=server.model,

@@ -24,7 +24,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload: `requests` requests of the same shape, at most `concurrency` at a time."""
+    """A series of requests of the same shape. `requests` is their number, and at most `concurrency` of them
+    are in flight at a time."""
 
     requests: int
     concurrency: int
