@@ -85,7 +85,7 @@ def row(cells: Iterable[str]) -> str:
 
 def write_or_check(path: Path, page: Callable[[str], str], description: str) -> int:
     """Write a generated page, or with `--check` only compare it with the file. Returns the exit code. `page`
-    maps the page's previous text to its new text."""
+    is a function that converts the page's previous text to its new text."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"

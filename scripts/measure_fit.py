@@ -139,8 +139,8 @@ def error_of(case: Case, found: Measured) -> float:
 
 def measure(case: Case, unused_bytes: int | None) -> Measured:
     """Load the case in another process, and read the GPU's memory use twice: when the replica is ready, and
-    after it has run the requests. `unused_bytes` is the memory in use while no replica runs, or None without
-    a GPU."""
+    after it has run the requests. `unused_bytes` is the baseline: the memory in use while no replica runs, or
+    None without a GPU."""
     _wait_until_free(unused_bytes)
     began = time.monotonic()
     command = [sys.executable, __file__, "--load", msgspec.json.encode(case.settings).decode()]

@@ -2,11 +2,11 @@
 
     python scripts/measure_loading.py FOLDER --shape llama-3.1-8b [--layers 8] [--ranks 8] [--fp8] [--cold]
 
-Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. The first
-limit is the rate at which threads can read the files, from the page cache or, with --cold, from disk with
-O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The speed is reported as a
-fraction of the lower limit. The measurements are interleaved, because the speed of a shared disk varies. The
-table shows medians. The first run is not counted, because it includes initialisation.
+Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk whose speed is to be
+measured. The first limit is the rate at which threads can read the files, from the page cache or, with
+--cold, from disk with O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The
+speed is reported as a fraction of the lower limit. The measurements are interleaved, because the speed of a
+shared disk varies. The table shows medians. The first run is not counted, because it includes initialisation.
 
 With --ranks N, N processes load their parts of the model at the same time, each on a separate GPU. They then
 measure the copy rate at the same time, and the table shows the sum of all processes' rates.

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Makes the demo model that ships in appliance/demo_model, in three steps. A fourth command makes a
+"""Builds the demo model that ships in appliance/demo_model, in three steps. A fourth command builds a
 mixture-of-experts model from the demo model.
 
     python scripts/train_demo_model.py corpus          # on CPython 3.11; writes build/demo_corpus
     python scripts/train_demo_model.py train FOLDER    # on a GPU; needs torch, numpy, safetensors, tokenizers
     python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
-    python scripts/train_demo_model.py mixture FOLDER  # on a CPU; makes a mixture of experts
+    python scripts/train_demo_model.py mixture FOLDER  # on a CPU; builds a mixture of experts
 
 The corpus is taken from the standard library of the Python that runs the first step; the other steps run on
 any Python. Runs are seeded, so they are repeatable on the same machine with the same software. Training takes
@@ -47,7 +47,7 @@ def main() -> None:
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("--device", default="cpu")
     scoring.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    mixing = commands.add_parser("mixture", help="make a mixture-of-experts model from the demo model")
+    mixing = commands.add_parser("mixture", help="build a mixture-of-experts model from the demo model")
     mixing.add_argument("out", type=Path, help="output folder for the checkpoint")
     mixing.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()

@@ -201,7 +201,7 @@ def holds(connection: sqlite3.Connection, entry: Entry) -> bool:
 
 
 def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
-    """Search the newest `among` rows, and return the intents that have no result, oldest first."""
+    """Return the intents that have no result, oldest first. Only the newest `among` rows are searched."""
     found = connection.execute(
         f"SELECT {_COLUMNS} FROM audit AS intended "
         f"WHERE phase = ? AND seq > (SELECT max(seq) FROM audit) - ? "

@@ -38,7 +38,7 @@ MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
 # These files are copied before the databases, so that the copied chain contains every copied head. An audit
-# entry that moves from the spool to the chain during the backup is in both copies.
+# entry that moves from the spool to the chain during the backup then appears in both copies.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 

@@ -75,9 +75,9 @@ class WritableDatabase:
             raise
 
     def displaced(self) -> str:
-        """Return a message if a file of the open database was deleted or replaced on disk, otherwise an empty
-        string. No data is lost at this point: the connection still writes to the original file, which no
-        longer has a name."""
+        """Return a message if one of the open database's files was deleted or replaced on disk, otherwise an
+        empty string. No data is lost at this point: the connection still writes to the original file, which
+        no longer has a name."""
         for path, found in self._identities().items():
             known = self._files[path]
             if known is None:

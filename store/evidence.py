@@ -92,9 +92,9 @@ class ActionFilter(NamedTuple):
     action: str | None = None
     """Name of the action, or a prefix ending with a dot, such as `keys.`."""
     since: str | None = None
-    """Earliest start time of an action, in ISO 8601 (UTC)."""
+    """Include only actions that started at or after this time, in ISO 8601 (UTC)."""
     until: str | None = None
-    """Latest start time of an action, in ISO 8601 (UTC)."""
+    """Include only actions that started at or before this time, in ISO 8601 (UTC)."""
 
 
 _ACTIONS = """
@@ -277,8 +277,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
 
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
-    """Return the seq of the newest recorded head up to row `seq`. The heads file is reread, because a running
-    service may have added heads."""
+    """Return the seq of the newest recorded head at or before row `seq`. The heads file is reread, because a
+    running service may have added heads."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:

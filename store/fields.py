@@ -21,7 +21,7 @@ Kind = Literal["number", "count", "class", "span", "time", "text", "choice", "li
 
 MAX_COUNT = 10**12
 MAX_TIME = 1e11
-"""Latest time, in unix seconds: the year 5138. Later times cannot be shown as dates on every system."""
+"""Latest allowed time, in unix seconds: the year 5138. Some systems cannot show later times as dates."""
 MAX_TEXT_CHARS = 200
 MAX_NAMES = 256
 """Maximum number of items in a list."""

@@ -1,5 +1,5 @@
-"""Operations that change keys, run inside the caller's transaction. Key secrets are generated here; the
-database stores only their hashes."""
+"""Creates, changes, rotates and revokes keys, in the caller's transaction. Key secrets are generated
+here; the database stores only their hashes."""
 
 from __future__ import annotations
 

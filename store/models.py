@@ -64,7 +64,7 @@ class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How a name's requests are distributed over several models or versions."""
+    """How the requests for a name are distributed over several models or versions."""
 
     name: str
     """A model in the registry, or an alias."""
@@ -75,8 +75,8 @@ class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShadowRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A shadow: a share of a name's requests is also sent to another model or version. The answers to these
-    copies are compared with the original answers and then discarded."""
+    """A shadow: a share of the requests for a name is also sent to another model or version. The answers to
+    these copies are compared with the original answers and then discarded."""
 
     name: str
     """The name that applications request."""

@@ -193,7 +193,7 @@ class ModelRegistry:
         )
 
     def set_loaded(self, model: str, version: int, loaded: bool) -> Future[Registry]:
-        """Record whether a version is reloaded when the service restarts. This change has no audit row,
+        """Record whether a version is to be reloaded when the service restarts. This change has no audit row,
         because the action that loads or unloads the version is already audited. Does nothing if the version
         has been removed."""
 
@@ -254,8 +254,8 @@ class ModelRegistry:
     def set_split(
         self, *, actor: Actor | str, name: str, weights: Mapping[str, float] | None
     ) -> Future[SplitRecord | None]:
-        """Set the weights of a name's targets or, if `weights` is None, end the split. The future returns the
-        previous split, or raises UnknownModelError if there is no split to end."""
+        """Split the requests for a name by `weights` or, if `weights` is None, end the split. The future
+        returns the previous split, or raises UnknownModelError if there is no split to end."""
 
         def apply(connection: sqlite3.Connection) -> SplitRecord | None:
             former = _end_split(connection, name)
@@ -285,8 +285,8 @@ class ModelRegistry:
     def set_shadow(
         self, *, actor: Actor | str, name: str, target: str | None, share: float
     ) -> Future[ShadowRecord | None]:
-        """Copy a share of a name's requests to a target or, if `target` is None, end the shadow. The future
-        returns the previous shadow, or raises UnknownModelError if there is no shadow to end."""
+        """Copy a share of the requests for a name to `target` or, if `target` is None, end the shadow. The
+        future returns the previous shadow, or raises UnknownModelError if there is no shadow to end."""
         wanted: dict[str, object] = {"target": target, "share": share}
 
         def apply(connection: sqlite3.Connection) -> ShadowRecord | None:
@@ -360,7 +360,7 @@ def _read(connection: sqlite3.Connection) -> Registry:
 
 
 def _end_split(connection: sqlite3.Connection, name: str) -> SplitRecord | None:
-    """Delete a name's split and return it, or None if there is none."""
+    """Delete the split for a name and return it. Returns None if there is none."""
     split = records.find(connection, SplitRecord, name)
     if split is not None:
         records.delete(connection, split)
@@ -368,7 +368,7 @@ def _end_split(connection: sqlite3.Connection, name: str) -> SplitRecord | None:
 
 
 def _end_shadow(connection: sqlite3.Connection, name: str) -> ShadowRecord | None:
-    """Delete a name's shadow and return it, or None if there is none."""
+    """Delete the shadow for a name and return it. Returns None if there is none."""
     shadow = records.find(connection, ShadowRecord, name)
     if shadow is not None:
         records.delete(connection, shadow)

@@ -76,12 +76,13 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     - "repeated": the retry got the stored response of a finished run.
     - "anew": the request was run again, because the first run's response was not kept."""
     retry_of: str | None = None
-    """Id of the earlier request that answered the retry."""
+    """Id of the earlier request whose response the retry got."""
     user: str | None = None
     """The request body's `user` field, in which the client identifies its end user."""
     unit: str | None = None
     """The model that answered the request: its name in the settings, or NAME@VERSION for a version in the
-    registry. It differs from `model` if `model` is an alias, a split name, or a model in the registry."""
+    registry. It differs from `model` if `model` is an alias, a name with a split, or a model in the
+    registry."""
     fallback_of: str | None = None
     """The requested model, if its fallback `model` was used instead."""
 
@@ -207,8 +208,8 @@ class RequestLog:
 
 
 class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions that select requests; None matches any value. Times are in unix seconds and compared with
-    `created_at`."""
+    """Conditions that select requests; None matches any value. Times are in unix seconds and are compared
+    with `created_at`."""
 
     since: float | None = None
     until: float | None = None

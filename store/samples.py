@@ -68,7 +68,7 @@ class TelemetryLayout:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """All texts, keyed by name."""
+        """All string values in the layout, keyed by name."""
         return {name: value for name, value in self._leaves if type(value) is str}
 
     def tree(self, numbers: Sequence[float]) -> Tree:

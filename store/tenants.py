@@ -1,4 +1,4 @@
-"""Operations that change tenants and the user and group mappings, run inside the caller's transaction."""
+"""Creates, changes and deletes tenants, and maps users and groups to them, in the caller's transaction."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ class UsageFilter(NamedTuple):
     """Conditions that select usage rows; None matches any value."""
 
     since_day: str | None = None
-    """Earliest day, such as "2026-11-20", in UTC."""
+    """Include only usage on or after this day (UTC), such as "2026-11-20"."""
     until_day: str | None = None
-    """Latest day, inclusive."""
+    """Include only usage on or before this day (UTC)."""
     tenant: str | None = None
     key_id: str | None = None
     """Id of the key; an empty string selects requests without a key."""

@@ -15,7 +15,7 @@ _COLOURS = {"critical": "red", "warning": "yellow", "info": "dim"}
 
 
 def list_alerts(run_dir: str | None, *, as_json: bool) -> None:
-    """Print alerts and silences; as JSON, only the alerts."""
+    """Print alerts and silences. With `as_json`, print only the alerts."""
     with admin_client(run_dir) as client:
         alerts = client.call(calls.ALERTS)
         silences = [] if as_json else client.call(calls.SILENCES)

@@ -62,8 +62,8 @@ def verify(
     as_json: bool,
 ) -> int:
     """Check the chain against all recorded heads, print the result, and return the exit code. `journal`
-    selects the heads to read from the journal: all (True), only those of this state directory (None), or none
-    (False).
+    selects the heads to read from the journal: all (True), only those recorded for this state
+    directory (None), or none (False).
     """
     if file is None and state_dir is None and is_forwarded(run := find_run_dir(run_dir)):
         if heads or noted or journal:

@@ -149,7 +149,7 @@ def _is_command(conversation: Conversation, line: str) -> bool:
 
 
 def _show(answer: Generator[Piece | End, None, None]) -> None:
-    """Print the answer as it arrives, and on a terminal also its statistics."""
+    """Print the answer as it arrives and, on a terminal, its statistics."""
     terminal = is_terminal(sys.stdout)
     last = "\n"
     with contextlib.closing(answer):

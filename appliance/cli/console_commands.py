@@ -94,7 +94,7 @@ def top(
         typer.Option(
             "--at",
             metavar="TIME",
-            help="Print a frame from history: a time of day (14:03), a span before now (20m), or a date.",
+            help="Print a past state: a time of day (14:03), a time span before now (20m), or a date.",
             show_default=False,
         ),
     ] = None,

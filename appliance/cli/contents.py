@@ -39,8 +39,8 @@ def _described(text: KeptText) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return a stored text's lines, without terminal control characters. Each conversation message becomes a
-    paragraph."""
+    """Split a stored text into lines, and remove terminal control characters. Each conversation message
+    becomes a paragraph."""
     try:
         messages = msgspec.json.decode(text, type=list[_Message])
     except (msgspec.DecodeError, UnicodeDecodeError):

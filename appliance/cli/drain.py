@@ -100,7 +100,7 @@ class _Watch:
 
 
 def line(status: DrainStatus) -> str:
-    """Return a drain's progress as one line of text."""
+    """Format a drain's progress as one line of text."""
     held = [f"{of_count(status.held)} held until service resumes"] if status.queue else []
     if status.state == "drained":
         facts = [f"took {of_seconds(status.elapsed_s)}", *held]
@@ -118,7 +118,7 @@ def line(status: DrainStatus) -> str:
 
 
 def _interrupted(client: AdminClient, model: str | None) -> int:
-    """Handle Ctrl-C: ask whether to cancel the drain. If the answer is no, the drain continues."""
+    """After Ctrl-C, ask whether to cancel the drain. If the answer is no, the drain continues."""
     name, option = _name(model), "" if model is None else f" --model {model}"
     try:
         answer = ""

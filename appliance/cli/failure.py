@@ -21,7 +21,7 @@ class CommandLineError(Failure):
 
 @contextmanager
 def as_failure(*kinds: type[Exception]) -> Iterator[None]:
-    """Convert exceptions whose messages are meant for users to a Failure."""
+    """Convert exceptions of these types, whose messages are meant for users, to a Failure."""
     try:
         yield
     except kinds as error:

@@ -92,7 +92,7 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Return a value as human-readable text. None is shown as what it means for the field, such as "no
+    """Format a value as human-readable text. None is shown as its meaning for the field, such as "no
     limit"."""
     from appliance.cli.times import local
     from appliance.quantities import span_text

@@ -178,8 +178,8 @@ def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
 
 
 def _registered(run_dir: str | None, target: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder and settings of the version with this NAME or NAME@VERSION. Raises Failure if there
-    is no such version in the registry."""
+    """Return the folder and settings of the version that `target` (NAME or NAME@VERSION) refers to. Raises
+    Failure if there is no such version in the registry."""
     with admin_client(run_dir) as client:
         models = client.models()
     for model in models:

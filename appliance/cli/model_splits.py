@@ -10,7 +10,7 @@ from appliance.protocol.registry import ShadowStatus
 
 
 def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool, as_json: bool) -> None:
-    """Start or stop splitting a name's requests between targets. `weights` are strings of the form
+    """Start or stop splitting the requests for a name between targets. `weights` are strings of the form
     TARGET=WEIGHT."""
     if clear == bool(weights):
         raise CommandLineError("give either the weights of the split, such as 1=90 2=10, or --clear")
@@ -21,7 +21,8 @@ def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool
 def set_shadow(
     run_dir: str | None, name: str, target: str | None, share: str, *, clear: bool, as_json: bool
 ) -> None:
-    """Start or stop copying a name's requests. `share` is a percentage such as 5%."""
+    """Start or stop copying the requests for a name to another model or version. `share` is a percentage such
+    as 5%."""
     if clear == (target is not None):
         raise CommandLineError("give either a target for the copies with --to, or --clear")
     try:
@@ -48,7 +49,8 @@ def show_shadow(shadow: ShadowStatus) -> None:
 
 
 def shares(found: dict[str, float]) -> str:
-    """Describe, for each split name, the fraction of its requests that the version receives."""
+    """For each name with a split that includes the version, describe the fraction of the name's requests that
+    the version receives."""
     return ", ".join(f"{share:.1%} of {printable(name)}" for name, share in found.items())
 
 

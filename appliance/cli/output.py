@@ -28,7 +28,7 @@ class Column(NamedTuple):
     """On a narrow terminal, the columns with the highest number here are dropped first. Columns with 0 are
     never dropped."""
     flexible: bool = False
-    """Whether the column's texts may be shortened if no more columns can be dropped."""
+    """Whether the column's cells may be shortened if no more columns can be dropped."""
     colours: Mapping[str, str] | None = None
     """Cell colours, keyed by the cell's text."""
 
@@ -52,11 +52,11 @@ class Layout:
             self._fit(width - indent)
 
     def heading(self) -> str:
-        """Return the heading line."""
+        """Format the column headings as a line of text."""
         return self.line([column.title for column in self._columns])
 
     def line(self, row: Sequence[str]) -> str:
-        """Return a row as a line."""
+        """Format a row as a line of text."""
         parts = []
         for index in self._shown:
             wanted, column = self._widths[index], self._columns[index]
@@ -123,7 +123,7 @@ def cells(text: str) -> int:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return `text` shortened to `width` columns. Paths are cut off at the beginning, other texts at the
+    """Return `text` shortened to `width` columns. Paths are cut off at the beginning, other text at the
     end."""
     if cells(text) <= width:
         return text
@@ -156,7 +156,7 @@ def print_json(value: Any, *, line: bool = False) -> None:
 
 
 def of_seconds(seconds: float) -> str:
-    """Return a duration as text, with at most two units."""
+    """Format a duration with at most two units."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = int(seconds)
@@ -169,7 +169,7 @@ def of_seconds(seconds: float) -> str:
 
 
 def of_ms(value: float | None) -> str:
-    """Return milliseconds as text with three significant digits, or an empty string for None."""
+    """Format a time in milliseconds. Returns an empty string for None."""
     if value is None:
         return ""
     if value >= 100_000:
@@ -178,5 +178,5 @@ def of_ms(value: float | None) -> str:
 
 
 def of_count(count: int) -> str:
-    """Return a number as text with thousands separators."""
+    """Format a number with thousands separators."""
     return f"{count:,}"

@@ -74,7 +74,7 @@ def _download(wanted: Reference, folder: Path) -> Pulled | None:
 
 
 def _check_name(run_dir: str | None, name: str) -> None:
-    """Before a download, check that the service is running and will accept the model. Raises Failure
+    """Before a download, check that the service is running and will accept the model's name. Raises Failure
     otherwise."""
     with admin_client(run_dir) as client:
         for model in client.models():

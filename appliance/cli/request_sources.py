@@ -117,6 +117,6 @@ class FileLog:
 
 
 def named(row: LoggedRequest) -> NamedRequest:
-    """Convert a row of the file to a request. The key's name is left empty, because the file contains no key
-    names."""
+    """Convert a row from the file to a request. The key's name is left empty, because the file contains no
+    key names."""
     return NamedRequest(**msgspec.structs.asdict(row))

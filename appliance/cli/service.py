@@ -104,8 +104,8 @@ def service_or_files(run_dir: Path) -> AdminClient | None:
     """Return a client for the service in `run_dir`. Returns None, so that the files are read instead, if no
     service is running. Also returns None if the caller is not permitted to use the admin API and has set no
     key, because the caller may still be able to read the files. Raises Failure if the directory contains only
-    a socket, which was probably forwarded from another machine: the files on this machine would be a
-    different service's.
+    a socket, which was probably forwarded from another machine: the files on this machine would
+    belong to a different service.
     """
     from appliance import calls
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError

@@ -224,7 +224,8 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _experts(replica: ReplicaStatus) -> str:
-    """Describe how evenly a replica's tokens are distributed over experts. Empty if nothing was counted."""
+    """Describe how evenly a replica's tokens are distributed over experts. Return an empty string if
+    nothing was counted."""
     layers = [use for use in replica.expert_layers if use.choices]
     if not layers:
         return ""
@@ -240,7 +241,7 @@ def _experts(replica: ReplicaStatus) -> str:
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
     """Return two values as text: the first for decode-only steps, the second for steps that compute prompts.
-    "-" means no steps of this kind."""
+    "-" means that there were no such steps."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 

@@ -46,7 +46,7 @@ def bar(share: float) -> str:
 
 
 def load_line(replica: str, detail: str, load: LoadStatus | None) -> str:
-    """Return a loading replica's progress as one line, with a bar if the amount of work is known."""
+    """Format a loading replica's progress as one line, with a bar if the amount of work is known."""
     drawn = f"{bar(load.done / load.total)} " if load is not None and load.total else ""
     return printable(f"{replica} {drawn}{detail}")
 

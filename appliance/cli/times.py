@@ -38,10 +38,10 @@ def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
 
 
 def local(seconds: float | None) -> str:
-    """Return unix seconds as a local date and time, or an empty string for None."""
+    """Format unix seconds as a local date and time. Returns an empty string for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def local_short(seconds: float) -> str:
-    """Return unix seconds as a local date and time without the year."""
+    """Format unix seconds as a local date and time, without the year."""
     return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))

@@ -52,7 +52,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float = 0.0
     """Time in seconds since the stage began."""
     rate_per_s: float = 0.0
-    """Units per second; 0 if not known yet."""
+    """Speed in units per second; 0 if not known yet."""
     left_s: float | None = None
     """Estimated time in seconds until the stage ends, or None if unknown."""
 
@@ -121,7 +121,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     """Seconds since the replica's last report."""
     restarts: int = 0
     deaths: int = 0
-    """Number of recent exits that the circuit breaker counts."""
+    """Number of recent exits counted by the circuit breaker."""
     breaker: BreakerState = "closed"
     last_error: str = ""
     remedy: str = ""
@@ -165,7 +165,7 @@ class ScalingStatus(msgspec.Struct, kw_only=True):
     demand: float
     """The load, measured in replicas: a load of 1.5 would fully use one and a half replicas."""
     expected: float
-    """Expected load by the time that a replica started now would be ready."""
+    """The load expected at the time when a replica started now would be ready."""
     reason: str = ""
     """Explanation of the expected load."""
     refusal: str = ""
@@ -189,7 +189,7 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     max_model_len: int = 0
     queued: int = 0
     drain_eta_s: float | None = None
-    """Predicted time in seconds until all unfinished requests would finish if no more were accepted, based on
+    """Predicted time in seconds until all unfinished requests finish if no more are accepted, based on
     measured rates. Null if there are unfinished requests but no measurements."""
     fallback: str = ""
     """Name of the model that answers requests while this model cannot, for keys that allow a fallback. Empty
@@ -247,8 +247,8 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """Seconds since the drain began or, if it is complete, its duration."""
     running: int
     queued: int
-    """Number of requests the drain is waiting for: running ones, and those already waiting when the drain
-    began."""
+    """Number of accepted requests that have not started. The drain is complete once no request is running or
+    queued."""
     held: int
     """Number of new requests waiting until service resumes."""
     tokens_left: int
@@ -262,7 +262,7 @@ class DrainStatus(msgspec.Struct, kw_only=True):
 
 
 RequestState = Literal["queued", "running", "interrupted", "ending"]
-"""A request is "lost" if its replica has exited unexpectedly. The front process will resubmit the request."""
+"""A request is "interrupted" if its replica has exited unexpectedly. The front process will resubmit it."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
@@ -296,12 +296,12 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     used: int
     """Capacity used and not yet refilled, including the maximum that running requests may use."""
     held: int
-    """Amount reserved by unfinished requests. When a request finishes, the amount it did not use is returned,
-    less what has been refilled since the reservation. `held` can exceed `used`, which refills
-    continuously."""
+    """Amount reserved by unfinished requests. When a request finishes, the amount it did not use is returned.
+    If the limit was full in the meantime, less is returned. `held` can exceed `used`, because refilling
+    reduces `used` but not `held`."""
     resets_in_s: float | None
-    """Time in seconds until the full limit is available again if nothing more is used. None means that it
-    will be available once requests finish."""
+    """Time in seconds until the full limit is available again if nothing more is used. None for limits
+    that do not refill over time, but are freed when requests finish."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
@@ -350,7 +350,7 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """Source of the entry: "mapped" (by an operator), or "settings" (the service's own user, root and the
     users in `unix.uids`)."""
     created_at: float | None = None
-    """When the entry was mapped, in unix seconds."""
+    """When the mapping was created, in unix seconds."""
 
 
 class Contents(msgspec.Struct, kw_only=True):
@@ -361,7 +361,7 @@ class Contents(msgspec.Struct, kw_only=True):
     created_at: float
     """When the request arrived, in unix seconds."""
     goes_at: float | None
-    """When the texts will be removed under the current policy, in unix seconds. None means never."""
+    """When the contents will be removed under the current policy, in unix seconds. None means never."""
     texts: list[KeptText]
 
 

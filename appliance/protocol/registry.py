@@ -45,7 +45,7 @@ class VersionStatus(msgspec.Struct, kw_only=True):
 
 
 class RegisteredFile(msgspec.Struct, kw_only=True):
-    """A file of a version, as it was when the version was added."""
+    """A file belonging to a version, as it was when the version was added."""
 
     name: str
     bytes: int
@@ -73,8 +73,8 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     expires_at: float | None = None
     """When the version will be unloaded if no more requests arrive, in unix seconds. Null means never."""
     shares: dict[str, float] = {}
-    """For each split name that has this version as a target, the fraction of its requests that this version
-    receives."""
+    """For each name with a split that includes this version, the fraction of the name's requests that this
+    version receives."""
 
 
 class ShadowTimes(msgspec.Struct, kw_only=True):
@@ -87,8 +87,8 @@ class ShadowTimes(msgspec.Struct, kw_only=True):
 
 
 class ShadowStatus(msgspec.Struct, kw_only=True):
-    """A shadow, which copies a share of a name's requests to another model or version. Results are counted
-    from when the shadow was set or the service started, whichever was later."""
+    """A shadow, which copies a share of the requests for a name to another model or version. Results are
+    counted from when the shadow was set or the service started, whichever was later."""
 
     name: str
     target: str
@@ -124,8 +124,8 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     aliases: list[str] = []
     """Additional names of the model or of one of its versions."""
     split: dict[str, float] = {}
-    """Weights of the models and versions that share the name's requests. Empty if the default version gets
-    all of them."""
+    """Weights of the models and versions between which the requests for this model are split. Empty if the
+    default version gets all of them."""
     shadows: list[ShadowStatus] = []
     """Shadows of the model's name and its aliases."""
     versions: list[RegisteredVersion]

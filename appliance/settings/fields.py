@@ -145,7 +145,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class GroupSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A group of models that must never be loaded at the same time, or must always be loaded together. NAME
-    is any name. See [models.md](models.md)."""
+    can be chosen freely. See [models.md](models.md)."""
 
     models: list[str]
     """Model names, as used by applications. A name covers all versions of the model."""

@@ -1,4 +1,5 @@
-"""Makes a small mixture-of-experts model from the demo model by "sparse upcycling" (Komatsuzaki et al. 2022).
+"""Builds a small mixture-of-experts model from the demo model by "sparse upcycling" (Komatsuzaki et al.
+2022).
 
 Each expert starts as a copy of the dense MLP, with added noise to tell the experts apart. The experts and the
 router are then trained to reproduce the dense model's probabilities, on the model's questions and text from
@@ -38,7 +39,7 @@ _KEPT_FILES = (
 
 
 def make_mixture(dense: Path, out: Path, steps: int, seed: int) -> None:
-    """Make a mixture-of-experts model from the demo model in `dense`, and write it to `out`. Prints
+    """Build a mixture-of-experts model from the demo model in `dense`, and write it to `out`. Prints
     progress."""
     teacher = LlamaForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     student = upcycle(teacher, NOISE, seed)
@@ -119,7 +120,7 @@ def _divergence(student: Any, teacher: Any, tokens: Tensor, known: Tensor) -> tu
 
 
 def _chat_rows(tokenizer: Tokenizer, dense: Path) -> list[Tensor]:
-    """Return the tokens of each question with its answer."""
+    """Tokenize each question together with its answer, and return the token ids."""
     lines = (dense / "questions.jsonl").read_text("utf-8").splitlines()
     texts = [
         f"{BEGIN}{USER}{entry['question']}{END_OF_TURN}{ASSISTANT}{entry['expected']}{END_OF_TURN}"
@@ -129,7 +130,7 @@ def _chat_rows(tokenizer: Tokenizer, dense: Path) -> list[Tensor]:
 
 
 def _text(tokenizer: Tokenizer) -> Tensor:
-    """Return the tokens of the standard library's modules, except those held out."""
+    """Tokenize the standard library's modules, except those held out, and return the token ids."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     texts = [file.read_text("utf-8") for file in files if file.name not in HELD_OUT_FILES]
     return torch.tensor([token for encoded in tokenizer.encode_batch(texts) for token in encoded.ids])
