@@ -253,7 +253,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="failures",
-        reason="Counts errors of the service, not of clients. If one in twenty requests fails over 15 "
+        reason="Counts errors caused by the service, not by clients. If one in twenty requests fails over 15 "
         "seconds, the failures are not isolated.",
         metric="rates.failed_per_s",
         per="rates.requests_per_s",
@@ -269,8 +269,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── latency ──
     BuiltInRule(
         name="first-token-slow",
-        reason="The usual value is the mean of the last half hour. People do not notice changes below "
-        "500 ms.",
+        reason="The usual value is the mean of the last half hour. People do not notice changes while "
+        "the time to first token is below 500 ms.",
         metric="latency.ttft.p50_ms",
         measure="deviation",
         window_s=1800.0,

@@ -59,6 +59,6 @@ def rule_set_faults(
             )
     if not faults and (circle := cycle(effective_rules(configured, ()))):
         index = max(index for index, rule in enumerate(configured) if rule.name in circle)
-        description = f"the rules {', '.join(circle)} explain each other, so none of them would be shown"
+        description = f"the rules {', '.join(circle)} name each other as causes and would hide their alerts"
         faults.append((index, RuleFault("downstream_of", description, "remove one of the names")))
     return faults

@@ -22,8 +22,8 @@ RuleName = Annotated[
 
 
 class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A condition on a metric, which is a value in the service's snapshot. A rule that has the name of a
-    built-in rule replaces that rule."""
+    """A condition on a metric, which is a value in the service's snapshot. A rule with the same name as
+    a built-in rule replaces the built-in rule."""
 
     name: RuleName
     """Name of the rule."""
@@ -65,8 +65,8 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """How long the condition must be over before the alert ends, in seconds."""
     downstream_of: list[str] = []
     """Names of rules that detect possible causes of this alert. While an alert of one of these rules is
-    active for the same model, replica or GPU, and for one minute afterwards, this alert is not shown, but is
-    counted in the other alert."""
+    active for the same model, replica or GPU, and for one minute afterwards, this alert is hidden and only
+    counted in the alert that caused it."""
     description: str = ""
     """The alert's text. {where}, {value}, {threshold} and {text} are placeholders."""
     remedy: str = ""
@@ -100,7 +100,7 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
 class RuleFault(NamedTuple):
-    """A fault in a rule or receiver that its fields' type checks do not detect."""
+    """A fault in a rule or receiver that the type checks of its fields do not detect."""
 
     field: str
     description: str

@@ -1,4 +1,4 @@
-"""`python -m appliance.monitoring.check_process` runs the long checks of a running service: audit chain
+"""`python -m appliance.monitoring.check_process` runs the long checks for a running service: audit chain
 verification and `appliance doctor`. They run in a separate process because hashing a long chain would block
 the core's event loop, and because a damaged database must not be able to crash the core.
 """

@@ -14,8 +14,8 @@ from store.requests import RequestRow
 
 WINDOW_S = 60.0
 MAX_KEPT = 4096
-"""Maximum number of latencies kept. Above 68 requests per second, the percentiles therefore cover less than
-`WINDOW_S`; their `window_s` field gives the actual period."""
+"""Maximum number of latencies kept. Above 68 requests per second, the percentiles therefore cover less time
+than `WINDOW_S`; their `window_s` field gives the actual period."""
 _SHARES = (0.5, 0.9, 0.99)
 _REUSED_S = 0.9
 """How long computed percentiles are reused, in seconds. Sorting the latencies is the most expensive part of a
@@ -53,8 +53,8 @@ class EndedRequests:
     thread."""
 
     def __init__(self, rows: RowSink, is_tenant: Callable[[str], bool]) -> None:
-        """`is_tenant` returns whether a tenant exists. Unknown tenants' requests are counted only in the
-        service's totals."""
+        """`is_tenant` returns whether a tenant exists. Requests from unknown tenants are counted only
+        in the service's totals."""
         self.failed = self.cancelled = self.billed_tokens = 0
         self.tenants: dict[str, TenantCounts] = {}
         self._rows = rows

@@ -12,7 +12,7 @@ from appliance.snapshot import Host, Process, ProcessRole, ProcessState
 
 
 class ServiceProcess(NamedTuple):
-    """What the core knows about one of the service's processes."""
+    """The core's record of one of the service's processes."""
 
     name: str
     role: ProcessRole

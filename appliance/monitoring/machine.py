@@ -24,8 +24,7 @@ _LITTLE_MEMORY_BYTES = 1 << 30
 
 
 def versions() -> Iterator[Finding]:
-    """Check the versions of the product and its dependencies, according to the installed packages'
-    metadata."""
+    """Check the versions of the product and its dependencies using the metadata of the installed packages."""
     yield _python()
     missing = [name for name in requirements() if version_of(name) is None]
     if product_version().startswith("unknown"):

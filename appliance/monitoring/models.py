@@ -1,5 +1,5 @@
-"""Checks whether the models can run. Configured models are checked before they are loaded, a running
-service's models via its status."""
+"""Checks whether the models can run. Configured models are checked before they are loaded; a running
+service's models are checked through its status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configured_models(models: Mapping[str, ModelSettings], memory: MachineMemory
 
 
 def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
-    """Check a running service's models via its status."""
+    """Check a running service's models through its status."""
     for model in models:
         for replica in model.replicas:
             if replica.state != "ready":

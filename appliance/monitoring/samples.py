@@ -111,8 +111,8 @@ class CounterSampler:
         )
 
     def hit_rate(self, now: CounterSample, replica: str) -> tuple[float | None, float | None]:
-        """Return what fraction of a replica's prompt tokens was found in the prefix cache during a window,
-        and the window's length in seconds."""
+        """Return the fraction of a replica's prompt tokens that were found in the prefix cache during a
+        window, and the window's length in seconds."""
         then = self.before(now, HIT_WINDOW_S)
         if then is None or replica not in now.prefix or replica not in then.prefix:
             return None, None
@@ -124,7 +124,8 @@ class CounterSampler:
         return cached_tokens / prompt_tokens, now.at - then.at
 
     def _count_engines(self) -> None:
-        """Add the replicas' counts since the previous sample. A restarted replica counts from 0 again."""
+        """Add the replicas' counts since the previous sample to the totals. A restarted replica counts from
+        0 again."""
         latest: dict[str, tuple[int, ReplicaStats]] = {}
         for replica in self._replicas():
             report = replica.latest_report

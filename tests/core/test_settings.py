@@ -322,7 +322,7 @@ def test_errors_in_an_array_of_tables_have_their_lines(tmp_path: Path) -> None:
         load(tmp_path, text + text.replace('"a"', '"b"').replace("above = 1", 'above = "x"'))
     fault = caught.value.faults[0]
     assert (fault.field, fault.place.line) == ("alerts.rules.2.above", 9)
-    with pytest.raises(SettingsError, match="the rules a, b, a explain each other"):
+    with pytest.raises(SettingsError, match="the rules a, b, a name each other as causes"):
         load(
             tmp_path,
             text.replace("\n\n", '\ndownstream_of = ["b"]\n\n')

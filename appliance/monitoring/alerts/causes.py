@@ -54,7 +54,7 @@ class CauseFinder:
         self._latest: TelemetrySample | None = None
 
     def observe(self, sample: TelemetrySample) -> None:
-        """Record what has changed since the previous sample."""
+        """Record the changes since the previous sample."""
         if self._latest is not None:
             self._changes.extend(_changes(self._latest, sample))
         self._latest = sample

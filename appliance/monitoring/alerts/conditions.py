@@ -40,8 +40,8 @@ class Condition:
     window: Window | None = field(default=None)
 
     def update(self, at: float, value: float | None, text: str, remedy: str) -> bool | None:
-        """Process a sample. Return True if the alert is raised, False if the alert ends, and None
-        otherwise."""
+        """Update the condition with a new sample. Return True if this raises the alert, False if it ends the
+        alert, and None otherwise."""
         self.seen_at = at
         crossed, cleared = self._text(text) if self.rule.texts else self._number(at, value)
         if self.phase == "firing":
@@ -60,8 +60,8 @@ class Condition:
         return True
 
     def miss(self, at: float) -> bool | None:
-        """Process a sample without the metric. A missing metric ends an alert just as a normal value does.
-        Return False if the alert ends, and None otherwise."""
+        """Update the condition with a sample that lacks the metric. A missing metric ends an alert just as a
+        normal value does. Return False if the alert ends, and None otherwise."""
         if self.phase != "firing":
             self.phase = "ok"
             return None
@@ -88,8 +88,8 @@ class Condition:
         return crossed and self.armed, cleared
 
     def _number(self, at: float, value: float | None) -> tuple[bool, bool]:
-        """Return whether the measured value has crossed the threshold, and whether the alert may end. While
-        the alert is active, an unknown value changes nothing."""
+        """Return whether the measured value has crossed the threshold, and whether the alert may end. An
+        unknown value neither raises nor ends an alert."""
         rule = self.rule
         measured = None if value is None else self._measure(at, value)
         if measured is None or math.isnan(measured):
@@ -119,7 +119,7 @@ class Condition:
 
 
 def threshold(rule: AlertRule) -> float | None:
-    """Return the rule's threshold, or None for a rule about texts."""
+    """Return the rule's threshold, or None if the rule compares texts."""
     return rule.above if rule.above is not None else rule.below
 
 

@@ -41,7 +41,7 @@ class Raised(msgspec.Struct, kw_only=True):
     scope: Scope = frozenset()
     ended_at: float | None = None
     suppressed_by: str = ""
-    """Id of the alert that caused this one, or empty. Alerts caused by others are not shown."""
+    """Id of the alert that caused this one, or empty. An alert caused by another alert is not shown."""
     explains: list[str] = []
     """Subjects of the alerts that this alert caused."""
     announced: bool = False
@@ -95,7 +95,7 @@ class Evaluator:
             self._conditions[alert.rule, alert.where] = condition
 
     def step(self, sample: TelemetrySample) -> list[Transition]:
-        """Process a sample and return the resulting changes in alert states."""
+        """Evaluate all rules on a sample, and return the resulting changes in alert states."""
         if sample.layout is not self._layout:
             self._layout = sample.layout
             self._selected = [

@@ -36,7 +36,7 @@ class Receivers(Protocol):
 
 
 class AlertManager:
-    """Manages alerts and silences. All methods must be called on the event loop thread."""
+    """Raises, stores and silences alerts. All methods must be called on the event loop thread."""
 
     def __init__(
         self,

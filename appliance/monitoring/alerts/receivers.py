@@ -126,7 +126,7 @@ def deliver(sink: AlertSink, body: bytes) -> None:
 
 
 def name_of(sink: AlertSink) -> str:
-    """Return the receiver's name for messages, without any secrets in its URL."""
+    """Return the receiver's name for messages, without the parts of its URL that may contain secrets."""
     if sink.command:
         return f"command {sink.command[0]}"
     parts = urlsplit(sink.webhook)

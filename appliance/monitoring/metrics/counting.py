@@ -27,8 +27,8 @@ class CountedRows:
 
     def _count(self, row: RequestRow) -> None:
         families = self.families
-        # If the row has no version, the model is unknown. Clients can make up such names, so they do not
-        # become labels.
+        # If the row has no version, the requested model is unknown. Clients can invent any number of model
+        # names, so unknown names are not used as labels.
         model = row.model if row.model and row.version else OTHERS
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)

@@ -69,7 +69,7 @@ class Value:
 
     def __init__(self, name: str, labels: str) -> None:
         self.head = f"{name}{{{labels}}} " if labels else f"{name} "
-        """The sample's line up to the value."""
+        """The sample's line of exposition text, up to the value."""
         self.value: float = 0
 
 

@@ -38,8 +38,9 @@ class Group(Generic[Source]):
         both = list(zip(metrics, self.families, strict=True))
         self._plain = [(metric.read, family) for metric, family in both if _is_plain(metric)]
         self._plain_series: dict[tuple[str, ...], list[tuple[Callable[[Any], float], Value]]] = {}
-        """The functions that read the plain metrics, and the series they set, by the group's label values. A
-        scrape sets thousands of series, so looking up each one would be slow."""
+        """For each combination of the group's label values: the functions that read the plain metrics, and
+        the series that take their values. A scrape sets thousands of series, so looking up each one would be
+        slow."""
         self._others = [
             (metric.read, bool(metric.labels), _setter(family))
             for metric, family in both

@@ -10,11 +10,11 @@ name."""
 
 
 class ShownTenants:
-    """The first `most` tenants to finish a request. A tenant stays in this set until it is deleted, because
-    counters that disappear and return would yield wrong rates."""
+    """The tenants with their own metrics: the first ones to finish a request. A tenant stays in this set
+    until it is deleted, because counters that disappear and return would yield wrong rates."""
 
     def __init__(self, most: int, known: Callable[[], Container[str]]) -> None:
-        """Create an empty set. `known` returns the tenants created by operators."""
+        """Create an empty set of at most `most` tenants. `known` returns the tenants created by operators."""
         self.most = most
         self._known = known
         self._shown: dict[str, None] = {}
@@ -24,8 +24,8 @@ class ShownTenants:
         return iter(self._shown)
 
     def label(self, tenant: str) -> str:
-        """Return a tenant's label value. While fewer than `most` tenants have their own, a new tenant gets
-        one."""
+        """Return a tenant's label value: its name if it has its own metrics, otherwise `OTHERS`. A new tenant
+        is added to the set unless the set is full."""
         if tenant in self._shown:
             return tenant
         if len(self._shown) >= self.most or tenant not in self._known():

@@ -1,4 +1,4 @@
-"""Metrics of the whole service, the core process and all processes' logs."""
+"""Metrics of the whole service, of the core process, and of the logs of all processes."""
 
 from __future__ import annotations
 
