@@ -39,7 +39,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Backend(NamedTuple):
-    """The functions called by the admin API's routes."""
+    """The functions that the admin API's routes call."""
 
     status: Callable[[], Status]
     in_flight: Callable[[], Awaitable[list[UnfinishedRequest]]]
@@ -61,8 +61,8 @@ class Backend(NamedTuple):
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications. The first has the routes; tests inspect its route table. The second is the one
-    to serve: it authenticates each caller and then calls the first."""
+    """Return two applications. The first contains the routes, so that tests can inspect them. The second,
+    which is the one to serve, authenticates each caller and then calls the first."""
     denials = CountedLog("requests on admin.sock were denied", functools.partial(backend.note, "admin"))
 
     @functools.cache

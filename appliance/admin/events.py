@@ -87,7 +87,7 @@ class EventFeed:
             await asyncio.sleep(max(0.05, self._interval_s - (time.monotonic() - began)))
 
     def take(self, snapshot: Snapshot) -> None:
-        """Build the next frame, which contains what has changed since the previous snapshot."""
+        """Build the next frame, which contains the changes since the previous snapshot."""
         self._seq += 1
         self._at, self._requests, self._whole = snapshot.at, snapshot.requests, None
         changed = {}

@@ -119,7 +119,7 @@ def handlers(
 
 
 class RequestAdmin:
-    """Handles actions on individual requests."""
+    """Performs operators' actions on individual requests."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class KeyAdmin:
         return Effect(_new_key(created))
 
     async def set(self, actor: Actor, asked: SetKey) -> Effect:
-        """Change a key."""
+        """Change the given fields of a key."""
         fields = changes(asked, KeyFields)
         change = await committed(self.control.set_key(actor=actor, key_id=asked.id, changes=fields))
         self.publish()

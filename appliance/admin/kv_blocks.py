@@ -22,7 +22,8 @@ from appliance.traffic.state import TrafficState
 from engine.rank_messages import BlockUse
 
 RECORDED_EVERY_S = 10.0
-"""How often blocks are requested for the history while no operator uses the route, in seconds."""
+"""Interval, in seconds, at which block states are requested for the history while no operator uses the
+route."""
 
 
 class BlockMaps:
@@ -32,7 +33,7 @@ class BlockMaps:
         self._replicas = replicas
         self._traffic = traffic
         self._maps: dict[str, tuple[BlockUse, BlockMap]] = {}
-        """Each replica's latest block state, and the block map made from it."""
+        """Each replica's latest block state, and the block map built from it."""
 
     async def read(self) -> list[ReplicaBlocks]:
         """Return the block maps of all responding replicas."""

@@ -322,8 +322,8 @@ class ModelAdmin:
             )
 
     def check_declared(self, name: str, changed: str) -> None:
-        """Raise ConflictError if the settings declare the model. `changed` is the past participle for the
-        refused change in the error message, such as "loaded"."""
+        """Raise ConflictError if the settings declare the model. `changed` is a past participle, such
+        as "loaded", that describes the refused change in the error message."""
         if place := self.declared_in(name):
             raise ConflictError(
                 f"model {name!r} is declared in {place}, so it cannot be {changed} with this command; "

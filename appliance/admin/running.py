@@ -44,8 +44,8 @@ class RunningRequests:
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:
-        """Return the unfinished requests at unix time `unix`, oldest first, combined with the given
-        progress."""
+        """Combine the unfinished requests with their progress, and return them, oldest first. `unix` is the
+        unix time at which their ages are computed."""
         now, policies = self._traffic.clock(), self._policies()
         return [
             _request(request_id, one, progress.get(request_id), policies, unix, now)

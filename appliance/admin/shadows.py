@@ -1,4 +1,4 @@
-"""The admin action for shadow traffic, which copies a share of the requests for one name to another
+"""The admin action that sets up shadow traffic: a share of the requests for one name is copied to another
 model or version."""
 
 from __future__ import annotations

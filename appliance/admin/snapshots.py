@@ -1,4 +1,4 @@
-"""Takes snapshots of the service (`appliance.snapshot`) from its components' state."""
+"""Takes snapshots of the service (`appliance.snapshot`) by reading the state of its components."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from store.policies import Policies, TenantRecord
 MAX_TENANTS = 200
 """Maximum number of tenants in a snapshot. Tenants with requests take precedence."""
 _CHOOSE_EVERY_S = 30.0
-"""If there are more than `MAX_TENANTS` tenants, they are chosen again at this interval, in seconds."""
+"""Interval, in seconds, at which a snapshot's tenants are chosen again if there are more than `MAX_TENANTS`
+tenants."""
 _BLOCK_TOKENS = 64
 _COUNT_KEYS_EVERY_S = 15.0
 
@@ -289,7 +290,7 @@ class _Counters:
 
 
 def _longest(replica: Replica, since: float) -> dict[str, Any]:
-    """Return the `Batch` fields that describe the longest step since the monotonic time `since`."""
+    """Return the `Batch` fields that describe the longest step reported after `since` (monotonic time)."""
     step = replica.steps.longest.since(since)
     if step is None:
         return {}

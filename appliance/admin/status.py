@@ -40,8 +40,8 @@ from store.trail import AuditTrail, TrailState
 from store.writer import Writer
 
 _ETA_EVERY_S = 1.0
-"""How often drain durations are predicted, in seconds. A prediction examines every running request, and
-consoles may read several snapshots per second, so predictions are not made for every snapshot."""
+"""Interval, in seconds, at which drain durations are predicted. A prediction examines every running request,
+and consoles may read several snapshots per second, so not every snapshot computes new predictions."""
 _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
@@ -50,9 +50,9 @@ _UNLOADED = "not in memory: the next request loads it"
 _UNLOADING = "being unloaded; the next request loads it again"
 
 _SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
-"""If all replicas and fronts are in these states, the service is not "starting". "stopping" and "stopped" are
-included because unloading a model also stops its replicas. Without a ready replica for each required model,
-the service is not ready in any case."""
+"""The service is "starting" while any replica or front is in a state other than these. "stopping" and
+"stopped" are included because unloading a model also stops its replicas. Without a ready replica for each
+required model, the service is not ready in any case."""
 
 
 @functools.cache

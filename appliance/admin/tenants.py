@@ -54,7 +54,7 @@ class TenantAdmin:
         return self._changed(asked.name)
 
     async def set(self, actor: Actor, asked: SetTenant) -> Effect:
-        """Change a tenant."""
+        """Change the given fields of a tenant."""
         fields = changes(asked, TenantRecord)
         await committed(self.control.set_tenant(actor=actor, name=asked.name, changes=fields))
         return self._changed(asked.name)
@@ -78,7 +78,7 @@ class TenantAdmin:
         return done(f"tenant {asked.name} resumed")
 
     async def delete(self, actor: Actor, asked: DeleteTenant) -> Effect:
-        """Delete a tenant that has no keys and is not mapped to users."""
+        """Delete a tenant that has no keys and no mapped users."""
         await committed(self.control.delete_tenant(actor=actor, name=asked.name))
         self.publish()
         return done(f"tenant {asked.name} deleted")

@@ -23,14 +23,14 @@ class RequestCanceller:
     models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
-        """End a request, sending its client this message. Return False if no request has this id."""
+        """Cancel a request and send its client this message. Return False if no request has this id."""
         if not self.requests.abort(request_id, message):
             return False
         asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self.models.cancel, request_id)
         return True
 
     def cancel_matching(self, matches: Callable[[Identity], bool], message: str) -> int:
-        """End all requests from matching callers, and return how many there were."""
+        """Cancel all requests from matching callers, and return how many there were."""
         in_flight = self.requests.state.in_flight
         ids = [request.request_id for request in in_flight.values() if matches(request.first.identity)]
         return sum([self.cancel(request_id, message) for request_id in ids])

@@ -1,5 +1,5 @@
-"""Handles stored prompts and answers in the core: writes them to `contents.db` according to tenants' log
-policies, returns them to operators, and removes them after the tenant's retention period."""
+"""Writes prompts and answers to `contents.db` according to tenants' log policies, returns them to operators,
+and removes them after the tenant's retention period."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ descriptor."""
 
 class ContentKeeper:
     """Stores prompts and answers sent by fronts, and reads them for operators. Methods must be called on the
-    event loop thread. Texts are processed in a separate thread."""
+    event loop thread. A separate thread reads and decodes the texts from fronts."""
 
     def __init__(
         self, writer: Writer, policies: Callable[[], Policies], rules: Callable[[], LogSettings]

@@ -42,12 +42,12 @@ class FrontConfiguration(Protocol):
 
 
 class DrainTools(NamedTuple):
-    """What a drain needs from the rest of the service."""
+    """The parts of the service that a drain uses."""
 
     requests: RequestManager
     fronts: FrontConfiguration
     cancel: Callable[[str, str], bool]
-    """Ends a request, sending its client this message. Returns False if no request has this id."""
+    """Cancels a request and sends its client this message. Returns False if no request has this id."""
 
 
 class Drain:
@@ -93,7 +93,7 @@ class Drain:
 
     @property
     def name(self) -> str:
-        """What is being drained, as shown in messages: "the service" or, for example, "model 'demo'"."""
+        """The drain's target, as shown in messages: "the service" or, for example, "model 'demo'"."""
         return _name(self.model)
 
     @property
@@ -103,7 +103,7 @@ class Drain:
 
     @property
     def elapsed_s(self) -> float:
-        """How long the drain has taken so far, or took in total, in seconds."""
+        """Duration of the drain in seconds: its total if the drain is complete, otherwise the time so far."""
         return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property

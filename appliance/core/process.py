@@ -31,7 +31,7 @@ from store.errors import StoreError
 log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
-"""How often startup checks whether any model can be served."""
+"""Interval, in seconds, at which startup checks whether any model can be served."""
 COLLECT_AFTER = (50_000, 20, 100)
 """Python garbage collector thresholds. New objects are scanned after this many allocations, the middle
 generation after 20 such scans, and the oldest generation after 100 scans of the middle one. With the default

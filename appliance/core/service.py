@@ -267,7 +267,7 @@ class Service:
 
 
 def _problems_at_start(loaded: Loaded, state: State) -> Problems:
-    """Return the problems known before startup."""
+    """Return the problems that already exist at startup."""
     problems = Problems()
     if state.former is not None and not state.former.stopped:
         problems.note(
