@@ -1,2 +1,2 @@
-"""The service: front processes handle HTTP and text, the core makes the decisions, and replicas run the
-models (docs/architecture.md)."""
+"""The service: front processes serve HTTP and convert between text and tokens, the core admits and dispatches
+requests, and replicas run the models (docs/architecture.md)."""

@@ -110,7 +110,7 @@ class Backoff:
         self._draw = draw
 
     def reset(self) -> None:
-        """Go back to the first delay."""
+        """Reset the delay to its initial value."""
         self._next_s = self._first_s
 
     def delay_s(self, served_s: float) -> float:
@@ -138,11 +138,11 @@ class TimeBudgets:
         return max(0.0, self._rests_until.get(user, 0.0) - now)
 
     def charge(self, user: str, taken_s: float, now: float) -> None:
-        """Count time used by the user."""
+        """Charge `taken_s` seconds of the thread's time to the user."""
         since = max(self._rests_until.get(user, 0.0), now - self._burst_s)
         self._rests_until[user] = since + taken_s / self._max_share
 
     def forget_unused(self, now: float) -> None:
-        """Forget users whose full burst is available again."""
+        """Remove the records of users whose full burst is available again."""
         earliest = now - self._burst_s
         self._rests_until = {user: until for user, until in self._rests_until.items() if until > earliest}

@@ -131,7 +131,7 @@ class AdminClient:
         return call.decode(response.status, content, str(self.socket))
 
     def follow(self, call: Call[Answer]) -> Iterator[Answer]:
-        """Make a call whose response is a stream, and yield the stream's values until the service stops."""
+        """Make a streaming call, and yield values until the service ends the stream."""
         with self._sent(call, STREAM_TIMEOUT_S) as response:
             if response.status != 200:
                 call.decode(response.status, response.read(), str(self.socket))
@@ -140,7 +140,7 @@ class AdminClient:
                     yield value
 
     def snapshots(self, hz: int = 2) -> Iterator[Snapshot]:
-        """Yield snapshots of the service, `hz` times a second, until the service stops."""
+        """Yield snapshots of the service, `hz` times a second, until the service ends the stream."""
         from appliance.events.frames import SnapshotAssembler
 
         assembler = SnapshotAssembler()
@@ -149,7 +149,7 @@ class AdminClient:
 
     @contextlib.contextmanager
     def _sent(self, call: Call[Answer], timeout_s: float | None) -> Iterator[HTTPResponse]:
-        """Send a call. Leaving the `with` block closes the connection."""
+        """Send a call, and yield its response. Leaving the `with` block closes the connection."""
         # Import http.client only here, because the import takes 20 ms and some callers need only the types.
         import http.client
 

@@ -31,7 +31,7 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 
 
 class NamedRequest(LoggedRequest, frozen=True, kw_only=True):
-    """A request log row, with its key's name."""
+    """A request log row, with the name of the request's key."""
 
     key_name: str | None = None
     """Current name of the key with id `key_id`. Null if the request used no key, or an unknown one."""
@@ -62,23 +62,23 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     after: Number | None = None
     """Sequence number of a change. Only later changes are sent. Default: the latest change."""
     since: Time | None = None
-    """Only requests that arrived at this time or later."""
+    """Include only requests that arrived at or after this time."""
     until: Time | None = None
-    """Only requests that arrived before this time."""
+    """Include only requests that arrived before this time."""
     request_id: Text | None = None
     tenant: Text | None = None
     key_id: Text | None = None
     peer: Text | None = None
-    """Only requests from this peer, such as "uid 1000"."""
+    """Include only requests from this peer, such as "uid 1000"."""
     model: Text | None = None
     request_class: Literal["P0", "P1", "P2", "P3"] | None = msgspec.field(default=None, name="class")
     state: Literal["open", "ended"] | None = None
     status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
-    """Only requests with this HTTP status."""
+    """Include only requests with this HTTP status."""
     finish_reason: Text | None = None
     failed: bool | None = None
-    """True: only requests with a status of 400 or more, or with an error. False: all other requests that have
-    finished."""
+    """True: include only requests with a status of 400 or more, or with an error. False: include only the
+    other finished requests."""
 
     @property
     def filter(self) -> RequestFilter:
@@ -137,14 +137,14 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     after: Number | None = None
     """Sequence number of a row in the chain. Only later rows are sent. Default: the newest row."""
     actor: Text | None = None
-    """Only actions by this actor, such as "uid:0"."""
+    """Include only actions by this actor, such as "uid:0"."""
     action: Text | None = None
-    """Only this action, such as "keys.create". A name that ends with a dot, such as "keys.", selects all
-    actions with this prefix."""
+    """Include only actions with this name, such as "keys.create". A name that ends with a dot, such as
+    "keys.", selects all actions with this prefix."""
     since: Time | None = None
-    """Only actions that began at this time or later, in unix seconds."""
+    """Include only actions that began at or after this time, in unix seconds."""
     until: Time | None = None
-    """Only actions that began at this time or before, in unix seconds."""
+    """Include only actions that began at or before this time, in unix seconds."""
 
     @property
     def filter(self) -> ActionFilter:
@@ -169,7 +169,7 @@ class ChainReport(msgspec.Struct, kw_only=True):
     at: float
     """Time when the verification ended, in unix seconds."""
     path: str
-    """The verified file."""
+    """Path of the verified database."""
     ok: bool
     """Whether the chain is complete and unchanged."""
     rows: int
@@ -181,7 +181,7 @@ class ChainReport(msgspec.Struct, kw_only=True):
     problems: list[str]
     """Descriptions of the faults. A fault in the chain comes first."""
     notes: list[str]
-    """Remarks, for example about checks that could not be made."""
+    """Remarks, for example about checks that could not be performed."""
     heads: int
     """Number of recorded heads that the chain was compared with, including those from the journal."""
     journal_heads: int
@@ -214,8 +214,8 @@ def chain_report(path: Path, findings: Findings, journal_heads: int, missing: st
 
 
 def iso_utc(seconds: float) -> str:
-    """Format a unix time as in the audit trail. Times outside the years 1970 to 9999 are clamped to that
-    range."""
+    """Format a unix time in ISO 8601 (UTC), as the audit trail does. Times outside the years 1970 to 9999 are
+    clamped to that range."""
     inside = min(max(seconds, 0.0), 253_402_300_799.0)
     return datetime.fromtimestamp(inside, UTC).isoformat(timespec="microseconds")
 
@@ -231,7 +231,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     """A log line."""
 
     number: int
-    """The line's number, counted since the service started."""
+    """The line's sequence number since the service started."""
     at: float
     level: Level
     area: str
@@ -260,16 +260,16 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     follow: bool = False
     """Keep the response open, and send each new line as a line of JSON."""
     after: Number | None = None
-    """Only lines after the line with this number. When following, the default is the newest line."""
+    """Include only lines with a higher number. With `follow`, the default is the newest line's number."""
     level: Level | None = None
-    """Only lines at this level or above."""
+    """Include only lines at or above this level."""
     text: Text | None = None
-    """Only lines that contain this text, ignoring case."""
+    """Include only lines that contain this text, ignoring case."""
     process: Text | None = None
-    """Only lines from this process: "core", or the name of a front process or replica (including all its
-    ranks)."""
+    """Include only lines from this process: "core", or the name of a front process or replica (including all
+    its ranks)."""
     until: Time | None = None
-    """Only lines written at this time or before, in unix seconds."""
+    """Include only lines written at or before this time, in unix seconds."""
 
 
 # ── usage ──
@@ -282,7 +282,7 @@ USAGE_COLUMNS: tuple[UsageColumn, ...] = ("day", "tenant", "key", "model")
 
 
 class UsageRow(msgspec.Struct, kw_only=True):
-    """Usage of one group of finished requests. Fields that the query does not group by are null."""
+    """Usage of one group of finished requests. Columns that the query does not group by are null."""
 
     day: str | None = None
     """Day when the requests ended, in UTC."""

@@ -56,7 +56,7 @@ def of_measure(value: float | None, unit: str) -> str:
 
 
 def of_duration(seconds: float) -> str:
-    """Format a duration, rounded, in a suitable unit: "75 s", "12 min", "2.5 h"."""
+    """Round a duration and format it in a suitable unit, such as "75 s", "12 min" or "2.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
@@ -132,7 +132,7 @@ def future_time(text: str, now: float) -> float:
 
 
 def quoted(text: str) -> str:
-    """Put the beginning of a text in quotation marks, for use in a message."""
+    """Put a text in quotation marks for use in a message, and truncate it if it is long."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…")
 
 

@@ -119,7 +119,7 @@ def new_rendezvous(run_dir: Path) -> str:
 
 
 def prepare_directories(run_dir: Path, state_dir: Path) -> None:
-    """Create missing directories, which only this user can access.
+    """Create missing directories, accessible only to this user.
 
     Raises RunDirError if a directory cannot be used, or if clients would not trust the run directory
     (`appliance.ownership`).

@@ -32,7 +32,7 @@ class InsufficientScopeError(Exception):
 
 
 class ScopedRoute(Route):
-    """A route that is called only if the scopes in the request's state include the scope `wanted`."""
+    """A route whose endpoint is called only if `wanted` is one of the scopes in the request's state."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
 still contains a prefix. A "shared" block has more than one reference. All samples of one prompt collectively
 hold a single reference to the prompt's blocks."""
 STALL_FACTOR = 3.0
-"""A step that decodes is a stall if it takes more than this many times as long as the mean decode-only
+"""A step that decodes is a stall if it takes longer than this factor times the mean duration of a decode-only
 step."""
 
 
@@ -96,7 +96,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Queue(msgspec.Struct, frozen=True, kw_only=True):
-    """The core's queue."""
+    """The core's request queue."""
 
     waiting: int
     running: int
@@ -184,7 +184,7 @@ class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
     """The tenant of each entry in `requests`."""
     stride: int = 1
     """Number of blocks that each entry of `states`, `owners` and `ages` represents. The entry describes the
-    first of them."""
+    first of these blocks."""
     request_blocks: list[int] = []
     """Number of blocks owned by each request in `requests`."""
     preemptions: list[int] = []
@@ -237,7 +237,7 @@ class UnfinishedRequest(InFlight, kw_only=True, gc=False):
     key_name: str = ""
     stream: bool | None = None
     queue_s: float | None = None
-    """Time in the queue before the first dispatch, or so far if the request is still waiting."""
+    """Time in the queue: until the first dispatch, or until now if the request is still waiting."""
     ttft_s: float | None = None
     """Time from the request's arrival to its first token."""
     cached_tokens: int | None = None

@@ -15,8 +15,8 @@ _WINDOW_S = 10.0
 """How long a replica's longest steps are remembered, in seconds."""
 _MAX_STEPS = 64
 _MEAN_STEPS = 32
-"""A step is compared with the mean duration of this many recent decode-only steps. A report can contain just
-one step, whose duration says little."""
+"""A step is compared with the mean duration of this many recent decode-only steps. A single report may
+contain only one step, whose duration is not representative."""
 
 
 class LongestSteps:
@@ -78,7 +78,7 @@ class StallLog:
         self._stalls = merged(self._stalls, [stall])
 
     def forget(self, replica: str) -> None:
-        """Forget the mean step duration of a replica that has exited. Its stalls are kept."""
+        """Discard the mean step duration of a replica that has exited. Its stalls are kept."""
         self._means.pop(replica, None)
 
 

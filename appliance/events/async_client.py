@@ -60,8 +60,8 @@ class AsyncAdminClient:
         return call.decode(response.status, content, str(self.socket))
 
     async def follow(self, call: Call[Answer]) -> AsyncGenerator[Answer, None]:
-        """Make a call whose response is a stream, and yield the stream's values until the service stops.
-        Close the iterator to close the connection."""
+        """Make a streaming call, and yield values until the service ends the stream. Close the iterator to
+        close the connection."""
         async with self._sent(call, STREAM_TIMEOUT_S) as response:
             rest = b""
             async for piece in response.pieces():
@@ -81,7 +81,7 @@ class AsyncAdminClient:
                 call.decode(response.status, rest, str(self.socket))
 
     async def snapshots(self, hz: int = 2) -> AsyncGenerator[Snapshot, None]:
-        """Yield snapshots of the service, `hz` times a second, until the service stops."""
+        """Yield snapshots of the service, `hz` times a second, until the service ends the stream."""
         assembler = SnapshotAssembler()
         async with contextlib.aclosing(self.follow(calls.events(hz))) as frames:
             async for frame in frames:
@@ -89,7 +89,7 @@ class AsyncAdminClient:
 
     @contextlib.asynccontextmanager
     async def _sent(self, call: Call[Answer], timeout_s: float | None) -> AsyncIterator[_ResponseStream]:
-        """Send a call. Leaving the `with` block closes the connection."""
+        """Send a call, and yield its response. Leaving the `with` block closes the connection."""
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await self._connect()

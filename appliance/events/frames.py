@@ -27,8 +27,8 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A frame of `GET /events`."""
 
     seq: int
-    """The frame's number. Unless it is `whole`, a frame applies to the snapshot produced by the preceding
-    frame."""
+    """The frame's number. A frame that is not `whole` applies to the snapshot that the preceding frame
+    produced."""
     whole: bool = False
     """Whether the frame contains a full snapshot, as the first frame always does. A reader that falls behind
     gets a full snapshot instead of the missed frames."""

@@ -49,7 +49,7 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
     ended: list[int]
     """Indices of the finished requests in the preceding list."""
     tokens: list[int]
-    """Each unfinished request's number of new output tokens, in the preceding list's order."""
+    """Number of new output tokens of each unfinished request, in the order of the preceding list."""
     alerts: list[Alert] | None
     """All alerts, or None if they have not changed."""
     stalls: list[Stall] = []
@@ -70,7 +70,7 @@ class _KnownBlocks(NamedTuple):
 
 
 class DetailEncoder:
-    """Encodes successive snapshots' details as frames."""
+    """Encodes the details of successive snapshots as frames."""
 
     def __init__(self) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -85,8 +85,8 @@ class DetailEncoder:
     def encode(
         self, snapshot: Snapshot, blocks: Mapping[str, BlockMap] = _NO_BLOCKS
     ) -> tuple[bool, bytes] | None:
-        """Encode the next frame. `blocks` are each replica's KV blocks. Return whether it is a full frame,
-        and its bytes. If the frame is too large to record, return only None."""
+        """Encode the next frame. Return whether it is a full frame, and its bytes. Return None if the frame
+        is too large to record. `blocks` contains each replica's KV blocks."""
         maps = {name: self._known(name, one) for name, one in blocks.items()}
         requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
         self._number += 1
@@ -120,7 +120,7 @@ class DetailEncoder:
         return frame.whole, document
 
     def lose(self) -> None:
-        """Note that the last frame was not recorded, so the next one must be a full frame."""
+        """Make the next frame a full frame, because the last one was not recorded."""
         self._since_whole = _WHOLE_EVERY
 
     def _known(self, name: str, blocks: BlockMap) -> _KnownBlocks:

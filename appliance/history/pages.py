@@ -35,8 +35,8 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
     at: float
     """Time of the sample, or start of the interval."""
     resolution_s: int
-    """1: values of a single second. Otherwise, numbers are means over an interval of this many seconds
-    starting at `at`, and texts are those at its end."""
+    """If 1, the values are those of a single second. Otherwise, numbers are means over an interval of this
+    many seconds that starts at `at`, and texts are those at the interval's end."""
     previous: float | None
     """Time of the preceding sample, or null."""
     next: float | None
@@ -70,11 +70,12 @@ class TelemetryColumns(msgspec.Struct, kw_only=True):
     """Measurements over time, oldest first."""
 
     resolution_s: int
-    """1: values of single seconds. Otherwise, means over intervals of this many seconds."""
+    """If 1, the values are those of single seconds. Otherwise, they are means over intervals of this many
+    seconds."""
     at: list[float]
     """Sample times, or interval starts, in unix seconds."""
     metrics: dict[str, list[float | None]]
-    """By metric name, one value per time in `at`. Unknown values are null."""
+    """For each metric name, one value per time in `at`. Unknown values are null."""
 
 
 class StoredQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

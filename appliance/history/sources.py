@@ -54,10 +54,10 @@ class PastError(Exception):
 
 
 class PastSource(Protocol):
-    """A source of the recorded history. All methods raise PastError."""
+    """A source of the recorded history. All methods can raise PastError."""
 
     label: str
-    """What the console's header calls this source, such as the run directory or the file name."""
+    """The source's name in the console's header, such as the run directory or the file name."""
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
         """Return the service state at a given time."""
@@ -222,7 +222,7 @@ class FilePast:
             )
 
     def _actions(self, query: AuditQuery) -> list[AuditAction]:
-        """Return up to one action more than the query's limit. An extra action means that there is another
+        """Return up to one more action than the query's limit. The extra action shows that there is another
         page."""
         if self.facts is None:
             if not self._control.exists():

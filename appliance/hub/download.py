@@ -239,7 +239,7 @@ class _Partial:
         return former
 
     def digest(self) -> str:
-        """Return the content's checksum, computed with the algorithm of the file's `digest`."""
+        """Return the content's checksum, computed with the same algorithm as the file's `digest`."""
         return self._digest.hexdigest()
 
     def _new_digest(self) -> hashlib._Hash:

@@ -95,7 +95,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def list_files(hub: Hub, reference: Reference) -> Listing:
-    """Return those of a repository's files that this product can read. Raises HubError."""
+    """Return the files in a repository that this product can read. Raises HubError."""
     api = HfApi(endpoint=hub.endpoint, token=hub.header_token(), library_name="appliance")
     try:
         with hub_errors(hub, reference):
