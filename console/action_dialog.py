@@ -238,7 +238,7 @@ class ActionDialog(Dialog[Confirmed | None]):
     def show_impact(self) -> None:
         """Show the action's current impact."""
         if not self.query("#impact"):
-            return  # The dialog is not built yet or already closed.
+            return  # The dialog has not been built yet, or is already closed.
         target = self._named(self._collected())
         if (lines := self._impact.lines(target)) != self._impact_lines:
             self._impact_lines = lines

@@ -49,12 +49,12 @@ class ActionOutcome(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The outcome as a line."""
+        """The outcome as one line of text."""
         return f"{self.target}: {self.kind}" + (f": {self.reason}" if self.reason else "")
 
 
 def counted_outcomes(outcomes: Sequence[ActionOutcome]) -> str:
-    """Count the targets with each outcome, such as "1 of 3 done, 1 failed, 1 not tried"."""
+    """Count the targets per outcome, and return a text such as "1 of 3 done, 1 failed, 1 not tried"."""
     counts = Counter(one.kind for one in outcomes)
     others = [f", {counts[kind]} {kind}" for kind in get_args(OutcomeKind)[1:] if counts[kind]]
     return f"{counts['done']} of {len(outcomes)} done{''.join(others)}"
@@ -96,7 +96,7 @@ class ActionRunner:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         title = f"Actions (selected: {shown})" if names else "Actions"
         if not self._app.session.context.write:
-            title += ": not permitted, start the console with --write"
+            title += ": not permitted; start the console with --write"
         self._app.push_screen(
             ChoiceDialog(title, [Choice(one.name, one.title, one.name) for one in choices]), chosen
         )
@@ -144,10 +144,10 @@ class ActionRunner:
         return FILE_IS_FIXED if self._app.source.kind == "replay" else PAST_IS_FIXED
 
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
-        """Open the dialog for an action. `given` means that the operator typed the command line. If the
-        command line names no target, the action applies to the marked rows or, if no rows are marked, to the
-        row under the cursor. The exception is a typed command for an action that requires no target: it
-        applies to the whole service."""
+        """Open the dialog for an action. `given` is true if the operator typed the action as a command.
+        If no target is named, the action applies to the marked rows or, if no rows are marked, to the row
+        under the cursor. The exception is a typed command for an action that requires no target: it applies
+        to the whole service."""
         if not self._may_act():
             return
         named = given and (action.named_by in values or not action.is_target_required)

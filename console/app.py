@@ -258,8 +258,8 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     def _jump(self, event: events.Key) -> bool:
-        """Handle a key in jump mode. A row's or panel's letter moves the cursor there; any other key only
-        leaves jump mode. Return False if jump mode is not active."""
+        """Leave jump mode, and move the cursor to the row or panel with the pressed letter, if there is one.
+        Return False if jump mode is not active."""
         if not self.session.context.jumping:
             return False
         self.session.jump(event.character or "")

@@ -32,7 +32,7 @@ WORDS: dict[str, str] = {
 }
 """The console's own commands, with their usage."""
 ALTERNATES = ("finished", "usage", "keys", "silences")
-"""Commands that show a screen without a tab. Each command is named after its screen."""
+"""Commands that open the screens that have no tab. Each command is named after its screen."""
 
 
 Targets = dict[str, dict[str, str]]
@@ -115,7 +115,7 @@ def parse_action(text: str) -> tuple[Action, Values] | None:
 
 
 def flags(action: Action) -> list[str]:
-    """Return an action's options."""
+    """Return an action's command-line options."""
     return [one.flag for one in entered(action) if one.name not in positional(action)]
 
 

@@ -42,7 +42,7 @@ class Context:
     rows: dict[ListName, Sequence[Row]] = field(default_factory=dict)
     """The lists that have been read."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
-    """Why lists could not be read, keyed by list."""
+    """Error messages for the lists that could not be read, keyed by list."""
     chain: ChainReport | str | None = None
     """The result of the latest audit chain verification, a message if there is no result, or None if no
     verification was requested."""

@@ -163,7 +163,7 @@ class Dialog(ModalScreen[R]):
         return hints
 
     def on_mount(self) -> None:
-        """Prepare the fields."""
+        """Turn off cursor blinking in the fields, and fit the dialog to the terminal."""
         for one in self.query(Input):
             one.cursor_blink = False
         self.fit()
@@ -179,7 +179,7 @@ class Dialog(ModalScreen[R]):
         self.fit()
 
     def show_wanted(self) -> None:
-        """Scroll to the field that the operator needs, unless the operator has scrolled away from it."""
+        """Scroll to the field returned by `wanted`, unless the operator has scrolled since focusing it."""
         if self.display and not any(area.is_scrolled for area in self.query(ScrollArea)):
             wanted = self.wanted()
             if wanted is not None:

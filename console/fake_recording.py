@@ -53,7 +53,7 @@ class FakeRecording:
                 )
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the service's state at a time, or the newest state if `at` is None."""
+        """Return the service's state at the time `at`, or the newest state if `at` is None."""
         times = list(self._times)
         index = len(times) - 1 if at is None else bisect_right(times, at) - 1
         if index < 0 or (at is not None and at > times[index] + _VALID_S):

@@ -1,4 +1,4 @@
-"""Handles the file names that operators enter, and the files to which the console exports tables."""
+"""Resolves file names entered by operators, and writes the files to which the console exports tables."""
 
 from __future__ import annotations
 

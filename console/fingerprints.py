@@ -40,8 +40,8 @@ class Fingerprint(NamedTuple):
     observed: Facts
     """Facts from the snapshot, by name."""
     listed: Facts | None
-    """Fields from the lists returned by `required_lists`, such as keys. None if the lists have not been
-    read."""
+    """Fields from the lists returned by `required_lists`, such as the list of keys. None if the lists have
+    not been read."""
 
     def changes(self, later: Fingerprint) -> str:
         """Describe what has changed. Return an empty string if nothing has."""

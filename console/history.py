@@ -134,8 +134,8 @@ class History:
             slices.extendleft(reversed(found[-(MAX_POINTS - len(slices)) :]))
 
     def continued_from(self, until: float, resolution_s: int, points: int) -> float:
-        """Prepare the history for the last `points` points up to the time `until`, at this resolution. Remove
-        points outside this period, and return the time from which points are missing."""
+        """Keep only the points that belong to a history of `points` points up to the time `until`, at this
+        resolution. Return the time from which points are missing."""
         begin = until - points * resolution_s
         last = self.points[-1].at if self.points else float("-inf")
         short = len(self.points) and self.points[0].at > begin + resolution_s
@@ -228,7 +228,7 @@ class History:
         return int(self.points[-1].at // max(1, self.resolution_s)) if self.points else 0
 
     def span_of(self, points: int = MAX_POINTS) -> float:
-        """Return the time that the newest points cover, in seconds."""
+        """Return the length, in seconds, of the period that the newest `points` points cover."""
         first = max(0, len(self.points) - points)
         return self.points[-1].at - self.points[first].at if len(self.points) > 1 else 0.0
 

@@ -77,7 +77,7 @@ def read_keymap(named: str | None = None) -> Keymap:
             return DEFAULT_KEYMAP
         return _unusable(f"{path} does not exist: create it, or leave out --keys")
     except OSError as error:
-        return _unusable(f"cannot read {path} ({error.strerror}): make it a file that you can read")
+        return _unusable(f"cannot read {path} ({error.strerror}): choose a file that you can read")
     except ValueError as error:
         return _unusable(
             f'{path}: {error}: expected lines of the form "<command>" = "<key>", such as "time back" = "b"'

@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 
 class Span(NamedTuple):
-    """A piece of a line."""
+    """Part of a line, in a single style."""
 
     text: str
     role: str = "text"
@@ -156,7 +156,7 @@ def fact_lines(facts: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 
 def fact_column(facts: Iterable[tuple[str, str]], width: int, name_width: int = _NAME_WIDTH) -> list[Line]:
-    """Format facts as lines, one below the other even in wide terminals."""
+    """Format facts as lines, with the facts one below the other even in wide terminals."""
     lines = []
     for name, value in facts:
         first, *others = wrap(value, width - name_width) or [BLANK]

@@ -35,8 +35,8 @@ _BLOCKS_EVERY_S = 1.0
 
 
 class LiveSource:
-    """Delivers snapshots of the service in this run directory. If the event stream ends, the next call
-    reopens it."""
+    """Delivers snapshots of the service with this run directory. If the event stream ends, calling
+    `next` again reopens it."""
 
     kind: Literal["live"] = "live"
 
@@ -48,7 +48,7 @@ class LiveSource:
         self.interval_s = interval_s
         self.reads_blocks = False
         self._blocks: dict[str, BlockMap] = {}
-        """Each replica's blocks, as most recently read."""
+        """Each replica's blocks, from the most recent read."""
         self._blocks_at = -math.inf
         self._reading: asyncio.Task[list[ReplicaBlocks]] | None = None
         self._run_dir, self._key = run_dir, key

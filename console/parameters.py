@@ -67,18 +67,18 @@ class Parameter:
             self.description = self.description.replace("Null ", "The value none ")
         types = _alternatives(kind)
         self.optional = any(isinstance(one, msgspec.inspect.NoneType) for one in types)
-        """Whether "none" is a value."""
+        """Whether "none" is a valid value."""
         self.type = next(one for one in types if not isinstance(one, msgspec.inspect.NoneType))
         self.kind: Kind = self._kind()
 
     @property
     def flag(self) -> str:
-        """The CLI's option."""
+        """The parameter's CLI option."""
         return _OPTIONS.get(self.name) or flag(self.name)
 
     @property
     def label(self) -> str:
-        """The label in forms."""
+        """The parameter's label in forms."""
         return self.flag.removeprefix("--").replace("-", " ")
 
     @property

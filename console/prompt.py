@@ -93,7 +93,7 @@ class PromptLine(Input):
             event.prevent_default()
 
     async def on_key(self, event: events.Key) -> None:
-        """Handle keys that submit the line, complete it, or recall earlier lines."""
+        """Submit, cancel or complete the line, or recall an earlier one, depending on the key."""
         if event.key == "escape":
             self._close(None)
         elif event.key == "enter":

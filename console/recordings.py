@@ -26,7 +26,7 @@ class Mark(NamedTuple):
 
     at: float
     is_alert: bool
-    """Whether the event is a raised alert; otherwise it is an operator action."""
+    """Whether an alert was raised. If not, the event is an operator action."""
     text: str
 
 
@@ -52,7 +52,7 @@ class RecordedPast(Protocol):
     """For a recording in a file, the time to show first, in unix seconds; otherwise None."""
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the service's state at a time (unix seconds), or the newest state if `at` is None."""
+        """Return the service's state at the time `at` (unix seconds), or the newest state if `at` is None."""
         ...
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:

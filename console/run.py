@@ -9,7 +9,8 @@ from console.source import SnapshotSource
 
 def run(source: SnapshotSource, *, write: bool, theme: str, keys: str | None, mouse: bool = True) -> int:
     """Run the console until the operator quits or a signal ends it. `keys` is the path of a keymap file.
-    Without `mouse`, the terminal keeps the mouse, for example to select text. Return the exit code."""
+    If `mouse` is false, the mouse is left to the terminal, for example to select text. Return the exit
+    code."""
     app = ConsoleApp(source, write=write, theme=theme, keymap=read_keymap(keys))
     code = app.run(mouse=mouse)
     return code if code is not None else app.return_code or 0

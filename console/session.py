@@ -90,7 +90,7 @@ class ConsoleSession:
     # ── the source ───────────────────────────────────────────────────────────────────────────
 
     def accept(self, snapshot: Snapshot) -> None:
-        """Process the next snapshot."""
+        """Add the next snapshot to the history, and show it unless updates are paused."""
         before = self._newest
         if before is not None and snapshot.started_at > before.started_at + 0.5:
             self.state.restarted_at = snapshot.at

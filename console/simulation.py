@@ -48,7 +48,7 @@ _MAX_STALLS = 16
 
 
 class Simulation:
-    """The simulated service. `advance` advances its clock."""
+    """The simulated service. `advance` moves its clock forward."""
 
     def __init__(self, *, seed: int, requests: int, blocks: int, gpus: int, tenants: int, now: float) -> None:
         """`requests` is the typical number of unfinished requests. `blocks` is the number of blocks in the

@@ -39,7 +39,7 @@ class StoredRecording:
         self._past = past
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the service's state at a time (unix seconds), or the newest state if `at` is None."""
+        """Return the service's state at the time `at` (unix seconds), or the newest state if `at` is None."""
         return await _in_thread(lambda: self._past.snapshot(SnapshotQuery(at=at)))
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:

@@ -16,7 +16,7 @@ from console.recordings import Mark, PastTimeline
 WINDOW_POINTS = 600
 """Number of points on the timeline: 10 minutes at a resolution of one second."""
 _SHORT_S = 900.0
-"""Timelines shorter than this many seconds show their start and end times with seconds."""
+"""Timelines shorter than this many seconds include seconds in their start and end times."""
 _BARS: dict[GlyphSet, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": "_.:-=+*#"}
 
 

@@ -1,4 +1,4 @@
-"""Formats values with units. None means unknown and becomes "--"."""
+"""Formats values with units. None means unknown and is shown as "--"."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class Fp8Weight:
     """One scale per row: [out] float32. Row i of the weight matrix is `values[i] × scales[i]`. If `block` is
     set, one scale per block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
-    """Rows and columns per block, or None for one scale per row. With blocks, each group of `columns` inputs
-    of a token has its own activation scale."""
+    """Rows and columns per block, or None for one scale per row. With blocks, each token's inputs are
+    quantised in groups of `columns`, each with its own scale."""
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -98,9 +98,9 @@ class NextNorm:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The router and the routed experts of a mixture-of-experts layer on one rank. Each expert is an MLP with
-    SwiGLU. With FP8, each `Fp8Weight` has an extra first dimension: values [experts, out, in] and scales
-    [experts, out]."""
+    """One rank's part of a mixture-of-experts layer: the router and this rank's experts. Each expert is an
+    MLP with SwiGLU. With FP8, each `Fp8Weight` has an extra first dimension: values [experts, out, in] and
+    scales [experts, out]."""
 
     router: torch.Tensor
     """The router's matrix in the model's dtype: [experts of all ranks, hidden]."""
@@ -207,7 +207,7 @@ class ChunkSpan:
 
     @property
     def end(self) -> int:
-        """Number of tokens of the sequence that are in the cache after the pass."""
+        """Number of the sequence's tokens that are in the cache after the pass."""
         return self.context + self.count
 
 
@@ -352,7 +352,7 @@ class Ops(Protocol):
         window: int | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Apply QK-norm and RoPE to queries and keys, write keys and values to the pool, and return the
+        """Apply QK-norm and RoPE to queries and keys, write keys and values to the pool, and compute
         causal paged attention. If `out` is given, the result is written to it.
 
         The result is `[tokens, heads, head_dim]` in qkv's dtype, or `[decodes, heads, head_dim]` for a plan

@@ -76,13 +76,14 @@ class Logits:
     """Token hashes, [columns] int32, computed once by `kernels.sampling.token_hashes`. Not needed by
     `greedy`."""
     index: torch.Tensor | None = None
-    """Row of `values` that each sampling row uses: [sampling rows] int64. None means that sampling row i uses
-    row i."""
+    """For each sampling row, the index of its row in `values`: [sampling rows] int64. None means that
+    sampling row i uses row i of `values`."""
     edited: torch.Tensor | None = None
-    """The result of `edit`: [edited rows, columns] float32. A sampling row whose `edited_index` is not -1
-    uses that row of `edited` instead of its logits."""
+    """The result of `edit`: [edited rows, columns] float32. Unless its `edited_index` is -1, a sampling
+    row uses the row of `edited` with this index instead of its logits."""
     edited_index: torch.Tensor | None = None
-    """Each sampling row's row in `edited`, or -1 if its logits were not edited: [sampling rows] int64."""
+    """For each sampling row, the index of its row in `edited`, or -1 if its logits were not edited: [sampling
+    rows] int64."""
 
 
 class SamplingOps(Protocol):
@@ -119,10 +120,11 @@ class SamplingOps(Protocol):
         the copies: `[edited rows, columns]` float32, for `Logits.edited`. The original logits stay unchanged,
         because log probabilities are computed from them.
 
-        index: [edited rows] int64, each edited row's sampling row; -1 marks padding.
+        index: [edited rows] int64. For each edited row, the index of its sampling row; -1 marks padding.
         counts: [count slots, vocabulary] int32, 2 × (occurrences in the output) + (1 if the token is in the
           prompt).
-        count_slots: [edited rows] int64, each edited row's row in `counts`, or -1 for no penalties.
+        count_slots: [edited rows] int64. For each edited row, the index of its row in `counts`, or -1 for no
+          penalties.
         bias, banned: no (row, token id) pair occurs twice; row -1 marks padding. `logits.first` must be 0,
           because token ids index the whole vocabulary.
         """

@@ -145,8 +145,8 @@ def experts_add(
 def route(
     x: torch.Tensor, router: torch.Tensor, top_k: int, normalised: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts chosen by each token in `x [tokens, hidden]`, and their weights, both in the format
-    of `kernels.ExpertActivation`."""
+    """Return the experts chosen by each token in `x [tokens, hidden]`, and their routing weights, both in the
+    format of `kernels.ExpertActivation`."""
     logits = F.linear(x.float(), router.float())
     # Use a stable sort, because torch.topk does not define the order of equal values.
     falling, experts = logits.sort(dim=-1, descending=True, stable=True)

@@ -27,7 +27,7 @@ class AttentionPlan:
     lens: torch.Tensor
     queries: torch.Tensor | None
     chunks: list[tuple[ChunkSpan, torch.Tensor]]
-    """Each prompt chunk, and the part of its block-table row that it uses."""
+    """The prompt chunks, each with the part of its block-table row that it uses."""
 
 
 def plan_attention(inputs: AttentionInput) -> AttentionPlan:
@@ -122,7 +122,7 @@ class _Group:
 
 def _length_groups(lens: list[int], window: int | None, most_columns: int) -> list[_Group]:
     """Group sequences of similar length to limit the padding: attention then copies at most about twice as
-    many columns as needed. A group copies at most `most_columns` columns, unless it is a single sequence."""
+    many columns as needed. Only a group with a single sequence may copy more than `most_columns` columns."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
 

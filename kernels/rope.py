@@ -30,8 +30,9 @@ def dynamic_frequencies(
     """Return the frequencies of dynamic NTK-aware scaling (bloc97 and emozilla 2023) for sequences of
     `length` tokens.
 
-    positions: the configured `max_position_embeddings`. Up to `positions`, the frequencies are unscaled.
-    Above that, they are those that transformers computes for a sequence of exactly `length` tokens.
+    positions: the configured `max_position_embeddings`. For lengths up to `positions`, the frequencies are
+    unscaled. For longer sequences, they are those that transformers computes for a sequence of exactly
+    `length` tokens.
     """
     stretch = factor * max(length, positions) / positions - (factor - 1)
     return default_frequencies(head_dim, theta * stretch ** (head_dim / (head_dim - 2)))

@@ -327,10 +327,10 @@ def best_in_top_p(
     scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor, tries: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `best(keep_top_p_(scores, logits, top_p))`, usually without sorting. Modifies `scores`. Tokens
-    are tried by decreasing score, and the first token in the nucleus is returned. A token is in the nucleus
-    if the total probability of all more likely tokens is below top_p. The result is the same as with sorting,
-    except for rounding at the boundary of the nucleus. On average, about 1 / top_p tokens are tried; after
-    `tries` tokens, the row is sorted instead. Reads results on the host, so it is meant for CPUs.
+    are tried in order of decreasing score, and the first token in the nucleus is returned. A token is in the
+    nucleus if the total probability of all more likely tokens is below top_p. The result is the same as with
+    sorting, except for rounding at the boundary of the nucleus. On average, about 1 / top_p tokens are tried;
+    after `tries` tokens, the row is sorted instead. Reads results on the host, so it is meant for CPUs.
     """
     values, columns = best(scores)
     highest = logits.amax(dim=1, keepdim=True)

@@ -6,7 +6,7 @@ from console.explanations.explanation import NOW, SECOND, SLICE, START, STEPS, E
 
 ENGINE: dict[str, Explanation] = {
     "replicas": Explanation(
-        "READY", "replicas", NOW, "Ready replicas and all replicas.", "appliance_replica_state"
+        "READY", "replicas", NOW, "Number of ready replicas, out of all replicas.", "appliance_replica_state"
     ),
     "queued": Explanation(
         "QUEUED", "requests", NOW, "Requests waiting for the model.", "status: models.queued"
@@ -114,7 +114,7 @@ ENGINE: dict[str, Explanation] = {
         "ms",
         SECOND,
         "A stall: a step with decodes that took over three times as long as the mean decode-only step. "
-        "Shows the longest such step, and the request with its largest prefill chunk.",
+        "Shows the longest such step, and the request with the largest prefill chunk in it.",
         "batches: longest_ms; stalls: request, tenant",
     ),
     "computed_tokens": Explanation(

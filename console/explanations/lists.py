@@ -168,7 +168,7 @@ LISTS: dict[str, Explanation] = {
         "FIRST",
         "of the metric",
         "the first time",
-        "Value at the first time.",
+        "Value at the first of the two times.",
         "GET /telemetry",
     ),
     "second": Explanation(

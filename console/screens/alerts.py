@@ -56,7 +56,7 @@ class AlertsView(TableView[ListedAlert]):
     alternate = "silences"
     help_text = (
         "Alerts with their likely causes and next steps. Alerts caused by another alert are not listed; the "
-        "alert that caused them shows their number. Press {variant} to see the silences."
+        "alert that caused them shows how many there are. Press {variant} to see the silences."
     )
     target: TargetKind = "alert"
     sorted_by = "severity"

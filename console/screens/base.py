@@ -15,7 +15,7 @@ MIN_WIDTH, MIN_HEIGHT = 60, 18
 
 
 PAGE, FAR = 10, 1_000_000
-"""Number of rows to move the cursor: one page, or enough to reach the first or last row."""
+"""Numbers of rows by which the cursor moves: one page, or enough to reach the first or last row."""
 
 
 JUMP_LETTERS = "asdfghjklqwertyuiopzxcvbnmASDFGHJKLQWERTYUIOPZXCVBNM"

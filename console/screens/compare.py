@@ -87,7 +87,7 @@ class CompareView(TableView[Difference]):
     title = "Compare"
     short = "Compare"
     help_text = (
-        "The metrics at two times: the first time chosen with {compare}, and the displayed time. Metrics are "
+        "The metrics at two times: the one chosen with {compare}, and the displayed one. Metrics are "
         "named as in the admin API. Press {variant} to switch between changed metrics and all metrics."
     )
     variants = ("changed", "all")

@@ -18,8 +18,8 @@ _LINK_FIELDS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
 
 
 def memory_parts(gpu: Gpu) -> tuple[int | None, int | None, int | None, int | None]:
-    """Return the bytes used by weights, by the KV cache and by everything else, and the free bytes, with None
-    for unknown values."""
+    """Return the memory used by weights, by the KV cache and by everything else, and the free memory, in
+    bytes. Unknown values are None."""
     if gpu.used_bytes is None:
         return gpu.weight_bytes, gpu.kv_bytes, None, None
     free = None if gpu.memory_bytes is None else gpu.memory_bytes - gpu.used_bytes

@@ -117,7 +117,7 @@ class KvView(View):
                 self._jump_cells.append(cells[request.request_id])
 
     def _first_cells(self, blocks: BlockMap) -> dict[str, int]:
-        """Return the first cell from which each request can be opened."""
+        """For each request, return the first cell from which it can be opened."""
         found: dict[str, int] = {}
         owners, size = _owners(blocks), self._blocks_per_cell(blocks)
         for cell in range(self._cells):

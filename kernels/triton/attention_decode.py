@@ -59,8 +59,8 @@ class DecodeConfig:
     """The decode attention kernel's launch parameters."""
 
     items: int
-    """Programs per KV head, which is also the maximum total number of splits. At least the number of
-    sequences."""
+    """Number of programs per KV head. This is also the maximum total number of splits, and must be at least
+    the number of sequences."""
     stages: int
     """Number of pipeline stages over pages. Page numbers and tiles are each prefetched (stages - 1) / 2
     iterations ahead."""
@@ -73,14 +73,14 @@ class DecodeConfig:
     """Sequences with at most this many pages are not split, because reading the pages in one program is
     faster than combining splits."""
     early: bool = False
-    """With a `Rotation`, whether a program loads its first page before the qkv GEMM ends. The GEMM does not
-    change this page, but the page then occupies registers for longer."""
+    """Whether a program loads its first page before the qkv GEMM ends. Applies only with a `Rotation`. The
+    GEMM does not change this page, but the page then occupies registers for longer."""
 
 
 def config_for(
     sequences: int, kv_heads: int, group: int, head_dim: int, element_size: int, multiprocessors: int
 ) -> DecodeConfig:
-    """Return the launch parameters for a number of sequences. They do not depend on the sequence lengths.
+    """Return the launch parameters for this number of sequences. They do not depend on the sequence lengths.
 
     With a 16-bit cache, a single sequence is fastest with one program per multiprocessor, because a launch
     that overlaps the previous kernel distributes its programs unevenly. Batches of 2 to 16 sequences are

@@ -172,7 +172,7 @@ def decode_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
 
-    # Find this program's sequence and split. A split has at most `most` pages, so that all splits fit into
+    # Find this program's sequence and split. Splits are limited to `most` pages, so that all of them fit into
     # the grid. The loads bypass the L1 cache: they run before gdc_wait, when the cache may still contain an
     # earlier step's lengths and slots.
     if SCAN == 1:

@@ -1,10 +1,10 @@
 """Implements causal paged attention for prompt chunks (prefill), based on FlashAttention-2's loop (Dao 2023).
 
-A tile's 128 rows are one KV head's query heads for as many tokens as fit. Even a short chunk therefore fills
-the tensor cores, and tiles on the diagonal waste little work. One launch computes all of a pass's tiles,
-those with the most keys first. The host builds the tile list once per step for all layers (`plan_tiles`). A
-tensor descriptor reads each page of a KV head as one contiguous tile. Pages that are visible to every row of
-a tile are not masked.
+A tile's 128 rows contain the query heads of one KV head, for as many tokens as fit. Even a short chunk
+therefore fills the tensor cores, and tiles on the diagonal waste little work. One launch computes all of a
+pass's tiles, those with the most keys first. The host builds the tile list once per step for all layers
+(`plan_tiles`). A tensor descriptor reads each page of a KV head as one contiguous tile. Pages that are
+visible to every row of a tile are not masked.
 
 With an FP8 cache, the pages that a pass reads are first expanded to the model's dtype, in a scratch pool
 (`plan_expansion`, `expand`). Each page is thus converted only once, instead of once per tile. Short chunks,

@@ -45,7 +45,7 @@ _COMBINED_COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """All (token, expert) choices, sorted by expert and then by token. A token's choice `i` has the number
+    """All (token, expert) choices, sorted by expert and then by token. Choice `i` of a token is numbered
     token × top_k + i."""
 
     order: torch.Tensor
@@ -183,10 +183,10 @@ def combine(
     computed: ComputedChoices | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """For each token, return the sum of its `results [tokens × top_k, hidden]`, multiplied by its routing
-    `weights [tokens, top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. If
-    `out` is given, the sum is written to it. `out` may be the residual. computed: selects the results
-    computed on this rank; None means all of them."""
+    """Return the sum of each token's results, each multiplied by its routing weight, plus the residual:
+    `[tokens, hidden]` in the dtype of `results`. If `out` is given, the sum is written to it. `out` may be
+    the residual. results: `[tokens × top_k, hidden]`. weights: routing weights, `[tokens, top_k]` float32.
+    computed: selects the results computed on this rank; None means all of them."""
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out

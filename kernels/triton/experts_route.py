@@ -33,8 +33,8 @@ from kernels.triton.linear_rows import Workspace
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 _PROGRAMS = 128
-"""Programs per `route_many` kernel, given enough tokens. It is close to the number of multiprocessors of an
-H100 or H200, but fixed, so that results do not depend on the GPU."""
+"""Number of programs per `route_many` kernel, given enough tokens. It is close to the number of
+multiprocessors of an H100 or H200, but fixed, so that results do not depend on the GPU."""
 
 _LINES = 2
 """Number of 128-byte cache lines that `route_many` prefetches per router row."""

@@ -30,7 +30,7 @@ class Workspace:
     partials: torch.Tensor
     """The splits' partial sums, float32."""
     arrived: torch.Tensor
-    """Number of splits that have finished, for each tile: int32. Zero between launches."""
+    """For each tile, the number of splits that have finished: int32. Zero between launches."""
 
 
 def allocate_workspace(device: torch.device) -> Workspace:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton functions that process the heads in the qkv GEMM's result: QK-norm, RoPE, and conversion to the
-cache's dtype. They round at the same points as `fused.rope_cache_write`."""
+"""Triton functions for the heads in the qkv GEMM's result: QK-norm, RoPE, and conversion to the cache's
+dtype. They round at the same points as `fused.rope_cache_write`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Searches for each linear's fastest plan. The search first varies one linear's plan at a time, then times
 all linears' best plans together. Plans are timed in a chain: a sequence of decoder operations, defined by the
-implementation of `Chain`. This module handles only the linears that look up their plan in the table.
+implementation of `Chain`. The search covers only the linears that look up their plan in the table.
 """
 
 from __future__ import annotations

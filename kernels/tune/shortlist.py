@@ -50,7 +50,7 @@ def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
 def shortlist(
     product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
 ) -> list[GemmPlan | None]:
-    """Return `known` and additional plans, at most `most` in total. If a search has timed plans for this
+    """Return `known` and additional plans, up to `most` plans in total. If a search has timed plans for this
     linear, the fastest of them are added; otherwise, `tiles` plans with about one wave of programs, and the
     plans most similar to a known one.
     """
@@ -93,9 +93,9 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Return the `tiles` candidates, by tile size and then by how well they fill the GPU. For a single row,
-    they include plans with tiles of 8 rows: unlike one-row plans, these can share norms with adjacent
-    linears."""
+    """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For a
+    single row, they include plans with tiles of 8 rows: unlike one-row plans, these can share norms with
+    adjacent linears."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
