@@ -81,9 +81,9 @@ def read_served(
     """Read the configuration of the model in `folder`, and return the model with its serving options, which
     together determine the kernels to compile.
 
-    `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices not quantised
-    in the checkpoint are quantised. Raises CheckpointError if the files cannot be used, and UnsupportedError
-    if the GPU kernels do not support the model with these options.
+    `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices that are not
+    already quantised in the checkpoint are quantised to FP8. Raises CheckpointError if the files cannot be
+    used, and UnsupportedError if the GPU kernels do not support the model with these options.
     """
     config = read_config(folder)
     if expert_parallel:

@@ -43,7 +43,8 @@ def device_model(device: str) -> str:
 
 
 def ceilings(device: str) -> Ceilings | None:
-    """Return a device's peak rates, or None if unknown. `device` is an entry of `ReplicaInfo.devices`."""
+    """Return a device's peak rates, or None if they are unknown. `device` is an entry of
+    `ReplicaInfo.devices`."""
     return CEILINGS.get(device_model(device))
 
 

@@ -21,8 +21,8 @@ from engine.logs import COPY_DESCRIPTOR, CopiedRecord
 READ_BYTES = 1 << 16
 """Maximum number of bytes per read."""
 _PAUSE_S = 0.1
-"""Pause after reading `READ_BYTES` bytes, so that a child with excessive log output cannot monopolise the
-event loop."""
+"""Length, in seconds, of the pause after reading `READ_BYTES` bytes, so that a child with excessive log
+output cannot monopolise the event loop."""
 
 child_records = logging.getLogger("engine.child_records")
 child_records.propagate = False  # the child has already written the records to standard error
@@ -30,7 +30,7 @@ child_records.addHandler(logging.NullHandler())
 
 
 class ChildLog:
-    """The copy of a child process's log. May only be used on the event loop's thread."""
+    """Receives the copy of a child process's log. May only be used on the event loop's thread."""
 
     def __init__(self, process: str) -> None:
         """Create the pipe. `process` is the child process's name. Raises OSError if too many files are

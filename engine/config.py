@@ -337,7 +337,7 @@ class ModelConfig:
         self.check_parallel(size)
         if not 0 <= rank < size:
             raise UnsupportedError(
-                f"rank is {rank}", f"with tensor_parallel_size {size} it must be from 0 to {size - 1}"
+                f"rank is {rank}", f"with tensor_parallel_size {size}, it must be from 0 to {size - 1}"
             )
         vocab = -(-self.vocab_size // size)
         first_vocab = min(rank * vocab, self.vocab_size)

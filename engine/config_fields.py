@@ -27,7 +27,8 @@ class Fields:
             values = json.loads(file.read_bytes())
         except FileNotFoundError:
             raise CheckpointError(
-                f"{file}: no such file", "a Hugging Face checkpoint has one: give the folder of a checkpoint"
+                f"{file}: no such file",
+                "give the folder of a Hugging Face checkpoint, which contains this file",
             ) from None
         except OSError as error:
             raise unreadable(file, error) from None

@@ -62,7 +62,7 @@ class StepTiming:
     """Duration in milliseconds, measured from the start of the step's launch or the end of the previous step,
     whichever is later."""
     idle_us: float
-    """Time, in microseconds, that the device was idle before the step although sequences were waiting. It is
+    """Time, in microseconds, that the device was idle before the step while sequences were waiting. It is
     0 if all of the step's sequences arrived after the previous step was planned, because the device may then
     have been idle for lack of work."""
     plan_us: float = 0.0
@@ -85,7 +85,7 @@ class StepResult:
     finished: list[Finished]
     """Final token counts of the submissions that have ended."""
     credits_changed: bool
-    """Whether submission credit was granted to the core since the previous iteration."""
+    """Whether the core has been granted submission credit since the previous iteration."""
     timing: StepTiming | None
     """Timing of the step collected in this iteration, or None."""
 

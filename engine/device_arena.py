@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 ALIGNMENT = 512
-"""Alignment of every tensor in bytes, the same as in torch's allocator. The kernels need at most 128
-bytes."""
+"""Alignment of every tensor in bytes, the same as in torch's allocator. No kernel needs an alignment of more
+than 128 bytes."""
 PIECE_BYTES = 1 << 30
 """Maximum size, in bytes, of the pieces in which memory is copied and restored. Large pieces transfer faster,
 but several pieces are needed so that one can be copied while the next is mapped."""
@@ -40,7 +40,8 @@ class DeviceArena:
     """Tensors in one address range. Individual tensors are never freed; the memory and the addresses are
     returned to the driver once the arena and all of its tensors have been deleted.
 
-    `limit_bytes` is the size of the range. It uses no physical memory until `empty` or `grow` is called.
+    `limit_bytes` is the size of the range. The arena uses no physical memory until `empty` or `grow` is
+    called.
     """
 
     def __init__(self, driver: VirtualMemory, limit_bytes: int) -> None:

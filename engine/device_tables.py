@@ -292,7 +292,7 @@ class SlotTables:
 
 
 def chunk_results(forward: ForwardInput) -> list[int]:
-    """Return the result row of each prefill chunk's last token."""
+    """For each prefill chunk, return the result row of its last token."""
     decodes, spans = len(forward.attention.slots), forward.attention.chunks
     if forward.logits_attention is not None:
         return list(range(decodes, decodes + len(spans)))

@@ -6,8 +6,8 @@ from engine.rank_messages import LayerExperts
 
 
 def expert_use(choices: dict[int, list[int]]) -> tuple[LayerExperts, ...]:
-    """Return usage statistics of each layer's experts. `choices` contains, per layer, how many tokens chose
-    each expert."""
+    """Return usage statistics for each layer's experts. `choices` contains, for each layer, the number of
+    tokens that chose each expert."""
     return tuple(_layer_use(layer, counts) for layer, counts in choices.items())
 
 

@@ -110,7 +110,7 @@ class HalvesGraphs:
 
     def _parts(self, layer: Layer, half: int, rows: int) -> tuple[Callable[[], object], ...]:
         """Return the functions to capture for a layer, in the order of the fields of `_LayerGraphs`. The
-        first and the last function read the sums that `PeerOverlap` stores in alternating buffers."""
+        first and last functions read the sums that `PeerOverlap` stores in alternating buffers."""
         overlap = self._overlap
         before, between = (Residual(overlap.result(half, turn, rows)) for turn in range(2))
         qkv, attended, out = self._qkv[half, :rows], self._attended[half, :rows], overlap.part(half, rows)

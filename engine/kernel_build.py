@@ -1,7 +1,7 @@
 """Compiles a replica's kernels before their first launch, either in `python -m engine.build` or while the
 replica's weights load. Worker processes compile the kernels on all cores. Otherwise, kernels would be
-compiled one after another, each at its first launch, while requests wait. If all kernels are already
-compiled, a starting replica finds out by hashing a few files."""
+compiled one after another, each at its first launch, while requests wait. A starting replica determines
+whether all kernels are already compiled by hashing a few files."""
 
 from __future__ import annotations
 

@@ -313,4 +313,4 @@ def describe_exit(returncode: int) -> str:
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
-    return f"ended with exit code {returncode}"
+    return f"exited with code {returncode}"

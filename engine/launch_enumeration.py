@@ -213,8 +213,9 @@ def _ranks(size: int, rank: int, gpu: GpuModel) -> Ranks:
 
 
 def _sizes(most: int) -> list[int]:
-    """Return the padded sizes, up to `most` rows, for which our own kernels differ. Above _DIFFERENT_ROWS
-    rows, the size affects only cuBLAS kernels, which need no compilation, so powers of two suffice."""
+    """Return padded sizes, up to `most` rows, that together launch every variant of our own kernels. Above
+    _DIFFERENT_ROWS rows, the size affects only cuBLAS kernels, which need no compilation, so powers of two
+    suffice."""
     return [
         size for size in gemm_sizes(most) if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
     ]

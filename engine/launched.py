@@ -26,7 +26,7 @@ class StepResults:
     alternatives, k."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
     """The `Sampler.token_logprobs` results for each slice of prompt tokens whose log probabilities were
-    requested. A slice may have several, each covering some of its tokens."""
+    requested. A slice may have several results, each covering some of its tokens."""
     finite: list[tuple[int, torch.Tensor]]
     """For each chunk that does not sample: its slot, and whether its last token's hidden state is finite.
     Checking the last token suffices, because its hidden state depends on all earlier tokens."""

@@ -71,8 +71,8 @@ class LayerGraphs:
         return Residual(values)
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs for one size, after running the graph that precedes the first attention, and one
-        graph per kind of layer, to load their kernels."""
+        """Capture the graphs for one size. The code before the first attention and one layer of each kind are
+        run first, to load their kernels."""
         for index in (-1, *first_of_each_kind(self._layers)):
             self._part(index, size)()
         parts = [self._part(index, size) for index in range(-1, len(self._layers))]
@@ -101,7 +101,7 @@ class LayerGraphs:
 
 
 def first_of_each_kind(layers: Sequence[Layer]) -> list[int]:
-    """Return the index of each layer class's first layer."""
+    """For each layer class, return the index of its first layer."""
     kinds = [type(layer) for layer in layers]
     return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
 

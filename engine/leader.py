@@ -39,7 +39,7 @@ as saturated if its cache statistics are older than 200 ms."""
 
 
 class LeaderLoop:
-    """Runs rank 0's step loop, and handles its channels to the core and the fronts."""
+    """Runs rank 0's step loop, and exchanges messages with the core and the fronts."""
 
     def __init__(
         self,

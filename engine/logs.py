@@ -44,7 +44,7 @@ class LogState(NamedTuple):
     dropped_lines: int = 0
     """Number of lines that this process has dropped because standard error was blocked."""
     stalled_s: float = 0.0
-    """Duration of the current write in seconds, or 0 if no write is in progress."""
+    """Time, in seconds, since the current write began, or 0 if no write is in progress."""
 
 
 class UtcFormatter(logging.Formatter):
@@ -74,7 +74,7 @@ class CopyFormatter(logging.Formatter):
     """Formats a record as a line of JSON, a `CopiedRecord`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the record as a line of JSON."""
         copied = CopiedRecord(record.created, record.levelno, area_of(record), short_message(record))
         return msgspec.json.encode(copied).decode()
 
@@ -129,7 +129,7 @@ class LineQueue(QueueHandler):
             time.sleep(0.002)
 
     def state(self) -> LogState:
-        """Return the number of dropped lines and the duration of the current write."""
+        """Return the number of dropped lines and the time since the current write began."""
         since = self.writer.writing_since
         return LogState(self.dropped, 0.0 if since is None else time.monotonic() - since)
 

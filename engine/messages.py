@@ -243,8 +243,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
 
     @property
     def level(self) -> int:
-        """Scheduling level from 0 (highest priority) to LEVELS - 1. Lower levels are admitted and computed
-        first. Credit is counted per level."""
+        """Scheduling level from 0 (highest priority) to LEVELS - 1. Levels with lower numbers are admitted
+        and computed first. Credit is counted per level."""
         return level_of(self.priority, self.urgency)
 
     @property

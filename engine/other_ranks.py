@@ -25,8 +25,8 @@ from engine.wire import Channel, socketpair
 STOP_GRACE_S = 10.0
 """Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds it is killed."""
 LOSS_GRACE_S = 2.0
-"""Time limit, in seconds, for rank 0 to handle the loss of another rank, after which its process exits. Rank
-0 may be blocked in a collective that never returns, e.g. while loading the model."""
+"""Time limit, in seconds, for rank 0 to call `stop` after another rank was lost. If it does not, its process
+exits. Rank 0 may be blocked in a collective that never returns, e.g. while loading the model."""
 
 
 class OtherRanks:
@@ -123,7 +123,7 @@ class OtherRanks:
         cause = f": {fatal[0].message}" if fatal else ""
         self._reason = f"rank {rank} (pid {process.pid}) {describe_exit(returncode)}{cause}"
         self._exited.set()
-        self._on_exit(f"rank {rank} has ended")
+        self._on_exit(f"rank {rank} has exited")
         self._kill()
         if not self._stopping.wait(LOSS_GRACE_S):
             print(self._reason, file=sys.stderr, flush=True)

@@ -32,8 +32,8 @@ class Overlap(Protocol):
     """Number of tokens in the first half."""
 
     def part(self, half: int, rows: int) -> torch.Tensor | None:
-        """Return the buffer into which the caller can write the `part` for a half's next `start`: [rows,
-        hidden]. If None, the caller allocates its own."""
+        """Return a buffer for the `part` argument of a half's next `start` call: [rows, hidden]. None means
+        that the caller must allocate one."""
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
         """Start computing a half's `residual` plus the sum of `part` over the ranks. May overwrite both

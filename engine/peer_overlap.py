@@ -156,8 +156,8 @@ class PeerOverlap:
 
     @contextlib.contextmanager
     def _on_stream(self, half: int):  # type: ignore[no-untyped-def]
-        """Run the body on the second stream, after all work on the current stream, and record an event at its
-        end."""
+        """Run the `with` body on the second stream, after all work on the current stream, and record an event
+        at its end."""
         computed, summed = self._computed[half], self._summed[half]
         if self._stream is None or computed is None or summed is None:
             yield

@@ -96,8 +96,8 @@ LOWEST_LOGPROB = -9999.0
 """Lowest log probability reported. It replaces lower and non-finite values."""
 
 BAD_TOKEN = -1
-"""Reported in place of a sampled token if the logits have no finite maximum, because the weights are damaged
-or a value overflowed."""
+"""Reported in place of a sampled token if the logits have no finite maximum, e.g. because the weights are
+damaged or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):

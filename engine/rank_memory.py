@@ -237,7 +237,7 @@ class GpuMemory:
     def blocks_within(self, nbytes: int) -> int:
         held = sum(arena.size_bytes for arena in self._kv)
         most = max(0, nbytes + held) // sum(self._block_bytes)
-        # Every tensor takes whole pages, so fewer blocks than `most` may fit.
+        # Every tensor occupies whole pages, so the number of blocks that fit may be less than `most`.
         return max(0, bisect_right(range(most + 1), nbytes, key=self._missing_bytes) - 1)
 
     def _missing_bytes(self, blocks: int) -> int:

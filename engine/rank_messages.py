@@ -120,9 +120,9 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     total: int = 0
     """Total amount of work, or 0 if unknown."""
     unit: str = ""
-    """What `done` and `total` count, such as "bytes" or "layers"."""
+    """Unit of `done` and `total`, such as "bytes" or "layers"."""
     detail: str = ""
-    """What the stage is working on, such as a file name."""
+    """The item that the stage is working on, such as a file name."""
     note: str = ""
     """A message for the log, unrelated to progress."""
 

@@ -126,11 +126,11 @@ def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
     rank 0."""
 
     def leave(name: str) -> None:
-        ranks.abandon(f"{name} has ended")
+        ranks.abandon(f"{name} has exited")
         # Normally, the main thread now raises RankLost or returns. If it is idle or blocked in a collective,
         # it does neither, so this thread ends the process.
         time.sleep(LOSS_GRACE_S)
-        log.error("%s has ended; this rank exits", name)
+        log.error("%s has exited; this rank exits too", name)
         logging.shutdown()
         os._exit(1)
 

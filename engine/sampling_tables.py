@@ -29,28 +29,28 @@ class BadWords:
     slots: torch.Tensor
     """Each entry's sequence slot: [entries] int64."""
     prefixes: torch.Tensor
-    """Each bad word's tokens but the last, right-aligned and padded with _ANY: [entries, MAX_BAD_WORD_TOKENS
-    - 1] int32."""
+    """All but the last token of each bad word, right-aligned and padded with _ANY: [entries,
+    MAX_BAD_WORD_TOKENS - 1] int32."""
     targets: torch.Tensor
     """Index of each bad word's last token in the flattened logits of the processed slots: [entries] int64."""
 
 
 @dataclass(slots=True)
 class LogitsProcessors:
-    """The changes made to the logits before sampling: penalties, biases, allowed tokens, bad words, and
-    suppression of stop tokens before `min_tokens`.
+    """The modifications applied to the logits before sampling: penalties, biases, allowed tokens, bad words,
+    and suppression of stop tokens before `min_tokens`.
 
-    "Processed" slots are those whose logits are changed.
+    "Processed" slots are those whose logits are modified.
     """
 
     index: torch.Tensor
-    """Each processed slot's index in the list of sampling slots: [processed] int64."""
+    """For each processed slot, its index in the list of sampling slots: [processed] int64."""
     index_of: torch.Tensor
-    """Each sampling slot's index in the list of processed slots, or -1 if it is not processed: [sampling
-    slots] int64."""
+    """For each sampling slot, its index in the list of processed slots, or -1 if it is not processed:
+    [sampling slots] int64."""
     count_rows: torch.Tensor | None
-    """Each processed slot's row in the penalty counts, or -1 if it has no penalties: [processed] int64. None
-    if no slot has penalties."""
+    """For each processed slot, its row in the penalty counts, or -1 if it has no penalties: [processed]
+    int64. None if no slot has penalties."""
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None

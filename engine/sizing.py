@@ -44,7 +44,7 @@ EXPANSION_BLOCKS = 1024
 """Maximum number of FP8 cache blocks that a pass with prompts expands to the model's dtype on a GPU."""
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum size, in bytes, of the keys that the CPU backend (`kernels.reference`) copies at a time. A single
+"""Maximum size, in bytes, of the keys that the CPU backend (`kernels.reference`) copies at once. A single
 sequence's keys are always copied together, even if they are larger."""
 
 _SAMPLED_COPIES = 4
@@ -151,7 +151,8 @@ def predict(
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype: ModelDType, weights: WeightsDType) -> int:
     """Return the total size of a rank's weights in bytes. `dtype` is the dtype of the embeddings, the norms
-    and the output matrix. `weights` is the dtype of the layers' matrices: the same, "fp8" or "fp8-block".
+    and the output matrix. `weights` is the dtype of the layers' matrices: the same dtype, "fp8" or
+    "fp8-block".
     """
     width = DTYPE_BYTES[dtype]
     if weights not in (FP8, FP8_BLOCKS):
@@ -173,7 +174,7 @@ def weights_dtype(
     config: ModelConfig, quantization: Quantization, dtype: ModelDType, *, on_gpu: bool
 ) -> WeightsDType:
     """Return the dtype of a replica's layer matrices: `dtype`, "fp8" or "fp8-block". Only the reference
-    implementation keeps one scale per block. For the GPU kernels, which support one scale per output,
+    implementation keeps one scale per block. For the GPU kernels, which support only one scale per output,
     matrices are converted on loading.
     """
     if quantization == FP8 or (config.fp8 and not config.fp8_blocks):
@@ -289,8 +290,8 @@ def _workspace_on_cpu(
     max_model_len: int,
 ) -> int:
     """Return the total size of the CPU backend's buffers in bytes: float32 logits with their copies for
-    sampling, and one layer's blocks copied by attention. Float32 models with tied embeddings also need a
-    packed copy of the output matrix, and FP8 weights need a float32 copy of one matrix.
+    sampling, and the copies of one layer's blocks that attention makes. Float32 models with tied embeddings
+    also need a packed copy of the output matrix, and FP8 weights need a float32 copy of one matrix.
     """
     kv = shard.kv_heads * config.head_dim
     outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)

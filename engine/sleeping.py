@@ -81,7 +81,8 @@ class RankSleep:
         return "", 0
 
     def _agree(self, attempt: Callable[[], None]) -> str:
-        """Call `attempt` on every rank. Returns the reason if any call failed, otherwise an empty string."""
+        """Call `attempt` on every rank. Returns the reason for the failure if any call failed, otherwise an
+        empty string."""
         problem = ""
         try:
             attempt()
@@ -96,7 +97,7 @@ class RankSleep:
 
 
 class SleepControl:
-    """Runs on rank 0, and handles requests to put the replica to sleep or to wake it, one at a time.
+    """Runs on rank 0, and executes requests to put the replica to sleep or to wake it, one at a time.
 
     No step is planned during an operation or while the replica sleeps. Submissions that arrive then wait in
     the scheduler until the replica is awake.

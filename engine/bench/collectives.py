@@ -1,5 +1,5 @@
-"""`python -m engine.bench.collectives`: compare the engine's fused all-reduce with those of NCCL and torch,
-by message size.
+"""`python -m engine.bench.collectives`: compare the engine's fused all-reduce with the all-reduces of NCCL
+and torch, by message size.
 
     python -m engine.bench.collectives --gpus 2 --hidden 8192 --json out.json
 

@@ -40,7 +40,7 @@ def main() -> int:
             print(f"{layout} experts:", flush=True)
             done = subprocess.run(command, check=False)
             if done.returncode:
-                print(f"{' '.join(command)} ended with exit code {done.returncode}", file=sys.stderr)
+                print(f"{' '.join(command)} exited with code {done.returncode}", file=sys.stderr)
                 return 1
             results[layout] = json.loads(path.read_text())["workloads"]
     print("\n".join(comparison(results["split"], results["whole"])))

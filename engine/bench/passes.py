@@ -7,8 +7,8 @@ collectives.
 The model consists of a few layers of a public model's shape, with random weights. All ranks start a pass at
 the same time, without plan channels. For each variant, the table shows device times in milliseconds: the
 first and second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is the
-median time that the host takes to launch a pass. "differs" is the logits' relative difference from the eager
-variant's. The variants are:
+median time that the host takes to launch a pass. "differs" is the relative difference between the variant's
+logits and those of the eager variant. The variants are:
 
     default      as in serving: CUDA graphs, and the collectives of `engine.peer_limits`
     layers       one CUDA graph per layer (`engine.layer_graphs`), also for short prompts

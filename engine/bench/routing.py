@@ -42,8 +42,8 @@ class DistinctExperts:
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
     """Run as many short sequences as the workload decodes concurrently, and count the experts chosen by their
     tokens. Returns None if the model has no experts, or if no step decodes all sequences. Also returns None
-    if there are several ranks, because the other ranks would still replay CUDA graphs while this rank
-    counts without them."""
+    if there are several ranks, because this rank counts without CUDA graphs, while the other ranks would
+    still replay theirs."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None

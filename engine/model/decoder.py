@@ -154,7 +154,7 @@ class Decoder:
         return residual.values
 
     def _halves(self, inputs: ForwardInput, whole: LayerInput, at: int) -> tuple[LayerInput, LayerInput]:
-        """Return the layer inputs for the first `at` tokens and for the rest."""
+        """Split the layer inputs at token index `at`, and return both parts."""
         first, second = (
             LayerInput(
                 self.ranks,

@@ -91,8 +91,8 @@ class BatchRead:
         self._complete.acquire()
 
     def wait(self) -> None:
-        """Wait until all pieces have been read. Raises CheckpointError, naming file and tensor, if a read
-        failed."""
+        """Wait until all pieces have been read. Raises CheckpointError, naming the file and the tensor, if a
+        read failed."""
         with self._complete:
             # Drop the reference to the exception. Its traceback and the BatchRead would form a reference
             # cycle that keeps the staging buffer alive until the next garbage collection.

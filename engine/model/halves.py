@@ -19,8 +19,8 @@ LayerCall = tuple[Layer, KvPool, torch.Tensor | None]
 
 
 def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, AttentionInput]:
-    """Return a pass's attention inputs for the first `at` tokens and for the rest. All decodes must be among
-    the first `at` tokens."""
+    """Split a pass's attention inputs at token index `at`, and return both parts. All decodes must be in the
+    first part."""
     before, after = [], []
     for chunk in inputs.chunks:
         head = min(max(at - chunk.first, 0), chunk.count)

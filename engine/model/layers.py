@@ -28,8 +28,8 @@ from kernels.reference import quantise_blocks, quantise_fp8
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Inputs shared by every layer of a forward pass. The residual, the parameters and the KV pool differ per
-    layer and are not included."""
+    """Inputs shared by every layer of a forward pass. The residual, the parameters and the KV pool differ
+    between layers and are not included."""
 
     ranks: Ranks
     cos_sin: torch.Tensor
@@ -198,7 +198,7 @@ class Linear:
 
     def output_shards(self, name: str, whole: int, start: int, first: int, count: int) -> list[WeightShard]:
         """Return the shards that fill rows `[first, first + count)` of this weight (and bias) from a
-        checkpoint tensor of `whole` rows, beginning at its row `start`."""
+        checkpoint tensor that has `whole` rows in total, beginning at row `start` of that tensor."""
         part = rows_of(self.weight, first, count)
         inputs = part.values.shape[1] if isinstance(part, Fp8Weight) else part.shape[1]
         weight_shards = [WeightShard.of(f"{name}.weight", (whole, inputs), part, 0, start)]
@@ -209,9 +209,9 @@ class Linear:
         return weight_shards
 
     def input_shards(self, name: str, whole: int, start: int, bias: bool) -> list[WeightShard]:
-        """Return the shards that fill all columns of this weight from a checkpoint tensor of `whole` columns,
-        beginning at its column `start`. Only the first rank loads the bias, because the sum over the ranks
-        must include it only once."""
+        """Return the shards that fill all columns of this weight from a checkpoint tensor that has `whole`
+        columns in total, beginning at column `start` of that tensor. Only the first rank loads the bias,
+        because the sum over the ranks must include it only once."""
         weight = self.weight
         outputs = len(weight.values if isinstance(weight, Fp8Weight) else weight)
         weight_shards = [WeightShard.of(f"{name}.weight", (outputs, whole), weight, 1, start)]
@@ -239,8 +239,8 @@ def add_sum(
     eps: float,
     ranks: Ranks,
 ) -> Residual:
-    """Sum `part`, which was computed with the matrix `weight`, over several ranks. Returns `residual` plus
-    the sum. For the other arguments, see `Linear.add_to`."""
+    """Sum `part`, which was computed with the matrix `weight`, over the ranks. Returns `residual` plus the
+    sum. For the other arguments, see `Linear.add_to`."""
     norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
     return ranks.add_sum(residual, part, norm)
 

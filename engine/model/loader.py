@@ -292,7 +292,7 @@ def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
 
 
 def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
-    """Return the part of a shard that corresponds to the rows in `part`."""
+    """Return a shard that covers only the rows in `part`."""
     assert shard.target is not None
     first = part.first_row - (shard.start if shard.dim == 0 else 0)
     rows = slice(first, first + part.rows)

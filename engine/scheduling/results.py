@@ -40,7 +40,8 @@ class ResultCollector:
         """Number of blocks released by cancellations since the last step was planned."""
 
     def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
-        """Process a step's results. Steps must be collected in the order in which they were scheduled."""
+        """Assign a step's results to its sequences. Steps must be collected in the order in which they were
+        scheduled."""
         for chunk in step.chunks:
             self._collect_chunk(chunk, tokens)
         emit, logprobs = self._accounting.emit, tokens.logprobs
@@ -127,8 +128,8 @@ class ResultCollector:
             self.end(sequence, "length")
 
     def _check(self, sequence: Sequence, token: int) -> FinishReason:
-        """Process a token that may end the sequence or fill a block. Returns the finish reason, or "" if the
-        sequence continues."""
+        """Check whether a new token ends the sequence, and update the blocks that it may fill. Returns the
+        finish reason, or "" if the sequence continues."""
         if sequence.slot >= 0:
             # The newest token's keys and values have not been computed yet.
             self._tables.register(sequence, len(sequence.tokens) - 1)

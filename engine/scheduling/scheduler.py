@@ -231,7 +231,8 @@ class Scheduler:
         return step
 
     def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
-        """Process a step's results. Steps must be collected in the order in which they were scheduled."""
+        """Assign a step's results to its sequences. Steps must be collected in the order in which they were
+        scheduled."""
         self._results.collect(step, tokens)
 
     def check(self) -> None:

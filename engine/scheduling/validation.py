@@ -40,8 +40,8 @@ class SequenceLimits:
 
 
 def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
-    """Return why a submission cannot be computed, naming the field, its value and the limit, or None if the
-    submission is valid."""
+    """Return the reason why a submission cannot be computed, which names the field, its value and the limit.
+    Return None if the submission is valid."""
     sampling = submit.sampling
     prompt = submit.prompt_tokens
     if not 1 <= submit.n <= MAX_SAMPLES:

@@ -99,7 +99,7 @@ class LayerChain:
         return self._ops.compare(lambda: self.run(self._few, rows))
 
     def use(self, table: Table, without: Product | None = None) -> None:
-        """Use the plans from `table` in all later runs, and skip the operations of the linear `without`."""
+        """Use the plans from `table` in all later runs, and skip the operations of one linear, `without`."""
         self._ops.backend.use(table)
         self._ops.without = without
 

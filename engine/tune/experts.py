@@ -75,7 +75,7 @@ def main() -> int:
 
 
 Wanted = list[tuple[ReplicaModel, ExpertsShape, int]]
-"""What to tune, as a list of (model, shape of its experts, token count)."""
+"""Table entries to measure, as a list of (model, shape of its experts, token count)."""
 
 
 def shape_of(served: ReplicaModel) -> ExpertsShape:

@@ -119,7 +119,7 @@ class WatchedOps:
             if self.errors is not None and products:
                 expected = _reference(name, arguments, options)
                 result = operation(*arguments, **options)
-                # Separate quantisations are not compared: only the library's linears need them.
+                # Quantisations launched separately are not compared: only the library's linears need them.
                 if not isinstance(result, Fp8Activation):
                     self.errors.append(_difference(result, expected))
                 return result

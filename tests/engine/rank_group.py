@@ -79,7 +79,7 @@ class Member:
     def watch(self) -> PeerWatch:
         """Watch the channels that carry plans, as a replica does."""
         channels = {f"peer {number}": peer.fileno() for number, peer in enumerate(self.peers)}
-        return PeerWatch(channels, lambda name: self.ranks.abandon(f"{name} has ended"))
+        return PeerWatch(channels, lambda name: self.ranks.abandon(f"{name} has exited"))
 
     def _connect(self) -> list[socket.socket]:
         path = str(self.folder / "plans")

@@ -52,7 +52,7 @@ def test_a_failed_run_ends_the_comparison(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["layouts", "fail"])
     assert layouts.main() == 1
-    assert len(commands) == 1 and "ended with exit code 3" in capsys.readouterr().err
+    assert len(commands) == 1 and "exited with code 3" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("commands")

@@ -170,7 +170,7 @@ time.sleep(600)  # as in a collective that never returns
         (
             "cuda",
             "wait",
-            r"rank [12] .* ended with exit code 1: DeviceError: device is 'cuda', which needs 3",
+            r"rank [12] .* exited with code 1: DeviceError: device is 'cuda', which needs 3",
         ),
     ],
 )

@@ -224,12 +224,12 @@ def test_a_lost_peer_ends_the_waiting_of_kernels_and_every_later_check_raises() 
     group = WatchedGroup(2)
     ranks = PeerRanks(group, memory, pdl=True)
     ranks.check()
-    ranks.abandon("rank 1 has ended")
+    ranks.abandon("rank 1 has exited")
     ranks.abandon("a consequence")
     assert stopped
     for each in (ranks, group):
         with pytest.raises(
-            RankFailureError, match="rank 0 of 2: rank 1 has ended; restart the whole replica"
+            RankFailureError, match="rank 0 of 2: rank 1 has exited; restart the whole replica"
         ):
             each.check()
 

@@ -97,7 +97,7 @@ def serve_with_unread_plan(member: Member, made: RankEngine) -> None:
 @pytest.mark.parametrize(
     ("serve", "changes", "reason"),
     [
-        (serve_watched, {"overlap": False}, "peer 0 has ended"),
+        (serve_watched, {"overlap": False}, "peer 0 has exited"),
         (serve_with_unread_plan, {}, "rank 1 did not read a plan for 0.5 s"),
     ],
     ids=["closed channel", "unread plan"],
@@ -120,7 +120,7 @@ def test_a_benchmark_is_told_of_the_death_of_a_rank(tmp_path: Path, monkeypatch:
     exited: queue.Queue[str] = queue.Queue()
     others.on_exit(exited.put)
     os.kill(others.pids[0], signal.SIGKILL)
-    assert exited.get(timeout=WAIT_S) == "rank 1 has ended"
+    assert exited.get(timeout=WAIT_S) == "rank 1 has exited"
     others.on_exit(exited.put)
     assert "was killed by SIGKILL" in exited.get(timeout=WAIT_S)
     others.stop()

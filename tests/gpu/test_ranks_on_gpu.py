@@ -390,5 +390,5 @@ def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usab
     killed_at = time.monotonic()
     found = results(processes, tmp_path / "ranks", 60)[0]
     assert found["usable"] == 1000
-    assert "has ended; restart the whole replica" in found["error"]
+    assert "has exited; restart the whole replica" in found["error"]
     assert found["failed_at"] - killed_at < 1.0

@@ -395,7 +395,7 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_and_valid_numbers_are
     with pytest.raises(UnsupportedError, match="it must be at least 1"):
         config.check_parallel(0)
     with pytest.raises(
-        UnsupportedError, match="rank is 2; with tensor_parallel_size 2 it must be from 0 to 1"
+        UnsupportedError, match="rank is 2; with tensor_parallel_size 2, it must be from 0 to 1"
     ):
         config.shard(2, 2)
 
