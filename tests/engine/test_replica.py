@@ -265,7 +265,7 @@ def test_a_folder_without_a_checkpoint_is_refused_with_the_reason(tmp_path: Path
         watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
         async with asyncio.timeout(60):
             reason = await watched.end
-        assert "exit code 1" in reason
+        assert "exited with code 1" in reason
         assert [fatal.kind for fatal in watched.fatal] == ["checkpoint"]
         assert str(tmp_path / "model") in watched.fatal[0].message
 
@@ -280,7 +280,7 @@ def test_a_rank_that_cannot_decode_its_start_message_names_the_field(
         watched = Watched()
         watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
         async with asyncio.timeout(60):
-            assert "exit code 1" in await watched.end
+            assert "exited with code 1" in await watched.end
 
     asyncio.run(scenario())
     assert "the core sent an invalid message: Expected `int | null`, got `str` - at `$.spec.threads`" in (
