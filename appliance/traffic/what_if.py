@@ -29,7 +29,13 @@ from appliance.traffic.recent import PastRequest
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.simulated_replica import ReplicaSpeed, SimulatedReplica, SimulatedSubmission
-from appliance.traffic.what_if_outcomes import OVER_QUOTA, OVERLOADED, Comparison, Result, tenant_forecast
+from appliance.traffic.what_if_outcomes import (
+    OVER_QUOTA,
+    OVERLOADED,
+    Comparison,
+    RequestResult,
+    tenant_forecast,
+)
 from engine.client import run_module
 from engine.levels import level_of
 from store.policies import KeyRecord, Policies, Quota, QuotaScope, TenantRecord
@@ -85,9 +91,9 @@ class _Replayed(msgspec.Struct):
     ended_at: float | None = None
 
     @property
-    def result(self) -> Result:
+    def result(self) -> RequestResult:
         first, end = self.first_token_at, self.ended_at
-        return Result(
+        return RequestResult(
             self.status,
             None if first is None else 1e3 * (first - self.at),
             None if end is None else 1e3 * (end - self.at),
@@ -315,10 +321,10 @@ def _reached_admission(one: PastRequest) -> bool:
     return one.status in (OVER_QUOTA, 499) or one.status not in _NOT_ADMISSION
 
 
-def _recorded(one: PastRequest) -> Result:
+def _recorded(one: PastRequest) -> RequestResult:
     # A refusal also has a duration, which is not an answer's latency.
     answered = one.status == 200
-    return Result(one.status, one.ttft_ms if answered else None, one.e2e_ms if answered else None)
+    return RequestResult(one.status, one.ttft_ms if answered else None, one.e2e_ms if answered else None)
 
 
 def _ended_at(one: PastRequest) -> float:

@@ -15,7 +15,7 @@ _COUNTED = (200, OVER_QUOTA, OVERLOADED)
 """Requests with another recorded status were cancelled or failed, so they have no latency to compare."""
 
 
-class Result(NamedTuple):
+class RequestResult(NamedTuple):
     """How a request ended."""
 
     status: int
@@ -27,10 +27,10 @@ class Result(NamedTuple):
 class Comparison(NamedTuple):
     """A request's recorded result and its results in both replays."""
 
-    recorded: Result
-    present: Result
+    recorded: RequestResult
+    present: RequestResult
     """Result of the replay with the current limits."""
-    changed: Result
+    changed: RequestResult
     """Result of the replay with the new limits."""
 
 
@@ -55,7 +55,7 @@ def tenant_forecast(name: str, requests: Sequence[Comparison]) -> TenantForecast
     )
 
 
-def _outcome(results: Sequence[Result]) -> Outcome:
+def _outcome(results: Sequence[RequestResult]) -> Outcome:
     over = sum(one.status == OVER_QUOTA for one in results)
     refused = sum(one.status == OVERLOADED for one in results)
     answered = [one for one in results if one.status == 200]
@@ -68,7 +68,7 @@ def _outcome(results: Sequence[Result]) -> Outcome:
     )
 
 
-def _shifted(requests: Sequence[Comparison], latency: Callable[[Result], float | None]) -> list[float]:
+def _shifted(requests: Sequence[Comparison], latency: Callable[[RequestResult], float | None]) -> list[float]:
     """Return the predicted latencies of the answers under the new limits.
 
     The change between the two replays is applied to a request's recorded latency: an increase is added, and a

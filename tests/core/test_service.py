@@ -334,7 +334,9 @@ def test_a_replica_that_always_exits_immediately_is_restarted_with_growing_delay
     wait_until(lambda: service.state() == "degraded")
     wait_until(lambda: service.admin.status().models[0].replicas[0].restarts >= 3)
     status = service.admin.status()
-    assert status.problems[0].where == "m-0" and "exit code 3" in status.models[0].replicas[0].last_error
+    assert (
+        status.problems[0].where == "m-0" and "exited with code 3" in status.models[0].replicas[0].last_error
+    )
     waiting = service.connect("m 2")
     (service.folder / "m" / "fake.json").unlink()
     assert read_answer(waiting)[-1] == "front-0 length"

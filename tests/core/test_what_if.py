@@ -23,7 +23,7 @@ from appliance.traffic.simulated_replica import (
     speed_of,
 )
 from appliance.traffic.what_if import ReplayInput, replay, replay_apart
-from appliance.traffic.what_if_outcomes import Comparison, Result, tenant_forecast
+from appliance.traffic.what_if_outcomes import Comparison, RequestResult, tenant_forecast
 from engine.rank_messages import Report
 from store.policies import Quota, TenantRecord
 from tests.core.conftest import Service, read_answer
@@ -125,13 +125,13 @@ def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(
     assert limited.predicted.over_quota != limited.recorded.over_quota
 
 
-def answered(e2e_ms: float) -> Result:
-    return Result(200, e2e_ms / 10, e2e_ms)
+def answered(e2e_ms: float) -> RequestResult:
+    return RequestResult(200, e2e_ms / 10, e2e_ms)
 
 
 def test_a_request_that_its_client_cancelled_does_not_count_as_slow() -> None:
     requests = [Comparison(answered(500.0), answered(400.0), answered(400.0))] * 50
-    cancelled = [Comparison(Result(499, None, None), answered(30_000.0), answered(30_000.0))] * 5
+    cancelled = [Comparison(RequestResult(499, None, None), answered(30_000.0), answered(30_000.0))] * 5
     forecast = tenant_forecast("a", requests + cancelled)
     assert forecast.recorded.e2e_p99_ms == forecast.predicted.e2e_p99_ms == 500.0
 
@@ -139,7 +139,9 @@ def test_a_request_that_its_client_cancelled_does_not_count_as_slow() -> None:
 def test_the_latency_of_a_request_that_was_refused_is_that_of_the_replay() -> None:
     """The replay is 100 ms faster than the service."""
     known = [Comparison(answered(500.0), answered(400.0), answered(400.0))] * 50
-    refused = [Comparison(Result(429, None, None), Result(429, None, None), answered(900.0))] * 5
+    refused = [
+        Comparison(RequestResult(429, None, None), RequestResult(429, None, None), answered(900.0))
+    ] * 5
     forecast = tenant_forecast("a", known + refused)
     assert forecast.predicted.e2e_p99_ms == pytest.approx(1000.0)
     assert forecast.predicted.over_quota == 0
