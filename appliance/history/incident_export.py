@@ -59,17 +59,16 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
             rows = past.alert_log(AlertLogQuery(since=since, until=until)).rows
             writer.alerts(rows)
             missing: dict[str, str] = {}
-            actions = lines = 0
-            try:
-                actions = _actions(past, writer, since, until)
-            except PastError as error:
-                missing[ACTIONS] = str(error)
-                writer.discard_actions()
-            try:
-                lines = _lines(past, writer, since, until)
-            except PastError as error:
-                missing[LOG_LINES] = str(error)
-                writer.discard_lines()
+            counts = {ACTIONS: 0, LOG_LINES: 0}
+            for part, export, discard in (
+                (ACTIONS, _actions, writer.discard_actions),
+                (LOG_LINES, _lines, writer.discard_lines),
+            ):
+                try:
+                    counts[part] = export(past, writer, since, until)
+                except PastError as error:
+                    missing[part] = str(error)
+                    discard()
             facts = {"since": since, "until": until, "exported_at": time.time()}
             writer.describe({"source": past.label, **{name: repr(at) for name, at in facts.items()}})
             writer.describe({f"without {part}": reason for part, reason in missing.items()})
@@ -83,8 +82,8 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
         samples=samples,
         requests=requests,
         alerts=len(rows),
-        actions=actions,
-        log_lines=lines,
+        actions=counts[ACTIONS],
+        log_lines=counts[LOG_LINES],
         bytes=size,
         notes=[f"without {part}: {reason}" for part, reason in missing.items()],
     )
