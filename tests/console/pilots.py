@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 from textual.pilot import Pilot
+from textual.screen import Screen
 
 from appliance.snapshot import Snapshot
 from console.action_dialog import ActionDialog
@@ -48,6 +49,12 @@ def console(*, write: bool = False, theme: str = "dark") -> ConsoleApp:
 def shown(app: ConsoleApp) -> str:
     """Return the frame as text."""
     return "\n".join(plain(row) for row in app.frame_widget._lines)
+
+
+def text_of(screen: Screen[object], selector: str) -> str:
+    """Return the text of a widget, or an empty string if the screen does not have it yet."""
+    found = screen.query(selector)
+    return str(found.first().render()) if found else ""
 
 
 def opened(app: ConsoleApp) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from textual.pilot import Pilot
 from textual.screen import Screen
-from textual.widgets import Button, Checkbox, Input, OptionList, Static
+from textual.widgets import Button, Checkbox, Input, OptionList
 
 from appliance.actions import Action, action_named
 from console.action_dialog import ActionDialog
@@ -13,7 +13,7 @@ from console.app import ConsoleApp
 from console.dialogs import Choice, ChoiceDialog, TextDialog
 from console.keys import offered
 from console.past_dialogs import SliceDialog, TimeDialog
-from tests.console.pilots import console, opened, run, until
+from tests.console.pilots import console, opened, run, text_of, until
 
 SIZES = ((120, 40), (80, 24), (60, 18), (40, 12))
 LONG = "a-very-long-name-of-" + "x" * 44
@@ -26,10 +26,6 @@ def visible(screen: Screen[object], *selectors: str) -> bool:
     inside = screen.region.intersection(screen.query_one("#dialog").content_region)
     found = [one for selector in selectors for one in screen.query(selector)]
     return all(one.region.area and inside.contains_region(one.region) for one in found)
-
-
-def text_of(screen: Screen[object], selector: str) -> str:
-    return str(screen.query_one(selector, Static).render())
 
 
 async def begin(pilot: Pilot[int], app: ConsoleApp, name: str, values: dict[str, str]) -> ActionDialog:

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from textual.command import CommandPalette
 from textual.pilot import Pilot
-from textual.screen import Screen
 from textual.widgets import Button, Input, Static
 
 from appliance.actions import action_named
@@ -23,14 +22,7 @@ from console.past_dialogs import SliceDialog, TimeDialog
 from console.source import NoAnswerError, SourceError
 from console.target_state import state_lines
 from tests.console.frames import session
-from tests.console.pilots import console, opened, run, shown, until
-
-
-def text_of(screen: Screen[object], selector: str) -> str:
-    """Return the text of a widget, or an empty string if the screen does not have it yet."""
-    found = screen.query(selector)
-    return str(found.first().render()) if found else ""
-
+from tests.console.pilots import console, opened, run, shown, text_of, until
 
 OPENERS: dict[str, Callable[[ConsoleApp], object]] = {
     "action": lambda app: app.run_line("tenants set mobile"),

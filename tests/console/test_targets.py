@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, OptionList
 
 from appliance.actions import action_named
 from appliance.protocol import Key, PeerMapping
 from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
 from console.screens.table import TableView
-from tests.console.pilots import console, opened, run, shown, until
-
-
-def text_of(app: ConsoleApp, selector: str) -> str:
-    return str(app.screen.query_one(selector, Static).render())
+from tests.console.pilots import console, opened, run, shown, text_of, until
 
 
 async def show_keys(pilot: Pilot[int], app: ConsoleApp) -> TableView[object]:
@@ -36,12 +32,12 @@ def test_actions_on_tenants_concern_the_tenant_of_the_selected_key_or_mapping(ki
         app.redraw()
         await pilot.press("Q")
         await until(pilot, lambda: opened(app))
-        assert text_of(app, "#title") == f"Change tenant {row.caller.tenant}?"  # type: ignore[attr-defined]
+        assert text_of(app.screen, "#title") == f"Change tenant {row.caller.tenant}?"  # type: ignore[attr-defined]
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
         app.call_later(app.run_line, "tenants suspend")
         await until(pilot, lambda: opened(app))
-        assert text_of(app, "#title") == f"Suspend tenant {row.caller.tenant}?"  # type: ignore[attr-defined]
+        assert text_of(app.screen, "#title") == f"Suspend tenant {row.caller.tenant}?"  # type: ignore[attr-defined]
 
     run(steps, console(write=True))
 
@@ -55,7 +51,7 @@ def test_two_marked_keys_of_one_tenant_are_one_target() -> None:
         assert len(view.marks) > 1
         await pilot.press("Q")
         await until(pilot, lambda: opened(app))
-        assert text_of(app, "#title") == f"Change tenant {tenant}?"
+        assert text_of(app.screen, "#title") == f"Change tenant {tenant}?"
 
     run(steps, console(write=True))
 
@@ -96,15 +92,15 @@ def test_a_key_is_created_for_the_selected_tenant() -> None:
         [tenant] = app.session.view.selected(app.session.context)
         app.action_run("act keys.create")
         await until(pilot, lambda: opened(app))
-        assert text_of(app, "#title") == f"Create key for tenant {tenant}?"
-        assert text_of(app, "#command") == f"$ appliance keys create --tenant {tenant}"
+        assert text_of(app.screen, "#title") == f"Create key for tenant {tenant}?"
+        assert text_of(app.screen, "#command") == f"$ appliance keys create --tenant {tenant}"
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
         # On the other screens, the dialog has a field for the tenant.
         await pilot.press("1")
         app.action_run("act keys.create")
         await until(pilot, lambda: opened(app))
-        assert text_of(app, "#title") == "Create key?"
+        assert text_of(app.screen, "#title") == "Create key?"
         assert app.screen.query_one("#field-tenant", Input).value == "default"
 
     run(steps, console(write=True))
@@ -121,10 +117,10 @@ def test_the_version_to_make_the_default_is_asked_for() -> None:
         await until(pilot, lambda: opened(app))
         dialog = app.screen
         assert isinstance(dialog, ActionDialog) and dialog.focused is dialog.query_one("#field-model")
-        assert "default version: 2 → --" in text_of(app, "#impact")
+        assert "default version: 2 → --" in text_of(app.screen, "#impact")
         await pilot.press("1")
-        await until(pilot, lambda: "default version: 2 → 1" in text_of(app, "#impact"))
-        await until(pilot, lambda: text_of(app, "#command") == "$ appliance models default qwen3-8b@1")
-        await until(pilot, lambda: text_of(app, "#now-model") == "now: qwen3-8b@2")
+        await until(pilot, lambda: "default version: 2 → 1" in text_of(app.screen, "#impact"))
+        await until(pilot, lambda: text_of(app.screen, "#command") == "$ appliance models default qwen3-8b@1")
+        await until(pilot, lambda: text_of(app.screen, "#now-model") == "now: qwen3-8b@2")
 
     run(steps, console(write=True))
