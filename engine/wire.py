@@ -25,7 +25,9 @@ Inbound = TypeVar("Inbound")
 _HEADER = 4
 _DROPPED = -1
 """Placeholder for a received file descriptor that the kernel has dropped."""
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
+"""Size of the buffer for one read. A larger one would be mapped for each read, if malloc is configured to
+return large blocks (`engine.process_memory`)."""
 _MAX_READS = 16
 _MAX_FDS = 64
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from appliance.channel.core_messages import Admitted, Refused
 from appliance.channel.front_messages import RequestProgress, Settle, ShadowMeasure
@@ -243,11 +244,11 @@ class Generation:
             )
             return
         self.completion_tokens += sample.delivered - delivered
-        now = time.monotonic()
         if output.token_ids:
-            self._tokens += len(output.token_ids)
-            self.state.tokens += len(output.token_ids)
-            self._last_token_at = now
+            count = len(output.token_ids)
+            self._tokens += count
+            self.state.tokens += count
+            self._last_token_at = now = time.monotonic()
             if self._first_token_at is None:
                 self._first_token_at = now
                 self.begun.set()
@@ -321,7 +322,7 @@ class Generation:
         take = self._take
         if len(group) == 1:
             sample = group[0]
-            return lambda output: take(handle, sample, output)
+            return partial(take, handle, sample)
         first = group[0].number
         return lambda output: take(handle, group[output.sample - first], output)
 
