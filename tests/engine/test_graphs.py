@@ -29,6 +29,7 @@ def test_the_capture_sizes_reach_the_largest_batch_with_little_padding(most: int
     assert sizes[0] == 1
     assert sizes[-1] == most
     assert len(sizes) <= 32
+    assert {2**power for power in range(11) if 2**power <= most} <= set(sizes)
     for low, high in itertools.pairwise(sizes):
         # A batch that has one sequence more than a captured size is padded to the next captured size. The
         # padding is at most a quarter of the batch, or a few slots.
