@@ -12,13 +12,14 @@ UNLIMITED = 1 << 62
 @dataclass(frozen=True, slots=True)
 class AllReduceLimits:
     """The all-reduce implementation for each message size: a one-shot all-reduce through peer memory for the
-    smallest messages, a two-shot one for larger messages, and the group's (NCCL) for the largest."""
+    smallest messages, a two-shot all-reduce for larger ones, and the group's all-reduce (NCCL) for the
+    largest."""
 
     two_shot_bytes: int
-    """Message size from which the two-shot all-reduce is used."""
+    """Minimum message size, in bytes, for the two-shot all-reduce."""
     group_bytes: int = 64 << 20
-    """Message size from which the group's all-reduce is used. Smaller messages that do not fit into the arena
-    are sent in pieces."""
+    """Minimum message size, in bytes, for the group's all-reduce. Smaller messages that do not fit into the
+    arena are sent in pieces."""
     quantised_rows: range = range(2, 65)
     """Row counts at which a one-shot all-reduce also computes the quantised norm, with one program per row.
     At other counts, two separate kernels are faster."""
@@ -33,15 +34,14 @@ _LIMITS = {
 
 `two_shot_bytes` was measured for two ranks on 2 × H200. For four ranks, `two_shot_bytes` and `quantised_rows`
 were measured on 4 × H200 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second
-exchange costs 2.5 µs, and for n ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth
-over NVLink at 373 GB/s. `quantised_rows` has not been measured for two or eight ranks. `group_bytes` is the
-same for any number of ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes 365 µs in pieces and
-324 µs with NCCL. With half as many rows, the times are 182 µs and 171 µs, but the host needs another 0.1 ms
-to launch NCCL.
+exchange of a two-shot all-reduce costs 2.5 µs, but with n ranks, two shots save (n - 1)(1 - 2 / n) × size /
+bandwidth over NVLink at 373 GB/s. `quantised_rows` has not been measured for two or eight ranks.
+`group_bytes` is the same for any number of ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes
+365 µs if it is sent in pieces, and 324 µs with NCCL. With half as many rows, the times are 182 µs and 171 µs,
+but the host needs an additional 0.1 ms to launch NCCL.
 """
 
 
 def limits_of(size: int) -> AllReduceLimits:
-    """Return the limits for `size` ranks. If there are none, returns those for the next smaller number of
-    ranks."""
+    """Return the limits for `size` ranks, or for the next smaller number of ranks that has limits."""
     return _LIMITS[max((known for known in _LIMITS if known <= size), default=2)]

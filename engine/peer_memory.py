@@ -1,5 +1,4 @@
-"""Allocates memory that all of a replica's GPUs can access, through which the ranks exchange small
-messages."""
+"""Allocates memory that all of a replica's GPUs can access. The ranks exchange small messages through it."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ import torch
 from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words, stop_words
 
 ITEMS = 16
-"""Number of arena items per GPU program (`Arena.items`). It allows messages of up to 16 MiB, e.g. 1,024 rows
-of 8,192 16-bit numbers."""
+"""Number of arena items per GPU program (`Arena.items`). This value allows messages of up to 16 MiB, e.g.
+1,024 rows of 8,192 16-bit numbers."""
 
 
 class PeerMemory:
@@ -59,6 +58,6 @@ class PeerMemory:
         return [handle.get_buffer(peer, shape, dtype) for peer in range(self.arena.world)]
 
     def stop(self) -> None:
-        """Abort all current and future waits for peers on this rank's GPU, because a peer was lost. The
+        """Abort all current and future waits for peers on this rank's GPU. Called when a peer is lost. The
         aborted calls return undefined results. May be called from any thread."""
         self._stop[0] = 1

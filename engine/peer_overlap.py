@@ -28,8 +28,8 @@ class OverlapMemory:
     device."""
 
     stages: Sequence[torch.Tensor]
-    """For each rank, the buffer that receives the parts it must sum: [HALVES, ranks, rows / ranks, hidden].
-    The second index is the sending rank."""
+    """For each rank, the buffer that receives the parts that the rank must sum: [HALVES, ranks, rows / ranks,
+    hidden]. The second index is the sending rank."""
     gathered: Sequence[torch.Tensor]
     """For each rank, two result buffers per half, used alternately so that one can be read while the other is
     written: [HALVES, 2, rows, hidden]."""
@@ -59,8 +59,8 @@ class PeerOverlap:
         self._parts = torch.empty_like(self._results[:, 0])
         """This rank's summands: [HALVES, rows, hidden]."""
         self._turns, self._rows = [0] * HALVES, [0] * HALVES
-        """For each half, the index of the result buffer with the latest sum, and that sum's number of
-        rows."""
+        """For each half, the index of the result buffer with the latest sum, and the number of rows in that
+        sum."""
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         # On meta tensors, kernels are only enumerated, which needs no streams.
         cuda = device.type == "cuda"

@@ -1,5 +1,5 @@
 """Collective operations for ranks on GPUs that can map each other's memory. Small messages go through this
-memory (`kernels.triton.peer_arena`), and large ones through another group, which is NCCL on GPUs."""
+memory (`kernels.triton.peer_arena`), and large messages through another group, which uses NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class PeerRanks(Collectives):
         words = tensor.contiguous().view(torch.int32).view(-1, width)
         gathered = words.new_empty((len(words), self.size, width))
         # Rows that do not fit into the arena together are sent in pieces. Gathering them through `group`
-        # instead would need twice the result's memory.
+        # instead would need twice as much memory as the result.
         for piece, result in zip(words.split(rows), gathered.split(rows), strict=True):
             all_gather.all_gather(piece.view(-1), width, self._arena, out=result, pdl=self.pdl)
         return gathered.view(tensor.dtype).view(*tensor.shape[:-1], -1)

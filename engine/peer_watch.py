@@ -1,5 +1,5 @@
-"""Detects that another rank's process has exited by watching its channel, which then closes. A separate
-thread watches the channels, because the main thread may be blocked in a collective that waits for the other
+"""Watches the channels to other ranks. A channel closes when the other rank's process exits. The channels are
+watched on a separate thread, because the main thread may be blocked in a collective that waits for the other
 rank."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 class PeerWatch:
     """Calls `on_disconnect(name)` once, on a separate thread, when a peer closes its end of a channel.
-    `channels` maps the peers' names to the file descriptors to watch, which must be sockets. Arriving data is
-    not read.
+    `channels` maps the peers' names to the file descriptors to watch, which must be sockets. Data that
+    arrives is not read.
     """
 
     def __init__(self, channels: Mapping[str, int], on_disconnect: Callable[[str], None]) -> None:

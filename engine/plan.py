@@ -17,10 +17,10 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
     slot: int
     sampling: SamplingParams
     sample: int
-    """The sample's index within its request, which is part of the sampling noise's key."""
+    """The sample's index within its request. It is part of the key for the sampling noise."""
     prompt_tokens: int
     history: list[int]
-    """Known prompt and output tokens if penalties need their counts, otherwise empty."""
+    """The prompt and the output tokens known so far, if penalties need their counts, otherwise empty."""
     forks: list[tuple[int, int]] = []
     """(slot, sample) of each fork. Forks share all other fields, which are therefore sent only once."""
 
@@ -52,8 +52,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """The complete plan of one step. Ranks that execute the same plans in the same order have equal device
-    tables.
+    """The complete plan of one step. Ranks that execute the same plans in the same order have identical
+    device tables.
 
     A step applies `setups`, `blocks`, `shares`, `clears` and `copies`, in this order. Then it runs the
     forward pass over `decodes` and `chunks`. It samples for the slots in `decodes`, followed by the
@@ -93,7 +93,7 @@ RankPlan = StepPlan | MemoryPlan
 """Messages from rank 0 to the other ranks."""
 
 LOWEST_LOGPROB = -9999.0
-"""Lowest log probability reported. It replaces lower and non-finite values."""
+"""Lowest log probability that is reported. Lower and non-finite values are replaced with it."""
 
 BAD_TOKEN = -1
 """Reported in place of a sampled token if the logits have no finite maximum, e.g. because the weights are
@@ -114,5 +114,5 @@ class StepTokens(msgspec.Struct, array_like=True):
     """Slots whose chunk does not sample and has non-finite hidden states. A slot that samples reports
     BAD_TOKEN instead."""
     expert_choices: dict[int, list[int]] | None = None
-    """For each layer, the number of counted tokens that chose each expert since the replica started. None if
-    the step does not report them, or the model has no experts."""
+    """For each layer, how often each expert has been chosen since the replica started. None if the step does
+    not report the counts, or the model has no experts."""

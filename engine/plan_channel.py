@@ -21,11 +21,11 @@ PLAN_TIMEOUT_S = 30.0
 step, which can take as long as computing a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
-"""Maximum size of a plan's frame in bytes. It exceeds the limit for fronts, because both ends of a plan
-channel are ranks of the same replica, which trust each other."""
+"""Maximum size, in bytes, of a frame that contains a plan. It is higher than the limit for frames from
+fronts, because both ends of a plan channel are ranks of the same replica, which trust each other."""
 
 _NUMBER_BYTES = 5
-"""Msgpack size, in bytes, of a number below 2³²."""
+"""Maximum msgpack size, in bytes, of a number below 2³²."""
 _SLOT_BYTES = 512
 """Upper bound on the bytes that one slot adds to a plan, excluding the request's lists. It covers the
 sampling parameters with their names, the numbers in the slot's chunk, and the slot's entries in the plan's
@@ -42,10 +42,10 @@ def plan_channel(descriptor: int) -> Channel[Any]:
 def largest_plan_bytes(
     *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, kv_blocks: int
 ) -> int:
-    """Return an upper bound on the size of a plan's frame in bytes.
+    """Return an upper bound on the size, in bytes, of a frame that contains a plan.
 
     If a step has several setups, their lists are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`.
-    A single setup's lists are limited by the size of the front's frame in which they arrived, plus the
+    A single setup's lists are limited by the size of the frame in which the front sent them, plus the
     sequence's output. Apart from the setups, a plan contains at most every slot with its complete block
     table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is
     about 100 MB.

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 LARGE_BLOCK_BYTES = 256 << 10
-"""Minimum size, in bytes, of blocks that malloc maps separately, so that `free` returns them to the operating
-system."""
+"""Size, in bytes, from which malloc maps a block separately, so that `free` returns the block to the
+operating system."""
 MAX_ARENAS = 2
 """Maximum number of malloc arenas, each of which retains memory freed by its threads. glibc's default is
 eight per CPU core."""
@@ -29,9 +29,10 @@ def return_freed_memory() -> None:
     """Configure malloc so that it returns large freed blocks to the operating system. Call before threads
     start.
 
-    By default, glibc raises the threshold for mapping blocks separately to the size of the largest freed
-    block, up to 32 MiB. Request bodies are then allocated on the heap, where a freed block stays resident as
-    long as a block at a higher address is in use. Does nothing with other C libraries.
+    By default, whenever glibc frees a separately mapped block, it raises the threshold for separate mapping
+    to the size of that block, up to 32 MiB. Request bodies are then allocated on the heap, where a freed
+    block stays resident as long as a block at a higher address is in use. Does nothing with other C
+    libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -61,8 +62,8 @@ def bound_kernel_caches() -> None:
     """Limit the caches of compiled GEMM kernels in oneDNN and in torch. Call before torch is loaded.
 
     A CPU needs a separate kernel for each weight shape and each number of tokens in a step. By default, each
-    cache holds 1,024 kernels, so the process grows by 500 MB as more token counts occur. Environment
-    variables set by the operator take precedence.
+    cache holds 1,024 kernels, so the process grows by 500 MB as new token counts occur. Environment variables
+    set by the operator take precedence.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))

@@ -27,7 +27,7 @@ class StageTimes:
 
     def __call__(self, report: Progress) -> None:
         """Assign the time since the previous report to a stage: the new report's stage if both reports count
-        finished work, otherwise the previous report's."""
+        finished work, otherwise the previous report's stage."""
         detail = report.detail if report.unit != "bytes" else ""
         label = f"{report.stage} ({detail})" if detail else report.stage
         worked = label if report.done and not self._begun else self._label

@@ -50,13 +50,13 @@ class PromptGraphs:
         self._windows = list(dict.fromkeys(decoder.config.sliding_windows))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._staged = (0, 0)
-        """The staged pass's captured size in tokens, and its number of chunks."""
+        """Number of tokens in the graph for the staged pass, and number of chunks in the pass."""
         self._max_tokens = self.sizes[-1] if self.sizes else 0
         # Each chunk has its own slot, so there are at most as many logit rows as slots.
         self._max_chunks = min(MAX_CHUNKS, len(tables.lengths))
         # All inputs are in one buffer, so that one transfer fills them: token ids, positions and KV slot
-        # indices; then each attention window's tiles, four int32 each, aligned to 16 bytes as the kernels
-        # require; then each chunk's logits index, slot and number of cached tokens.
+        # indices; then the tiles of each attention window, with four int32 per tile, aligned to 16 bytes as
+        # the kernels require; then each chunk's logits index, slot and number of cached tokens.
         self._tiles_at = 3 * self._max_tokens
         self._logits_at = self._tiles_at + 2 * len(self._windows) * self._max_tiles(self._max_tokens)
         size = self._logits_at + 3 * self._max_chunks
@@ -87,8 +87,8 @@ class PromptGraphs:
             self._run(size, self._decoder, self._kv)
 
     def fits(self, plan: StepPlan) -> bool:
-        """Return whether a plan can be replayed from a graph: it must have no decodes, and only a few short
-        chunks that each complete their prompt."""
+        """Return whether the plan's forward pass can be replayed from a graph. The plan must have no decodes,
+        and only a few short chunks that each complete their prompt."""
         chunks = plan.chunks
         keys = sum(chunk.start + len(chunk.token_ids) for chunk in chunks)
         return (

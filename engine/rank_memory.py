@@ -79,15 +79,15 @@ class RankMemory(Protocol):
         """Delete the copies made by `save`."""
 
     def release(self) -> int:
-        """Release the memory after `save`, and return its size in bytes."""
+        """Release the memory, and return its size in bytes. `save` must be called first."""
 
     def restore(self) -> None:
-        """Restore the memory after `release`, with the original weights and a zero-filled KV cache. The host
-        copies are kept until `forget`."""
+        """Restore the memory freed by `release`, with the original weights and a zero-filled KV cache. The
+        host copies are kept until `forget`."""
 
 
 class _FixedKv:
-    """A rank's KV cache with tensors of fixed size."""
+    """Base class for rank memory with a KV cache of fixed size."""
 
     can_grow = False
 
@@ -102,7 +102,7 @@ class _FixedKv:
 
 
 class CpuMemory(_FixedKv):
-    """A rank's memory on a CPU."""
+    """Manages a rank's memory on a CPU."""
 
     held_bytes = 0
     host_bytes = 0
@@ -117,8 +117,8 @@ class CpuMemory(_FixedKv):
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zero pages that are allocated lazily: creating it takes almost no time, and a
-        page uses no memory until it is written."""
+        """Return a zero-filled tensor. Its pages are allocated lazily: creating the tensor takes almost no
+        time, and a page uses no memory until it is written."""
         pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pages.append(pages)
         return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
@@ -153,8 +153,8 @@ class CpuMemory(_FixedKv):
 
 
 class TorchMemory(_FixedKv):
-    """A rank's memory on a GPU whose driver does not support virtual memory management. The rank cannot
-    sleep."""
+    """Manages a rank's memory on a GPU if the driver does not support virtual memory management. The rank
+    cannot sleep."""
 
     held_bytes = 0
     host_bytes = 0
@@ -186,7 +186,7 @@ class TorchMemory(_FixedKv):
 
 
 class GpuMemory:
-    """A rank's memory on a GPU."""
+    """Manages a rank's memory on a GPU."""
 
     can_grow = True
 
@@ -199,7 +199,7 @@ class GpuMemory:
         self._block_bytes: list[int] = []
         """Size in bytes of one block, for each KV cache tensor."""
         self._copies: list[torch.Tensor] = []
-        """Page-locked copies of the weights, one per piece."""
+        """Page-locked copies of the weights, one for each piece of the arena."""
         self._freeing: threading.Thread | None = None
 
     @property
@@ -237,7 +237,7 @@ class GpuMemory:
     def blocks_within(self, nbytes: int) -> int:
         held = sum(arena.size_bytes for arena in self._kv)
         most = max(0, nbytes + held) // sum(self._block_bytes)
-        # Every tensor occupies whole pages, so the number of blocks that fit may be less than `most`.
+        # Every tensor occupies whole pages, so fewer than `most` blocks may fit.
         return max(0, bisect_right(range(most + 1), nbytes, key=self._missing_bytes) - 1)
 
     def _missing_bytes(self, blocks: int) -> int:
@@ -259,7 +259,7 @@ class GpuMemory:
         try:
             for piece in self._weights.pieces():
                 copy = map_pages(piece.nbytes)
-                copy.zero_()  # allocates the pages on all threads, which page-locking would not do
+                copy.zero_()  # allocates the pages in parallel, which page-locking would not do
                 lock_pages(copy)
                 self._copies.append(copy)
                 copy.copy_(piece, non_blocking=True)
@@ -312,7 +312,8 @@ class GpuMemory:
 
 
 def open_memory(device: torch.device, ranks: int) -> RankMemory:
-    """Return a rank's memory on this device. `ranks` is the number of ranks in the replica."""
+    """Return the object that manages a rank's memory on this device. `ranks` is the number of ranks in the
+    replica."""
     if device.type == "cpu":
         return CpuMemory(device, ranks)
     _, total = torch.cuda.mem_get_info(device)

@@ -36,8 +36,8 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
 
 
 class CancelSequences(msgspec.Struct, tag="cancel_request", frozen=True):
-    """Sent by the core to rank 0 to end all of a request's sequences, because an operator has cancelled it or
-    its deadline has passed."""
+    """Sent by the core to rank 0 to end all of a request's sequences, because an operator has cancelled the
+    request or its deadline has passed."""
 
     request_id: str
 
@@ -98,7 +98,7 @@ class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
     cached, otherwise 0."""
     owners: bytes
     """Two bytes per described block, little-endian: an index into `requests`, or NO_OWNER. A block with
-    several references is assigned to the first of its requests."""
+    several references is assigned to the first request that uses it."""
     requests: list[BlockOwner]
     """The unfinished requests, oldest first."""
 
@@ -171,7 +171,7 @@ class LayerExperts(msgspec.Struct, frozen=True):
     experts: int
     """Number of experts."""
     choices: int
-    """Number of choices: the number of counted tokens times the number of experts chosen per token."""
+    """Total number of choices in this layer. A token counts once for each expert that it chooses."""
     busiest: int
     """The expert chosen most often."""
     busiest_choices: int
@@ -214,7 +214,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     """Number of prompt tokens in all started submissions. A prompt counts once per submission."""
     cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache, over all started submissions."""
+    """Number of prompt tokens, in all started submissions, that were found in the prefix cache."""
     computed_tokens: int = 0
     """Number of tokens computed in prefills. Tokens recomputed after a preemption, including output tokens,
     are counted again."""
@@ -234,8 +234,8 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     idle_us: float = 0.0
     """Mean time, in microseconds, that the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
-    """Number of steps with prefill, whose mean duration and idle time are `mixed_step_ms` and
-    `mixed_idle_us`."""
+    """Number of steps with prefill. `mixed_step_ms` and `mixed_idle_us` are their mean duration and idle
+    time."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0
@@ -262,12 +262,12 @@ class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     credit, every 100 ms while steps run, and every 500 ms otherwise. A longer pause is announced by
     `LongStep`.
 
-    Credits are totals granted since the start. The available credit, computed by the core, is the granted
-    credit minus the used credit. `credit_seqs` starts at `max_num_seqs` and increases by one for each ended
-    sample. `credit_tokens` starts at the token budget of two steps with decodes or of one step without
+    Credits are totals granted since the replica started. The available credit, computed by the core, is the
+    granted credit minus the used credit. `credit_seqs` starts at `max_num_seqs` and increases by one for each
+    ended sample. `credit_tokens` starts at the token budget of two steps with decodes or of one step without
     decodes, whichever is larger. It increases by a submission's `credit_tokens` as these tokens are computed,
-    found in the prefix cache, or dropped. `returned_seqs` and `returned_tokens` are the credit returned per
-    level.
+    found in the prefix cache, or dropped. `returned_seqs` and `returned_tokens` contain the credit returned
+    for each level.
     """
 
     finished: list[Finished] = []

@@ -47,8 +47,8 @@ FAILURE_CHECK_S = 0.05
 FATAL_TIMEOUT_S = 1.0
 """Maximum time, in seconds, that a failing rank waits for the core to read the reason."""
 LOSS_GRACE_S = 0.3
-"""Time limit, in seconds, for a rank to exit after losing a peer. The launcher, whose limit is slightly
-longer, kills ranks that exceed it."""
+"""Time limit, in seconds, for a rank to exit after losing a peer. After a slightly longer time, the launcher
+kills ranks that have not exited."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,8 +70,8 @@ def main() -> None:
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
     if start.spec.cpus:
-        # Set the CPUs before starting other threads, so that those threads and the memory they allocate stay
-        # near these CPUs.
+        # Set the CPU affinity before starting other threads, so that all threads run on these CPUs and
+        # allocate memory near them.
         os.sched_setaffinity(0, start.spec.cpus)
     ranks = start.spec.tensor_parallel_size
     log_to_stderr(UtcFormatter(start.spec.process_name(start.rank).replace("%", "%%")))
@@ -105,7 +105,7 @@ def _serve(
     start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> int:
     """Serve as a rank until the core sends Stop or closes the channel, and return the exit code. `peers` are
-    this rank's ends of its plan channels."""
+    this rank's ends of the plan channels."""
     from engine.parallel import RankFailureError
 
     try:

@@ -174,7 +174,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step, to run after all previously launched ones, and return without waiting. After a step
-        has failed, every later one also raises an exception, because the device tables are invalid.
+        has failed, every later step also raises an exception, because the device tables are invalid.
         """
         if self._stream is not None:
             return ThreadStep(self._stream.submit(self._run_on_thread, plan), self.ranks.check)
@@ -187,8 +187,8 @@ class ModelRunner:
         return StreamStep(plan, results, began, ended, before, self.ranks.check)
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
-        """Release the memory of the weights and the KV cache if `asleep` is true, otherwise restore it, on a
-        separate thread. See `engine.sleeping.MemoryRunner`."""
+        """On a separate thread, release the memory of the weights and the KV cache if `asleep` is true,
+        otherwise restore it. See `engine.sleeping.MemoryRunner`."""
         if self._stream is not None:
             return self._stream.submit(self._change_memory, asleep)
         if self._memory_thread is None:
@@ -432,8 +432,7 @@ class ModelRunner:
 
 
 def _enter_thread(threads: int, device: torch.device) -> None:
-    # Set both on this thread, because OpenMP's thread count and CUDA's current device are kept per calling
-    # thread.
+    # Set OpenMP's thread count and CUDA's current device on this thread, because each thread has its own.
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)

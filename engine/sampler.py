@@ -83,7 +83,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
         """Sample a token for each sampling slot, and store it in `tables` as the slot's next input.
 
-        `logits` are the step's logit rows on this rank; any further rows are ignored. `logits` is not
+        `logits` are the step's logit rows on this rank; any additional rows are ignored. `logits` is not
         modified.
         """
         if batch.logit_rows is None:

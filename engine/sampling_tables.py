@@ -95,7 +95,7 @@ class SamplingTables:
     """Sampling parameters of `max_num_seqs` slots. `vocab_size` is the whole model's vocabulary size.
 
     Penalty counts take 4 bytes per vocabulary entry for each slot with penalties. The number of count rows is
-    rounded up to a power of two. A count row stays in use until its slot is next set up. Allowed tokens take
+    rounded up to a power of two. A count row stays in use until its slot is set up again. Allowed tokens take
     1 byte per vocabulary entry for each submission that restricts its tokens. In a step with such
     submissions, each processed slot needs another byte per vocabulary entry.
     """
@@ -276,8 +276,8 @@ class SamplingTables:
     def _processors(
         self, processed: np.ndarray, slots: np.ndarray, stops_banned: np.ndarray
     ) -> LogitsProcessors:
-        """Return a step's logits processors. `processed` contains indices into `slots`. `stops_banned` is
-        true for each entry of `slots` whose stop tokens are suppressed."""
+        """Return a step's logits processors. `processed` contains indices into `slots`. `stops_banned`
+        contains, for each entry of `slots`, whether stop tokens are suppressed."""
         index_of = np.full(len(slots), -1, dtype=np.int64)
         index_of[processed] = np.arange(len(processed))
         owners = slots[processed].tolist()

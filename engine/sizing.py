@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 FP8: Final = "fp8"
-"""Dtype name of e4m3 weights or KV caches with float32 scales. Weights have one scale per output."""
+"""Dtype name for e4m3 weights or KV caches with float32 scales. Weights have one scale per output."""
 FP8_BLOCKS: Final = "fp8-block"
-"""Dtype name of e4m3 weights with one float32 scale per block of rows and columns."""
+"""Dtype name for e4m3 weights with one float32 scale per block of rows and columns."""
 
 EXPANSION_BLOCKS = 1024
 """Maximum number of FP8 cache blocks that a pass with prompts expands to the model's dtype on a GPU."""
@@ -52,18 +52,18 @@ _SAMPLED_COPIES = 4
 cumulative values."""
 
 _GRAPH_LAYER_BYTES = 300 << 10
-"""Memory, in bytes, used per layer by one batch size's CUDA graphs (see `graph_bytes`)."""
+"""Memory, in bytes, that the CUDA graphs of one batch size use per layer (see `graph_bytes`)."""
 _CUDA_BYTES = 700 << 20
 """Memory, in bytes, used by CUDA itself for its context, modules and library workspaces."""
 PEER_ARENA_BYTES = 34_603_008
 """Size, in bytes, of the memory through which a GPU exchanges messages with one other rank
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""Minimum number of tokens in a pass on several GPUs for its sums over the ranks to overlap with computation
+"""With several GPUs, passes of at least this many tokens overlap their sums over the ranks with computation
 (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
-"""The number of tokens in an overlapped pass's first half is a multiple of this value, so that GEMM tiles are
-filled."""
+"""If sums overlap with computation, the number of tokens in the first half of a pass is a multiple of this
+value, so that GEMM tiles are full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +151,7 @@ def predict(
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype: ModelDType, weights: WeightsDType) -> int:
     """Return the total size of a rank's weights in bytes. `dtype` is the dtype of the embeddings, the norms
-    and the output matrix. `weights` is the dtype of the layers' matrices: the same dtype, "fp8" or
-    "fp8-block".
+    and the output matrix. `weights` is the dtype of the layers' matrices: `dtype`, "fp8" or "fp8-block".
     """
     width = DTYPE_BYTES[dtype]
     if weights not in (FP8, FP8_BLOCKS):
@@ -207,7 +206,8 @@ class _Matrices:
 
 
 def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
-    """Return all matrices that can be quantised: qkv, o, and the gate_up and down of every MLP and expert."""
+    """Return all matrices that can be quantised: qkv, o, and the gate_up and down matrices of every MLP and
+    expert."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     qkv = _Matrices(1, q + 2 * kv, hidden, gcd(q, kv), 0)
     found = [qkv, _Matrices(1, hidden, q, 0, shard.cut(q))] * config.layers
@@ -219,8 +219,8 @@ def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
 
 
 def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, bool]]:
-    """Return the number and width of a layer's MLPs or experts on this rank, and whether they are kept whole
-    rather than split across the ranks."""
+    """Return a (count, width, whole) tuple for each kind of MLP or expert that a layer has on this rank.
+    `whole` says whether they are kept whole rather than split across the ranks."""
     if kind != EXPERTS or config.experts is None:
         return [(1, shard.intermediate, False)]
     shared, here = config.experts.shared_intermediate_size, shard.experts(config.experts)
@@ -259,8 +259,8 @@ def _activations(config: ModelConfig, shard: Shard, dtype: ModelDType, tokens: i
     """Return a layer's peak activation memory in bytes, which is reached either during attention or during
     the MLP. Both need the residual and the normalised input (2 × hidden per token). Attention also needs qkv,
     the rotated q and k in float32, q and the result. The MLP also needs gate_up, its activation and the
-    result. Experts also need, per token and chosen expert, a copy of the input, gate_up, its activation and
-    its result.
+    result. For each token and each expert that it chooses, experts also need a copy of the input, gate_up,
+    its activation and the result.
     """
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
@@ -270,8 +270,8 @@ def _activations(config: ModelConfig, shard: Shard, dtype: ModelDType, tokens: i
 
 
 def _feed_forward_activations(config: ModelConfig, shard: Shard, width: int) -> int:
-    """Return how many bytes per token the MLP's or experts' tensors take (see `_activations`), in a dtype of
-    `width` bytes."""
+    """Return the size, in bytes per token, of the tensors of the MLP or the experts (see `_activations`).
+    `width` is the element size in bytes."""
     mlp = (3 * shard.intermediate + config.hidden_size) * width
     if config.experts is None:
         return mlp
@@ -290,8 +290,9 @@ def _workspace_on_cpu(
     max_model_len: int,
 ) -> int:
     """Return the total size of the CPU backend's buffers in bytes: float32 logits with their copies for
-    sampling, and the copies of one layer's blocks that attention makes. Float32 models with tied embeddings
-    also need a packed copy of the output matrix, and FP8 weights need a float32 copy of one matrix.
+    sampling, and the copies of KV blocks that attention makes in one layer. Float32 models with tied
+    embeddings also need a packed copy of the output matrix, and FP8 weights need a float32 copy of one
+    matrix.
     """
     kv = shard.kv_heads * config.head_dim
     outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)
@@ -331,8 +332,8 @@ def graph_bytes(
     """Return how many bytes the driver and the memory pools retain for CUDA graphs, excluding decode steps'
     logits.
 
-    With 32 layers, one batch size's four graphs take 8 to 9 MiB (measured). A prompt pass has one graph, with
-    the same number of kernels. The largest prompt pass's activations are added.
+    With 32 layers, the four graphs of one batch size take 8 to 9 MiB (measured). A prompt pass has one graph,
+    with the same number of kernels. The largest prompt pass's activations are added.
     """
     prompts = prompt_capture_sizes(max_num_batched_tokens)
     working = _activations(config, shard, dtype, prompts[-1]) if prompts else 0
@@ -351,7 +352,7 @@ def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
 
 def gemm_sizes(largest: int) -> list[int]:
     """Return the row counts, up to `largest`, for which GEMM kernels are loaded at startup, and to which
-    passes are padded. They are closer together in ranges where cuBLAS often switches kernels."""
+    passes are padded. The counts are closer together in ranges where cuBLAS often switches kernels."""
     sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, largest, 256)]
     return [size for size in sizes if size < largest] + [largest]
 
@@ -380,8 +381,8 @@ def pass_sizes(config: ModelConfig, tensor_parallel_size: int, max_num_batched_t
 
 
 def size_for(count: int, sizes: list[int]) -> int:
-    """Return the smallest of the ascending `sizes` that is at least `count`. Raises IndexError if all sizes
-    are smaller."""
+    """Return the smallest size that is at least `count`. `sizes` must be in ascending order. Raises
+    IndexError if all sizes are smaller."""
     return sizes[bisect_left(sizes, count)]
 
 
@@ -414,8 +415,9 @@ def overlap_split(tokens: int) -> int:
 def overlap_bytes(
     config: ModelConfig, dtype: ModelDType, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the size, in bytes per GPU, of the buffers for overlapped sums. Each half has this rank's part,
-    all ranks' parts of the rows that this rank sums, and two results (`engine.peer_overlap.PeerOverlap`)."""
+    """Return the size, in bytes per GPU, of the buffers for overlapped sums. Each half needs space for this
+    rank's part, for all ranks' parts of the rows that this rank sums, and for two results
+    (`engine.peer_overlap.PeerOverlap`)."""
     if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
         return 0
     return 2 * 4 * overlap_split(max_num_batched_tokens) * config.hidden_size * DTYPE_BYTES[dtype]
@@ -424,7 +426,7 @@ def overlap_bytes(
 def captured_bytes(
     config: ModelConfig, dtype: ModelDType, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
-    """Return how many bytes per GPU the captured layers and halves of passes with prompts take
+    """Return the number of bytes per GPU used by the captured layers and halves of passes with prompts
     (`engine.layer_graphs`, `engine.halves_graphs`). This includes the buffers between the graphs, the graphs'
     memory for computing an MLP or experts, and the graphs themselves (as in `graph_bytes`). Passes in halves
     are captured for two token counts.
@@ -433,7 +435,7 @@ def captured_bytes(
     if not sizes:
         return 0
     shard, width = config.shard(tensor_parallel_size, 0), DTYPE_BYTES[dtype]
-    # A layer's buffers also have an int64 per token that marks padding.
+    # A layer's buffers also include an int64 per token that marks padding.
     attention = 2 * (shard.heads + shard.kv_heads) * config.head_dim * width + 8
     mlp = _feed_forward_activations(config, shard, width)
     count, graphs = sizes[-1] * (config.hidden_size * width + attention + mlp), len(sizes)

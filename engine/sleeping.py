@@ -34,7 +34,7 @@ class MemoryRunner(Protocol):
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
         """Start releasing the memory if `asleep` is true, otherwise start restoring it. The operation begins
-        once all launched steps have finished. Every rank must call this method. The future raises an
+        once all launched steps have finished. Every rank must call this method. The returned future raises an
         exception if the rank cannot continue."""
 
 
@@ -99,8 +99,8 @@ class RankSleep:
 class SleepControl:
     """Runs on rank 0, and executes requests to put the replica to sleep or to wake it, one at a time.
 
-    No step is planned during an operation or while the replica sleeps. Submissions that arrive then wait in
-    the scheduler until the replica is awake.
+    No step is planned during an operation or while the replica sleeps. Submissions that arrive during this
+    time wait in the scheduler until the replica is awake.
     """
 
     def __init__(self, engine: EngineCore, runner: MemoryRunner) -> None:

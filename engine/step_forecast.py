@@ -11,8 +11,8 @@ MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
 """Conservative rates, in operations per second, that any CPU and any GPU can reach. Used until a step of the
 same kind has been measured."""
 _KEEP = 0.8
-"""Factor by which each new step scales down the totals of earlier steps. With this value, the average depends
-mainly on the last five steps."""
+"""Factor by which the totals of earlier steps are multiplied at each new step. With this value, the average
+depends mainly on the last five steps."""
 
 
 class _Speed:

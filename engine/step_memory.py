@@ -15,8 +15,8 @@ from engine.warmup_steps import largest_steps
 
 
 def run_largest_steps(steps: StepExecutor, max_model_len: int, spec: ReplicaSpec) -> None:
-    """Run the steps that use the most memory, which torch's allocator then keeps for later steps. All ranks
-    must call this function. `steps` needs only one KV block; its tables are invalid afterwards.
+    """Run the steps that use the most memory, so that torch's allocator keeps this memory for later steps.
+    All ranks must call this function. `steps` needs only one KV block; its tables are invalid afterwards.
     """
     for plan in largest_steps(max_model_len, spec.max_num_seqs, spec.max_num_batched_tokens):
         steps.run(plan)
@@ -24,7 +24,8 @@ def run_largest_steps(steps: StepExecutor, max_model_len: int, spec: ReplicaSpec
 
 @contextlib.contextmanager
 def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
-    """Convert an out-of-memory error in a starting replica's steps or graph captures to StepsTooLarge."""
+    """Convert out-of-memory errors to StepsTooLarge. Used around the steps and graph captures of a starting
+    replica."""
     try:
         yield
     except torch.OutOfMemoryError as error:

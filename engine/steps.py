@@ -79,8 +79,8 @@ class StepExecutor:
         )
 
     def _expert_choices(self) -> ExpertChoices | None:
-        """Return the expert choices counted on rank 0, or None if they were returned less than
-        EXPERT_CHOICES_S seconds ago."""
+        """Return the expert choices. Returns None on ranks other than rank 0, and if the choices were
+        returned less than EXPERT_CHOICES_S seconds ago."""
         now = time.monotonic()
         if self.decoder.ranks.rank != 0 or now < self.choices_due:
             return None

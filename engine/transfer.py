@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 _SMALL_BYTES = 16 << 10
-"""Maximum size, in bytes, of a small transfer. A step needs several of them for its slots' data."""
+"""Maximum size, in bytes, of a small transfer. A step needs several small transfers for the data of its
+slots."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
 """Numbers of small and large transfers that may be in flight at once: those of a running step and of the next
@@ -21,13 +22,14 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def reserve_pinned(max_bytes: int) -> None:
-    """Fill torch's cache of pinned memory with enough buffers for all transfers in flight, of up to
-    `max_bytes` each. Requires a GPU. Pinning more memory later could make a launch wait until the device is
-    idle (see "Implicit Synchronization" in the CUDA programming guide). torch caches pinned memory in
-    power-of-two sizes.
+    """Fill torch's cache of pinned memory with buffers of up to `max_bytes` each, enough for all transfers in
+    flight. Requires a GPU. Pinning more memory later could make a launch wait until the device is idle (see
+    "Implicit Synchronization" in the CUDA programming guide). torch caches pinned memory in power-of-two
+    sizes.
     """
     for count, nbytes in reservations(max_bytes):
-        # Allocate all buffers of a size before freeing any; otherwise, torch would return the same one again.
+        # Allocate all buffers of a size before freeing any; otherwise, torch would return the same buffer
+        # again.
         buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
         buffers.clear()
 

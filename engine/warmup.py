@@ -39,9 +39,9 @@ def warm_up(
     progress: ProgressCallback = no_progress,
 ) -> None:
     """Launch every kernel used by steps that are not replayed from a graph. All ranks must call this
-    function. The executor `steps` runs padded passes of all `sizes`, which do not change its cache. The
-    executor `apart` runs one step of every kind; its tables are invalid afterwards. `collect` is called with
-    each step's results, to load the kernels used for reading results.
+    function. `steps` runs padded passes of all `sizes`, which do not change its KV cache. `apart` runs one
+    step of every kind; its tables are invalid afterwards. `collect` is called with each step's results, to
+    load the kernels used for reading results.
     """
     run_padded_passes(steps, sizes, progress)
     for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):
@@ -66,7 +66,7 @@ def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCal
     for count in rows:
         passes.run_decodes(count)
     passes.run_long_prompts()
-    # Prompt token log probabilities are computed for LOGPROB_ROWS tokens at a time.
+    # Log probabilities of prompt tokens are computed for LOGPROB_ROWS tokens at a time.
     scored = gemm_sizes(LOGPROB_ROWS) if largest < LOGPROB_ROWS else []
     for count in sorted({*rows, *scored}, reverse=True):
         passes.run_logits(count)
@@ -107,7 +107,7 @@ class _PaddedPasses:
             self.run_prompts(EXPAND_FROM, results=1, context=HOPPER_ABOVE)
 
     def run_logits(self, rows: int) -> None:
-        """Compute the logits of `rows` rows."""
+        """Compute logits for `rows` rows."""
         decoder = self._decoder
         shape = (rows, decoder.config.hidden_size)
         decoder.logits(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))

@@ -30,10 +30,10 @@ _WAYS_TO_SAMPLE = (
     SamplingParams(max_tokens=1, temperature=1.0, allowed_tokens=b"\xff", bad_words=((0, 1), (2,))),
 )
 _ROWS = 8
-"""Number of sequences in a step of `every_kind`. Kernels that depend on this number are loaded by
-`engine.warmup.run_padded_passes`, which runs passes of all sizes."""
+"""Number of sequences in each step that `every_kind` returns. Kernels that depend on this number are loaded
+by `engine.warmup.run_padded_passes`, which runs passes of all sizes."""
 _LENGTH = 8
-"""Maximum length, in tokens, of the sequences in a step of `every_kind`."""
+"""Maximum length, in tokens, of the sequences in the steps that `every_kind` returns."""
 
 
 def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:

@@ -1,5 +1,5 @@
-"""Formats a profile as a table with the time, memory traffic and operations of each kernel, and the idle gaps
-between kernels."""
+"""Formats a profile as a table with each kernel's time, memory traffic and number of operations, and the idle
+gaps between kernels."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class KernelRow:
     calls: float
     us: float
     share: float
-    """Fraction of the total time, idle gaps included."""
+    """Fraction of the total time, which includes idle gaps."""
     work: KernelWork | None
-    """The kernel's minimum memory traffic and operations, or None if unknown."""
+    """The kernel's minimum memory traffic and number of operations, or None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class IdleGap:
 def kernel_rows(
     names: list[str], timeline: TraceTimeline, works: dict[str, KernelWork], steps: int
 ) -> list[KernelRow]:
-    """Return one row per kernel, in descending order of total time. `names` are the calls' labels from
-    `label_kernels`."""
+    """Return one row per kernel, in descending order of total time. `names` contains the label of each call,
+    as returned by `label_kernels`."""
     us: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for name, call in zip(names, timeline.calls, strict=True):

@@ -18,7 +18,7 @@ from engine.messages import SamplingParams, Submit, pack_tokens
 from engine.plan import StepPlan
 
 Kind = Literal["decode", "mixed"]
-"""Kind of step: decode-only steps, or steps with prefill ("mixed")."""
+"""Kind of step: decode-only ("decode") or with prefill ("mixed")."""
 
 
 class MissingStepsError(RuntimeError):
@@ -36,7 +36,7 @@ class StepShape:
     """The token counts of one step."""
 
     contexts: list[int]
-    """Each decode's context length: the number of tokens in the sequence, including the new one."""
+    """Each decode's context length: the number of tokens in the sequence, including the new token."""
     chunks: list[tuple[int, int]]
     """For each prefill chunk, the number of tokens before it and the number of tokens in it."""
     logit_rows: int
@@ -48,7 +48,7 @@ class StepShape:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A step runner that wraps another one and records consecutive steps of the requested kind."""
+    """Wraps a step runner, and records consecutive steps of the requested kind."""
 
     runner: StepRunner
     kind: Kind
@@ -102,10 +102,11 @@ def record(
     engine: LocalEngine, workload: EngineWorkload, kind: Kind, steps: int, skip: int | None, trace: Path
 ) -> list[StepShape]:
     """Record up to `steps` consecutive steps of one kind, write their Chrome trace, and return their shapes.
-    The first `skip` steps of that kind are not recorded; None selects the kind's default. The recording is
-    shorter if a step of the other kind follows or the workload ends. All of the workload's requests are
-    submitted at once, or only one if the workload sends one at a time. They are cancelled after the
-    recording. Raises MissingStepsError if the workload has no steps of this kind.
+    The first `skip` steps of that kind are not recorded; None selects the default for that kind. The
+    recording is shorter if a step of the other kind follows or the workload ends. All of the workload's
+    requests are submitted before the first step, or only one of them if the workload sends its requests one
+    at a time. They are cancelled after the recording. Raises MissingStepsError if the workload has no steps
+    of this kind.
     """
     gpu = engine.runner.device.type == "cuda"
     skip = _SETTLE[kind] if skip is None else skip

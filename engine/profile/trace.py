@@ -1,4 +1,4 @@
-"""Reads a Chrome trace written by torch's profiler as a timeline of calls."""
+"""Converts a Chrome trace, as written by torch's profiler, into a timeline of calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TraceCall:
 
 @dataclass(frozen=True, slots=True)
 class TraceTimeline:
-    """All GPU calls, or all CPU calls, of a trace."""
+    """All GPU calls, or all CPU calls, in a trace."""
 
     calls: list[TraceCall]
     """The calls, ordered by start time."""

@@ -1,4 +1,4 @@
-"""Computes each kernel's minimum memory traffic and operations from the steps' shapes.
+"""Computes each kernel's minimum memory traffic and number of operations from the shapes of the steps.
 
 Kernels are recognised by name. Triton kernels are named after their functions, and library GEMM names contain
 "gemm" or a similar substring. A layer's GEMMs are told apart by their order, which is the same in every step.
@@ -48,7 +48,7 @@ _ALL_GEMMS = "gemms"
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """A kernel's memory traffic (in bytes) and operations, summed over all of its calls."""
+    """A kernel's memory traffic (in bytes) and number of operations, summed over all of its calls."""
 
     bytes: float
     operations: float = 0.0
@@ -71,8 +71,8 @@ def label_kernels(names: list[str], config: ModelConfig, shapes: Sequence[StepSh
     """Return the kernel names, with each GEMM labelled by its weights (qkv, o, gate_up, down or lm_head), and
     each kernel of a mixture of experts labelled by what it computes.
 
-    `names` are the kernels in execution order. If the number of GEMMs does not match the steps, all of them
-    are labelled "gemms".
+    `names` are the kernels in execution order. If the number of GEMMs does not match the shapes of the steps,
+    all GEMMs are labelled "gemms".
     """
     places = [index for index, name in enumerate(names) if is_gemm(name)]
     expected = []
@@ -120,9 +120,9 @@ def work_by_kernel(
     launched: Collection[str] = (),
 ) -> dict[str, KernelWork]:
     """Return the work of each kernel or label on rank 0, summed over all `shapes`. `norms` is the number of
-    norm kernels launched per step, which is lower if GEMMs fuse some norms; None assumes one launch per norm.
-    `launched` contains the names of all launched kernels: some kernels' work depends on which others ran,
-    e.g. the Hopper attention kernel.
+    norm kernels launched per step, which is lower if some norms are fused into GEMMs; None assumes one launch
+    per norm. `launched` contains the names of all launched kernels: the work of some kernels depends on
+    whether another kernel ran, e.g. the Hopper attention kernel.
 
     The result is approximate in two respects. Captured passes never use the Hopper kernel, but are counted as
     if they did. Chunks that read an FP8 cache directly are counted as if it had been expanded first.
@@ -190,7 +190,8 @@ def _of_step(
         return KernelWork(moved, 2.0 * count * n * k, per_s)
 
     def layer(n: int, k: int, out: int, counts: Sequence[int]) -> KernelWork:
-        """Return one GEMM's total work in several layers, whose token counts are `counts`."""
+        """Return the total work of one GEMM in several layers. `counts` is the number of tokens in each
+        layer."""
         return sum((product(n, k, count, out, weight, fast) for count in counts), KernelWork(0, 0, fast))
 
     seen = [_seen(context, 1, window) for context in shape.contexts for window in config.sliding_windows]

@@ -36,16 +36,16 @@ class RequestAccounting:
     credits.
 
     Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each token of
-    a submission's `credit_tokens` is refunded once: as soon as any sample has computed it, and at the latest
+    a submission's `credit_tokens` is refunded once: as soon as any sample has computed it or, at the latest,
     when the submission ends.
     """
 
     def __init__(self, credit_seqs: int, credit_tokens: int) -> None:
         self._initial = (credit_seqs, credit_tokens)
         self.returned_seqs = [0] * LEVELS
-        """Sequence credit refunded, per level."""
+        """Sequence credit refunded for each level."""
         self.returned_tokens = [0] * LEVELS
-        """Token credit refunded, per level."""
+        """Token credit refunded for each level."""
         self.totals = Totals()
         self._by_origin: dict[Hashable, dict[int, Submission]] = {}
         self._by_request: dict[str, dict[int, Submission]] = {}
@@ -87,7 +87,8 @@ class RequestAccounting:
         self._by_request.setdefault(submit.request_id, {})[submission.arrival] = submission
 
     def end_sample(self, sequence: Sequence) -> None:
-        """Count a finished sequence. If it was the last one in its submission, close the submission."""
+        """Record that a sequence has finished. If it was the last one in its submission, close the
+        submission."""
         self.returned_seqs[sequence.level] += 1
         submission = sequence.submission
         submission.unfinished -= 1
@@ -104,7 +105,7 @@ class RequestAccounting:
         _remove(self._by_request, submit.request_id, submission.arrival)
 
     def refuse(self, origin: Hashable, submit: Submit, reason: str) -> None:
-        """Reject a submission that cannot be computed: report an error for each sample, and the final
+        """Reject a submission that cannot be computed: report an error for each sample, and report the final
         counts."""
         samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
@@ -146,7 +147,7 @@ class RequestAccounting:
             outputs.append(output)
 
     def forget_outputs(self, origin: Hashable) -> None:
-        """Drop the pending outputs for an origin whose channel has closed."""
+        """Drop an origin's pending outputs after its channel has closed."""
         self._outputs.pop(origin, None)
 
     def take(self) -> tuple[dict[Hashable, list[Output]], list[Finished]]:

@@ -21,10 +21,10 @@ Setups are sent to the other ranks as part of the plan, and the device waits for
 the limit is 5 MiB."""
 
 MAX_TABLE_ENTRIES = 4096
-"""Maximum number of block table entries in one step. A step that exceeds it admits no further sequences. When
-a long prompt is in the prefix cache, its resumed samples have few tokens to compute, but each needs one entry
-for every block of the prompt. Without this limit, 128 samples of 131,000 tokens would add 260,000 entries to
-one step, which would take 0.4 s."""
+"""Maximum number of block table entries in one step. Once a step exceeds this number, it admits no more
+sequences. When a long prompt is in the prefix cache, its resumed samples have few tokens to compute, but each
+needs one entry for every block of the prompt. Without this limit, 128 samples of 131,000 tokens would add
+260,000 entries to one step, which would take 0.4 s."""
 
 
 class Admission:
@@ -71,7 +71,7 @@ class Admission:
         """Start waiting sequences in order until one does not fit. Returns the number of scheduled tokens.
 
         Considers only levels with a higher priority (lower number) than `better_than`. If all free slots are
-        reserved for higher priorities, a waiting sequence delays only those of its own level.
+        reserved for higher priorities, a waiting sequence delays only other sequences of its own level.
         """
         given = budget
         for level in range(better_than):
@@ -125,9 +125,9 @@ class Admission:
             self._preemption.free_slots(lacking, victim)
 
     def _preempt_for_blocks(self, sequence: Sequence) -> None:
-        """Free blocks for a waiting sequence by preempting lower-priority classes. Lower-priority levels of
-        the same class are preempted too, unless the waiting sequence is urgent and its request's prompts do
-        not fit into one step."""
+        """Free blocks for a waiting sequence by preempting sequences of lower-priority classes. Sequences of
+        the same class but a lower-priority level are preempted too, unless the waiting sequence is urgent and
+        its request's prompts do not fit into one step."""
         long = 0 < sequence.submission.submit.urgency < FITS_STEP
         worse_than = level_of(sequence.priority, 0) if long else sequence.level
         if self._running.worst_level > worse_than:
@@ -166,7 +166,7 @@ class Admission:
 
     def _demand(self, sequence: Sequence) -> tuple[list[int], int, int]:
         """Return the result of `BlockTables.find`, with the reserved blocks (the watermark) subtracted from
-        the available ones."""
+        the number of available blocks."""
         hits, needed, available = self._tables.find(sequence)
         # With no sequence running, no blocks are reserved, so every validated sequence fits into the pool.
         return hits, needed, available - (self._watermark if len(self._running) else 0)
@@ -191,8 +191,8 @@ class Admission:
         return len(hits)
 
     def _choose_forks(self, sequence: Sequence, limit: int) -> list[Sequence]:
-        """Return waiting samples of the same submission that have never been started: at most `limit`, and no
-        more than there are free slots."""
+        """Return samples of the same submission that are waiting and have never been started. Returns at most
+        `limit` samples, and no more than there are free slots."""
         limit = min(limit, self._running.free_for(sequence.level) - 1)
         forks: list[Sequence] = []
         if sequence.started or limit <= 0:

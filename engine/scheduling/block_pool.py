@@ -3,8 +3,8 @@
 Each block is in exactly one of three states:
 
 - *free*: its content is not needed.
-- *cached*: no sequence uses the block, but it contains a full block of a known prefix. The block unused for
-  longest is evicted first.
+- *cached*: no sequence uses the block, but it contains a full block of a known prefix. The least recently
+  used block is evicted first.
 - *used*: it has one reference for each block table that contains it.
 
 `BlockPool.check` raises InvariantError if a block is in no state or in two states.
@@ -31,7 +31,7 @@ class InvariantError(RuntimeError):
 
 
 class TokenIds(Protocol):
-    """A series of token ids that supports slicing, e.g. a list or `Sequence.tokens`."""
+    """A collection of token ids that supports slicing, e.g. a list or `Sequence.tokens`."""
 
     def __getitem__(self, key: slice, /) -> list[int]: ...
 
@@ -76,7 +76,7 @@ class PrefixChain:
         self._root = sha256(b"prefix\0" + salt.encode("utf-8", "surrogatepass")).digest()
         self._prompt = prompt
         self._shared: list[BlockKey] = []
-        """Keys of blocks within the prompt."""
+        """Keys of the prompt's full blocks."""
         self._own: list[BlockKey] = []
         """Keys of the blocks after the prompt's full blocks. Empty until the keys of all full prompt blocks
         have been computed."""
@@ -95,8 +95,8 @@ class PrefixChain:
         return self._known(index)
 
     def find(self, blocks: dict[Content, Cached], end: int, token_ids: TokenIds) -> list[int]:
-        """Return the blocks of the sequence's longest prefix that is in `blocks`, up to `end` blocks. Their
-        keys are copied from the cache, which is faster than computing them."""
+        """Return the blocks of the sequence's longest prefix that is in `blocks`, but at most `end` blocks.
+        Their keys are copied from the cache, which is faster than computing them."""
         found: list[int] = []
         keys = self._shared + self._own
         count, shared, prompt, parent = len(keys), self._shared_blocks, self._prompt, self._root
@@ -177,7 +177,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Number of blocks that can be allocated: free and cached ones."""
+        """Number of blocks that can be allocated, whether free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -195,7 +195,7 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Allocate a block with one reference. If no block is free, evicts the least recently used cached
-        block. Callers must check `available` first: raises InvariantError if no block is available.
+        block. Raises InvariantError if no block is available, so callers must check `available` first.
         """
         if self._free:
             block = self._free.pop()
@@ -257,7 +257,8 @@ class BlockPool:
         self._may_be_non_finite.add(block)
 
     def take_clears(self) -> list[int]:
-        """Return the blocks allocated since the previous call that must be zeroed before use."""
+        """Return the blocks that have been allocated since the previous call and must be zeroed before
+        use."""
         taken, self._clears = self._clears, []
         return taken
 

@@ -34,7 +34,7 @@ class BlockTables:
         return hits, blocks_for(count) - len(hits), pool.available - pool.unused_among(hits)
 
     def take(self, sequence: Sequence, hits: list[int], needed: int) -> None:
-        """Build a sequence's block table from the cached blocks `hits` and `needed` new blocks."""
+        """Build a sequence's block table from the cached blocks (`hits`) and `needed` new blocks."""
         for block in hits:
             self._pool.share(block)
         sequence.table = hits + [self._pool.allocate() for _ in range(needed)]
@@ -113,7 +113,8 @@ class BlockTables:
         """Free a sequence's blocks.
 
         Steps in flight may still write to these blocks, which is safe because all later plans run after those
-        steps. The blocks are nevertheless marked, because the steps may write NaN or infinity to them.
+        steps. The blocks are nevertheless marked as possibly non-finite, because the steps may write NaN or
+        infinity to them.
         """
         if sequence.finite < sequence.position:
             for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):

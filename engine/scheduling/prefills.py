@@ -28,8 +28,8 @@ class PrefillScheduler:
         self._tables = tables
         self._accounting = accounting
         self._best = LEVELS
-        """Highest-priority level among the chunks of the step being planned, or LEVELS if it has no chunk
-        yet."""
+        """Highest-priority level among the chunks of the step being planned, or LEVELS if the step has no
+        chunk yet."""
         self._left_out = False
         """Whether the step being planned has skipped a prompt."""
         self._left_out_for = LEVELS
@@ -89,8 +89,8 @@ class PrefillScheduler:
         return end - start
 
     def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
-        """Start decoding a sequence and its forks, because their prefill ends with this chunk. Returns the
-        slots that sample from the chunk."""
+        """Start decoding a sequence and its forks. Called when their prefill ends with this chunk. Returns
+        the slots that sample from the chunk."""
         for fork in leader.forks:
             fork.leader = None
         if leader.forks:

@@ -8,7 +8,8 @@ from engine.levels import LEVELS, TIERS, kept_free
 from engine.scheduling.sequence import Sequence
 
 service_order = attrgetter("order")
-"""Sort key of running sequences. The first one is served first, and the last one is preempted first."""
+"""Sort key of running sequences. In this order, the first sequence is served first, and the last sequence is
+preempted first."""
 
 
 class RunningSequences:
@@ -28,7 +29,7 @@ class RunningSequences:
         self.prefilling: dict[int, Sequence] = {}
         """Sequences with an incomplete prefill, keyed by slot."""
         self.by_level = [0] * LEVELS
-        """Number of running sequences of each level."""
+        """Number of running sequences at each level."""
         self.reserved_slots = 0
         """Number of slots reserved for urgent sequences."""
 
@@ -41,8 +42,8 @@ class RunningSequences:
         return max((level for level, count in enumerate(self.by_level) if count), default=-1)
 
     def free_for(self, level: int) -> int:
-        """Return the number of free slots available to sequences of this level. Negative if reserved slots
-        are in use."""
+        """Return the number of free slots available to sequences of this level. The result is negative if
+        reserved slots are in use."""
         return len(self.free_slots) - kept_free(TIERS[level], self.reserved_slots)
 
     def assign_slot(self, sequence: Sequence) -> None:

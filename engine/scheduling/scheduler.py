@@ -53,8 +53,8 @@ from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_MIXED_TOKENS = 4096
-"""Maximum default value of `max_mixed_tokens`. This many tokens saturate a large GPU's GEMMs: with an 8B
-model in bfloat16, a step takes about 0.1 s on an H200."""
+"""Upper limit for the default value of `max_mixed_tokens`. This many tokens saturate a large GPU. With an 8B
+model in bfloat16, such a step takes about 0.1 s on an H200."""
 
 
 def default_mixed_tokens(max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -68,8 +68,8 @@ class Scheduler:
     `max_num_seqs` is the maximum number of running sequences, and `blocks` the number of blocks in the KV
     pool. `max_num_batched_tokens` is the token budget of a step. `max_mixed_tokens` is the token budget of a
     step with decodes, including the decodes. Its default is half of `max_num_batched_tokens`, but at most
-    MIXED_TOKENS. A new request has to wait for the running step and the one launched after it. With this
-    default, the two together take no longer than one step with the full token budget.
+    MAX_MIXED_TOKENS. A new request has to wait for the running step and the one launched after it. With this
+    default, the two steps together take no longer than one step with the full token budget.
 
     Raises ValueError if the sizes are inconsistent.
     """
@@ -108,8 +108,8 @@ class Scheduler:
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
         """Number of blocks that admissions leave free for the running sequences' next tokens."""
-        # The token credit covers two steps with decodes, or one step without decodes. Further requests wait
-        # in the core's queue, which also considers quotas and fairness, whereas the scheduler considers only
+        # The token credit covers two steps with decodes, or one step without decodes. Other requests wait in
+        # the core's queue, which also considers quotas and fairness, whereas the scheduler considers only
         # level and arrival time.
         self.accounting = RequestAccounting(
             credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * max_mixed_tokens)
@@ -156,7 +156,7 @@ class Scheduler:
     # ── submissions ──────────────────────────────────────────────────────────────────────────
 
     def add(self, origin: Hashable, submit: Submit) -> None:
-        """Queue a submission that arrived on the channel `origin`.
+        """Queue a submission that arrived on the `origin` channel.
 
         A submission ends exactly once, with one final `Output` per sample and one `Finished`. An invalid
         submission ends immediately with the finish reason "error".
@@ -179,7 +179,8 @@ class Scheduler:
                 self._waiting.push(sequence)
 
     def cancel(self, origin: Hashable, handle: int, sample: int | None = None) -> None:
-        """Cancel a submission, or one sample of it. Unknown and ended submissions are ignored."""
+        """Cancel a submission, or one of its samples. Submissions that are unknown or have ended are
+        ignored."""
         submission = self.accounting.find(origin, handle)
         if submission is not None:
             self._results.cancel(
@@ -187,8 +188,8 @@ class Scheduler:
             )
 
     def cancel_origin(self, origin: Hashable) -> None:
-        """Cancel all submissions of a closed channel. Their outputs are dropped, but final counts are still
-        reported."""
+        """Cancel all submissions of a closed channel. Their outputs are dropped, but their final counts are
+        still reported."""
         for submission in self.accounting.of_origin(origin):
             self._results.cancel(submission.sequences)
         self.accounting.forget_outputs(origin)

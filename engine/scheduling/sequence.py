@@ -93,8 +93,7 @@ class Sequence:
     sent_blocks: int = 0
     """Number of leading blocks already sent to the device's block table."""
     position: int = 0
-    """Next position to compute, which is the number of tokens whose keys and values are computed by the steps
-    launched so far."""
+    """Next position to compute. The steps launched so far compute the keys and values of this many tokens."""
     next_allocation: int = _NEVER
     """Next position at which the decode scheduler must act. Either the decode needs a new block there (the
     last one is full or shared), or the sequence stops decoding because the step that samples its last token
@@ -106,7 +105,7 @@ class Sequence:
     """Number of leading blocks offered to the prefix cache so far."""
     finite: int = 0
     """Number of leading positions whose keys and values are known to be finite. A non-finite value makes all
-    later values of the sequence non-finite, so a finite value proves that all earlier ones are finite."""
+    later values of the sequence non-finite, so a finite value proves that all earlier values are finite."""
     in_flight: int = 0
     """Number of launched chunks and sampled tokens that have not been collected yet."""
     forks: list[Sequence] = field(default_factory=list)
@@ -128,7 +127,8 @@ class Sequence:
 
     @property
     def order(self) -> Order:
-        """Sort key for the service order: (level, arrival, sample). The largest is preempted first."""
+        """Sort key for the service order: (level, arrival, sample). The sequence with the largest key is
+        preempted first."""
         return (self.submission.level, self.submission.arrival, self.sample)
 
     @property
@@ -146,7 +146,7 @@ class Sequence:
 
     @property
     def block_count(self) -> int:
-        """Number of the sequence's KV blocks, including shared ones."""
+        """Number of KV blocks that the sequence uses, including shared blocks."""
         return self.shared_blocks + len(self.table)
 
     def block(self, index: int) -> int:
@@ -215,7 +215,8 @@ class Submission:
 
 
 def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
-    """Return a submission whose sequences are all waiting. `submit` must have passed `validation.refusal`."""
+    """Return a new submission with all of its sequences waiting. `submit` must have passed
+    `validation.refusal`."""
     submission = Submission(origin, submit, arrival, submit.level)
     sampling = submit.sampling
     stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)

@@ -22,10 +22,10 @@ from engine.scheduling.sequence import blocks_for, length_limit
 MAX_SAMPLES = 1024
 """Maximum value of `Submit.n`."""
 _MAX_COUNT = 1 << 31
-"""Maximum value of counts such as top_k. The limit keeps the sum of two counts far below the 64-bit limit of
-messages and device tables."""
+"""Maximum value of counts such as top_k. With this bound, the sum of two counts cannot overflow the 64-bit
+numbers in messages and device tables."""
 _MAX_FACTOR = 1e30
-"""Maximum absolute value of a penalty or logit bias. The limit keeps its product with a logit finite in
+"""Maximum absolute value of a penalty or logit bias. With this bound, its product with a logit is finite in
 float32."""
 
 
@@ -40,8 +40,8 @@ class SequenceLimits:
 
 
 def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
-    """Return the reason why a submission cannot be computed, which names the field, its value and the limit.
-    Return None if the submission is valid."""
+    """Return why a submission cannot be computed, as a message that names the field, its value and the limit.
+    Returns None if the submission is valid."""
     sampling = submit.sampling
     prompt = submit.prompt_tokens
     if not 1 <= submit.n <= MAX_SAMPLES:
@@ -112,7 +112,7 @@ def _sampling_refusal(sampling: SamplingParams, vocab_size: int) -> str | None:
     for token, bias in (sampling.logit_bias or {}).items():
         if not (bias == -math.inf or abs(bias) <= _MAX_FACTOR):
             bound = f"{-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
-            return f"logit_bias of token {token} is {bias}; it must be -inf or from {bound}"
+            return f"logit_bias of token {token} is {bias}; it must be -inf or in the range {bound}"
     if sampling.allowed_tokens and not _allows_any(sampling.allowed_tokens, vocab_size):
         return f"allowed_tokens allows no token of the vocabulary, which has ids 0 to {vocab_size - 1}"
     if len(sampling.bad_words) > MAX_BAD_WORDS:

@@ -7,10 +7,10 @@ results to this GPU's table.
     python -m engine.tune --config FOLDER --both --whole-layer --tried tune.json
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
-docs/kernels.md). The tuner times Appliance's own kernels and cuBLAS's in complete decoder layers without
-attention, in CUDA graphs, with weights that are not in the L2 cache. The fastest kernel's result is checked
-against the reference implementation, and the kernel is added to the table (kernels/tuned/<gpu>.json, or
---out). Existing entries are kept unless --again is given.
+docs/kernels.md). The tuner times Appliance's own kernels and those of cuBLAS in complete decoder layers
+without attention, in CUDA graphs, with weights that are not in the L2 cache. The fastest kernel's result is
+checked against the reference implementation, and the kernel is added to the table (kernels/tuned/<gpu>.json,
+or --out). Existing entries are kept unless --again is given.
 
 --whole-layer refines the table by coordinate descent over whole layers, including attention. The search
 starts from the table's plans, from the rule-based plans, and from a plan that uses the `tiles` kernel for
@@ -145,7 +145,7 @@ def _arguments() -> argparse.Namespace:
         "--tensor-parallel",
         type=int,
         default=1,
-        help="number of ranks; one rank's shapes are tuned (%(default)s)",
+        help="number of ranks; the matrix shapes of one rank are tuned (%(default)s)",
     )
     parser.add_argument(
         "--again", action="store_true", help="remeasure entries that are already in the table"

@@ -1,9 +1,9 @@
 """Defines the chains of layers that the tuner times. A chain contains copies of a decoder's layers or of its
-output matrix. Its kernel plans can be replaced. The linears to tune are found by running the decoder: they
-are those that look up a plan in the table. Each copy of a layer has its own weights, so that no weight is in
-the L2 cache when it is read. A linear's cost is the time it adds to the entire layer. It therefore includes
-effects on neighbouring kernels, which overlap with the linear (programmatic dependent launch), and norms that
-are not fused into it.
+output matrix. Its kernel plans can be replaced. To find the linears to tune, the decoder is run once, and
+each linear that looks up a plan in the table is recorded. Each copy of a layer has its own weights, so that
+no weight is in the L2 cache when it is read. A linear's cost is the time it adds to the entire layer. This
+cost therefore includes effects on neighbouring kernels, which overlap with the linear (programmatic dependent
+launch), and the norms that are not fused into the linear.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CHAIN_BYTES = 5 << 30
 """Minimum number of bytes of weights read by a graph. Large enough that starting a graph (about 10 µs) takes
 only a small fraction of the measured time."""
 _VOCABULARY = 1024
-"""Vocabulary size of a decoder built only to time its layers; small, because the embeddings and the output
-matrix are not timed."""
+"""Vocabulary size of a decoder built only to time its layers. It is small because the embeddings and the
+output matrix are not timed."""
 _SEED = 1
 
 
@@ -99,7 +99,8 @@ class LayerChain:
         return self._ops.compare(lambda: self.run(self._few, rows))
 
     def use(self, table: Table, without: Product | None = None) -> None:
-        """Use the plans from `table` in all later runs, and skip the operations of one linear, `without`."""
+        """Use the plans from `table` in all later runs, and skip the operations of the linear `without`, if
+        given."""
         self._ops.backend.use(table)
         self._ops.without = without
 

@@ -47,9 +47,7 @@ def main() -> int:
             for fp8 in ([False, True] if arguments.both else [arguments.fp8])
         ]
         if models[0].config.experts is None:
-            raise UnsupportedError(
-                f"{arguments.config}: has no experts", "tune it with python -m engine.tune"
-            )
+            raise UnsupportedError(f"{arguments.config} has no experts", "tune it with python -m engine.tune")
         gpu = compiling.this_gpu()
         path = arguments.out or table_path(gpu.name)
         check_writable("--out", path)
@@ -119,7 +117,9 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="give each rank a subset of whole experts instead of a slice of every expert",
     )
-    parser.add_argument("--again", action="store_true", help="remeasure entries of the table")
+    parser.add_argument(
+        "--again", action="store_true", help="remeasure entries that are already in the table"
+    )
     parser.add_argument("--out", type=Path, help="table to update (default: kernels/tuned/<gpu>.json)")
     arguments = parser.parse_args()
     if wrong := [tokens for tokens in arguments.tokens if not 1 <= tokens <= 8192]:

@@ -1,5 +1,5 @@
-"""Extends the decoder's operations for the tuner: they can replace kernel plans, record which linears use a
-plan, skip one linear's operations, and check results against the reference implementation."""
+"""Extends the decoder's operations for the tuner, which can then replace kernel plans, record which linears
+use a plan, skip one linear's operations, and check results against the reference implementation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kernels.triton.linear_table import Product, Table
 
 
 class TunedOps(CudaOps):
-    """GPU operations whose table of plans can be replaced. They record the linears that look up a plan. If
-    `attention` is false, attention is not computed (see `attend`).
+    """GPU operations with a table of plans that can be replaced. They also record which linears look up a
+    plan. If `attention` is false, attention is not computed (see `attend`).
     """
 
     def __init__(self, gpu: GpuModel, attention: bool) -> None:
@@ -49,8 +49,8 @@ class TunedOps(CudaOps):
         heads: int,
         *others: Any,
     ) -> torch.Tensor:
-        """Compute `Ops.attend`. If attention is disabled, only apply RoPE and write the cache, and return the
-        rotated queries as the result."""
+        """Implement `Ops.attend`. If attention is disabled, only apply RoPE, write the cache, and return the
+        rotated queries."""
         if self._attention:
             return super().attend(qkv, positions, slots, rotation, pool, heads, *others)
         return fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self.pdl)
@@ -80,7 +80,7 @@ class WatchedOps:
         self.errors: list[float] | None = None
         """Relative errors of the checked operations, or None if results are not being checked."""
         self._results: dict[tuple[str, Product | None], Any] = {}
-        """Results of the linears' operations during `find`, by operation name and linear."""
+        """Results of the linears' operations during `find`, keyed by operation name and linear."""
         self._finding = False
 
     def find(self, run: Callable[[], object]) -> list[Product]:
@@ -119,7 +119,7 @@ class WatchedOps:
             if self.errors is not None and products:
                 expected = _reference(name, arguments, options)
                 result = operation(*arguments, **options)
-                # Quantisations launched separately are not compared: only the library's linears need them.
+                # Separate quantisations are not compared, because only linears computed by cuBLAS need them.
                 if not isinstance(result, Fp8Activation):
                     self.errors.append(_difference(result, expected))
                 return result
@@ -134,7 +134,7 @@ class WatchedOps:
 
 def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
     """Return the reference implementation's result, computed in float32. With e4m3 weights, the input is not
-    converted to float32, because the kernels also quantise activations rounded to the model's dtype."""
+    converted to float32, because the kernels also quantise activations in the model's dtype."""
     exact = not any(isinstance(one, Fp8Weight) for one in arguments)
     return getattr(reference, name)(*(_copied(one, exact) for one in arguments), **options)
 

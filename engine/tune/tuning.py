@@ -38,7 +38,7 @@ from kernels.tune.shortlist import Tried, covering, shortlist, starts
 _CUDA = torch.device("cuda")
 _META = torch.device("meta")
 _COMPARED_LAYERS = 12
-"""Number of layers per CUDA graph in a descent; small, because a descent captures hundreds of graphs."""
+"""Number of layers per CUDA graph in a descent. It is small because a descent captures hundreds of graphs."""
 
 Options = dict[Product, list[GemmPlan | None]]
 
