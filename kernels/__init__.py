@@ -38,7 +38,7 @@ class Fp8Weight:
     set, one scale per block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
     """Rows and columns per block, or None for one scale per row. With blocks, each token's inputs are
-    quantised in groups of `columns`, each with its own scale."""
+    quantised in groups of `columns` values, and each group has its own scale."""
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -115,8 +115,8 @@ class Experts:
     """If true, the softmax covers only the chosen experts' logits, so that their weights sum to one.
     Otherwise, it covers all experts' logits."""
     first: int = 0
-    """Row of `router` that corresponds to the first expert in `gate_up` and `down`. Experts on other ranks
-    contribute zero."""
+    """Index of the row of `router` that corresponds to the first expert in `gate_up` and `down`. Experts on
+    other ranks contribute zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ChoiceCount:
     """Counts the tokens routed to each expert of a layer."""
 
     totals: torch.Tensor
-    """Tokens routed to each expert: [experts of all ranks] int64. Updated by the router."""
+    """Number of tokens routed to each expert: [experts of all ranks] int64. Updated by the router."""
     live: torch.Tensor
     """One value per token: [tokens] int64. Tokens with a negative value are padding and are not counted."""
 
@@ -140,7 +140,8 @@ class ExpertActivation:
     weights: torch.Tensor
     """Routing weight of each chosen expert: [tokens, top_k] float32."""
     values: Any
-    """The activations `silu(gate) × up`. In the reference implementation: [tokens × top_k, intermediate]."""
+    """The activations `silu(gate) × up`, in the reference implementation as [tokens × top_k,
+    intermediate]."""
 
 
 @dataclass(frozen=True, slots=True)

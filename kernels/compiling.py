@@ -141,9 +141,9 @@ def compile_jobs(
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CompileFailure]:
-    """Compile the jobs missing from Triton's cache, and return those that failed. Compilation runs in forked
-    processes, so this process must not have initialised CUDA. Raises CompilerError if the compiler processes
-    exit early."""
+    """Compile the jobs that are not yet in Triton's cache, and return those that failed. Compilation runs in
+    forked processes, so this process must not have initialised CUDA. Raises CompilerError if the compiler
+    processes exit early."""
     triton_key()  # hash Triton's sources here, so that the forked workers inherit the result
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)

@@ -57,7 +57,8 @@ class _ChunkPlan:
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """Chunk plans, keyed by attention window. The first layer with a given window creates the plan for it."""
+    """Chunk plans, keyed by attention window. The first layer with a given window creates the plan for that
+    window."""
 
 
 class CudaOps:
@@ -66,7 +67,7 @@ class CudaOps:
 
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
       before attention (`attention_prefill.Expansion`); 0 disables the conversion.
-    table: the device's measured GEMM plans, or None if rules choose all plans.
+    table: the device's measured GEMM plans, or None to choose all plans by rules.
     pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels that use PDL
       do not compile for other devices.
     hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), or 0 for other

@@ -79,8 +79,8 @@ class Logits:
     """For each sampling row, the index of its row in `values`: [sampling rows] int64. None means that
     sampling row i uses row i of `values`."""
     edited: torch.Tensor | None = None
-    """The result of `edit`: [edited rows, columns] float32. Unless its `edited_index` is -1, a sampling
-    row uses the row of `edited` with this index instead of its logits."""
+    """The result of `edit`: [edited rows, columns] float32. A sampling row with an `edited_index` of i ≥ 0
+    uses row i of `edited` instead of its logits."""
     edited_index: torch.Tensor | None = None
     """For each sampling row, the index of its row in `edited`, or -1 if its logits were not edited: [sampling
     rows] int64."""

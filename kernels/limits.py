@@ -23,10 +23,10 @@ MAX_TOP_K = 32
 """Maximum number of experts per token."""
 
 MIN_CAPABILITY = 80
-"""Minimum compute capability (times ten), required for bfloat16."""
+"""Minimum compute capability (times ten). Older GPUs lack bfloat16."""
 
 MIN_FP8_CAPABILITY = 89
-"""Minimum compute capability for FP8 (times ten), required for e4m3."""
+"""Minimum compute capability (times ten) for FP8 (e4m3)."""
 
 FP8_ALIGNMENT = 16
 """Both dimensions of an e4m3 matrix must be multiples of this, as `torch._scaled_mm` requires."""

@@ -166,7 +166,7 @@ def _best_narrowed(
 def _change(
     rows: torch.Tensor, some: torch.Tensor, change_: Callable[[torch.Tensor, torch.Tensor | slice], object]
 ) -> None:
-    """Apply an in-place operation to the rows selected by the mask `some`. The operation is called with these
+    """Apply an in-place operation to the rows for which `some` is true. The operation is called with these
     rows and their indices."""
     at = some.nonzero().squeeze(1)
     if len(at) == len(rows):
@@ -316,8 +316,8 @@ def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor)
     ranked = logits.sort(dim=1, descending=True).values
     probabilities = ranked.softmax(dim=1)
     before = probabilities.cumsum(dim=1) - probabilities
-    # `before` increases monotonically except for rounding, so the number of true entries is the size of the
-    # nucleus.
+    # `before` increases monotonically except for rounding, so the number of entries below top_p is the size
+    # of the nucleus.
     size = (before < top_p.unsqueeze(1)).sum(dim=1).clamp_(min=1)
     lowest = ranked.gather(1, (size - 1).unsqueeze(1))
     return scores.masked_fill_(logits < lowest, -torch.inf)

@@ -117,7 +117,7 @@ def squares_parts(hidden: int) -> int:
     return hidden // 2 // block
 
 
-# ── the kernel, and functions that `all_reduce_norm` calls too ───────────────────────────────────────────
+# ── the kernel, and functions shared with `all_reduce_norm` ──────────────────────────────────────────────
 
 
 @gluon.jit

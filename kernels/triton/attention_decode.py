@@ -62,10 +62,10 @@ class DecodeConfig:
     """Number of programs per KV head. This is also the maximum total number of splits, and must be at least
     the number of sequences."""
     stages: int
-    """Number of pipeline stages over pages. Page numbers and tiles are each prefetched (stages - 1) / 2
-    iterations ahead."""
+    """Number of pipeline stages in the loop over pages. Page numbers and tiles are each prefetched
+    (stages - 1) / 2 iterations ahead."""
     maxnreg: int | None = 128
-    """Maximum registers per thread."""
+    """Maximum number of registers per thread."""
     at_once: int = 4096
     """Number of partial results that the combine step loads at a time."""
     num_warps: int = 4
@@ -90,9 +90,9 @@ def config_for(
 
     A single sequence is limited by attention latency, not by memory bandwidth. Its programs therefore load
     their first page early, and combine more splits at a time, which takes more registers: 168 per thread with
-    4 warps. Programs have 8 warps if the group has so many query heads that a split's partial sums are large.
-    With such groups and 3 or 4 KV heads, loading the first page early also makes batches of a few sequences
-    faster.
+    4 warps. Programs have 8 warps if there are so many query heads per KV head that a split's partial sums
+    are large. If there are also only 3 or 4 KV heads, loading the first page early makes batches of a few
+    sequences faster.
     """
     fp8, wide = element_size == 1, group >= 8 and head_dim <= 128
     few = wide and 2 < kv_heads <= 4 and sequences <= (4 if fp8 else 8)

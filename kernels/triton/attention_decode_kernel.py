@@ -26,7 +26,7 @@ def _pages_of(length, WINDOW: tl.constexpr):
 @triton.jit
 def _spread(tile, SPREAD: tl.constexpr):
     """Permute the columns of a `[64, n]` tile: column c moves to (c % SPREAD) × (n / SPREAD) + c / SPREAD. In
-    the tensor-core layout, the groups of 8 columns of a thread are n / SPREAD columns apart. The permutation
+    the tensor-core layout, each thread's groups of 8 columns are n / SPREAD columns apart. The permutation
     lets a thread load SPREAD adjacent columns as words instead of single bytes."""
     n: tl.constexpr = tile.shape[1]
     return tile.reshape(tile.shape[0], n // SPREAD, SPREAD).permute(0, 2, 1).reshape(tile.shape[0], n)
@@ -51,7 +51,7 @@ def _combine(
 ):
     """Combine `pieces` splits of a sequence and normalise the result: `[GROUP, HEAD_DIM]`. `partial` and
     `stats` point to the first split. The loop processes one split at a time, so that threads need not
-    synchronise. Up to AT_ONCE loads are in flight at once."""
+    synchronise. Up to AT_ONCE loads are in flight at a time."""
     group = tl.arange(0, GROUP)
     place = group[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     m = tl.full([GROUP], float("-inf"), tl.float32)
@@ -95,8 +95,9 @@ def _attend(
     SPREAD: tl.constexpr,
 ):
     """Update the running maximum m, the softmax sum and the weighted values with the queries' attention to
-    one page of keys and values `[64, HEAD_DIM]`. tile: the page's first line in the cache. start: position of
-    its first token. cached: number of tokens in the cache. oldest: first position in the window."""
+    one page of keys and values `[64, HEAD_DIM]`. tile: index of the page's first row in the cache. start:
+    position of the page's first token. cached: number of tokens in the cache. oldest: first position in the
+    window."""
     token = tl.arange(0, 64)
     lift: tl.constexpr = _LIFT if SCALED else 0.0
     scores = tl.dot(query, k.to(COMPUTE).T, input_precision=PRECISION)

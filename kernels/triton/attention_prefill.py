@@ -7,10 +7,10 @@ pass's tiles, those with the most keys first. The host builds the tile list once
 visible to every row of a tile are not masked.
 
 With an FP8 cache, the pages that a pass reads are first expanded to the model's dtype, in a scratch pool
-(`plan_expansion`, `expand`). Each page is thus converted only once, instead of once per tile. Short chunks,
-and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them to float16. On
-Hopper, one instruction converts two values to float16, whereas a conversion to bfloat16 takes several
-instructions.
+(`plan_expansion`, `expand`). Each page is therefore converted only once, instead of once per tile. Short
+chunks, and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them to
+float16. On Hopper, one instruction converts two values to float16, whereas a conversion to bfloat16 takes
+several instructions.
 
 On Hopper, long prompts use a different kernel, `attention_prefill_hopper`, with the same tiles
 (`suits_hopper`).
@@ -133,7 +133,7 @@ def _prefill_kernel(
         v = v_tiles.load([tile, 0])
         acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc, input_precision=PRECISION)
         m = m_new
-    # Rows past the last token may have no visible key. Such rows are NaN and are not stored.
+    # Rows past the last token may have no visible key. Such rows contain NaN and are not stored.
     acc = acc / total[:, None]
     if REREAD:
         # Reload these values, because keeping them would leave too few registers for the loop. The different
@@ -181,9 +181,9 @@ multiprocessor while a tile starts or ends."""
 def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
-    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`:
-    that kernel must support the shape, and the tiles must have enough keys for it to be the faster one.
-    dtype: dtype of queries, keys and values."""
+    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`.
+    That kernel must support the shape, and the tiles must have so many keys that it is faster than the
+    general kernel. dtype: dtype of queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
     if not served or dtype not in (torch.bfloat16, torch.float16) or not len(tiles):
@@ -321,10 +321,10 @@ class PrefillConfig:
     """Rows per tile, as passed to `plan_tiles`."""
     num_warps: int
     stages: int
-    """Number of pipeline stages over pages. If a block table is read, some stages are used for page numbers
-    and the rest for tiles."""
+    """Number of pipeline stages in the loop over pages. If a block table is read, some stages are used for
+    page numbers and the rest for tiles."""
     maxnreg: int | None
-    """Maximum registers per thread, or None for no limit."""
+    """Maximum number of registers per thread, or None for no limit."""
 
 
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:

@@ -279,8 +279,8 @@ def _compute(
             total = total * old + gl.sum(weights, axis=1)
             following = gl.convert_layout(weights.to(dtype), operand)
             # Wait for the next keys here, between the softmax and the wait for the value products. The
-            # compiler does not move instructions across this wait. Elsewhere, it would place the softmax
-            # after the value products, and the two would not overlap.
+            # compiler does not move instructions across this wait. If this wait were elsewhere, the compiler
+            # would place the softmax after the value products, and the two would not overlap.
             next_step = step + 2
             ahead = back + 1 < blocks
             mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=ahead)

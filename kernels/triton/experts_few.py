@@ -18,7 +18,7 @@ is quantised for `dot`, while `gemv` and `stream` quantise each expert's activat
 
 Programmatic dependent launch (PDL): `up` waits for the previous kernel before it reads the chosen experts,
 and lets the next kernel start only after this wait. The router's results are therefore complete when `down`
-starts, which reads the chosen experts and its first weights before waiting for `up`.
+starts. `down` reads the chosen experts and its first weights before waiting for `up`.
 
 Several ranks: a rank may have only some of the experts (`first`). Programs for experts on other ranks end
 without reading weights: `up` leaves the results undefined, and `down` adds nothing.

@@ -12,7 +12,7 @@ from kernels.triton.linear_rows import gated, weight_rows, widen
 
 @triton.jit
 def _load_weights(at, inside, MASKED: tl.constexpr):
-    """Load a tile of weights. If MASKED is set, elements outside the mask `inside` are zero."""
+    """Load a tile of weights. If MASKED is set, elements for which `inside` is false are zero."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     return tl.load(at, eviction_policy="evict_first")
@@ -172,7 +172,7 @@ def _down_gemv(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each of a token's chosen experts, multiply BLOCK_N of its weight rows by its activations. With
+    """For each of a token's chosen experts, multiply BLOCK_N weight rows by that expert's activations. With
     SCALED, the program quantises the activations."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     masked: tl.constexpr = (K % BLOCK_K != 0) | PARTIAL

@@ -53,8 +53,8 @@ class Sorted:
     groups: dict[int, torch.Tensor]
     """For each tile height (row count), the groups into which each expert's choices are divided: [groups + 1,
     4] int32. A group has at most as many choices as a tile has rows. The first row begins with the number of
-    groups. Each further row describes a group: the expert (numbered from the rank's first), the group's first
-    position in `order`, and the end of that expert's range in `order`. The last column is unused."""
+    groups. Each of the other rows describes one group: its expert (numbered from this rank's first expert),
+    its first position in `order`, and the end of the expert's range in `order`. The last column is unused."""
     held: int
     """Number of experts on this rank."""
 
@@ -279,8 +279,8 @@ def _write_groups(
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Write the groups that the choices of this rank's experts are divided into, each with at most ROWS
-    choices. end_positions: the end of each expert's positions. totals: each expert's number of choices."""
+    """Divide the choices of this rank's experts into groups of at most ROWS choices, and write the groups.
+    end_positions: the end of each expert's positions. totals: each expert's number of choices."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)
     count = tl.where(here, (totals + ROWS - 1) // ROWS, 0)

@@ -225,8 +225,8 @@ def _down_stream(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """For each of a token's chosen experts, multiply BLOCK_N weight rows by the choice's activations, and add
-    up the weighted results. WARPS is the number of choices: each warp computes one."""
+    """For each of a token's chosen experts, multiply BLOCK_N weight rows by that expert's activations, and
+    add up the weighted results. WARPS is the number of choices: each warp computes one."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)
     in_x: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
@@ -303,8 +303,8 @@ def _experts(
     EXPERTS: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):
-    """Return the experts of some choices, numbered from this rank's first, and whether each is on this rank.
-    An expert on another rank is returned as 0."""
+    """Return the experts of some choices, numbered from this rank's first expert, and whether each is on this
+    rank. An expert on another rank is returned as 0."""
     expert = gl.load(chosen + token * TOP_K + turn, cache_modifier=".cg").to(gl.int64)
     here = turn >= 0
     if PARTIAL:

@@ -234,8 +234,8 @@ def _rope(
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Process a group of heads of one token. A group may contain query, key and value heads, so the row is
-    read only once."""
+    """Compute `rope_cache_write` for a group of heads of one token. A group may contain query, key and value
+    heads, so the row is read only once."""
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -356,8 +356,8 @@ def _launch_silu(
 
 @triton.jit
 def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Process a block of columns of one token. If the result is quantised, the block is the whole row,
-    because the scale depends on all columns."""
+    """Compute SwiGLU for a block of columns of one token. If the result is quantised, the block is the whole
+    row, because the scale depends on all columns."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

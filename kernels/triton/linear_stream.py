@@ -5,10 +5,10 @@ registers.
 
 The kernel is written in Gluon, Triton's lower-level language. Unlike Triton, Gluon can load a tensor in the
 layout of a tensor-core operand. A thread loads 16 consecutive bytes along K and uses them directly as
-operands of the next products, without shared memory. The tensor cores therefore process K in a different
-order, which is correct because both operands have the same order. Each warp computes its own part of K, and
-the warps' float32 sums are added up at the end in a fixed order. The normalised and quantised row is stored
-in shared memory and broadcast to all 8 rows of the tensor-core operand.
+operands of the next products, without shared memory. The tensor cores therefore process the elements of K in
+a different order. The result is still correct, because both operands use the same order. Each warp computes
+its own part of K, and the warps' float32 sums are added up at the end in a fixed order. The normalised and
+quantised row is stored in shared memory and broadcast to all 8 rows of the tensor-core operand.
 
 The e4m3 weights are converted to float16 without loss, and the products are summed in float32. Hopper's FP8
 tensor cores would keep only about 14 bits of a sum.
@@ -87,9 +87,9 @@ def _prepare(
     NORM: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Normalise and quantise the input row, store it in shared memory, and return its scale. It is stored as
-    float16, which represents every e4m3 value exactly. Each warp later reads only what it has stored
-    itself."""
+    """Normalise and quantise the input row, store it in shared memory, and return its scale. The row is
+    stored as float16, which represents every e4m3 value exactly. Each warp later reads only what it has
+    stored itself."""
     layout: gl.constexpr = gl.BlockedLayout([1, STEP // 32], [1, 32], [WARPS, 1], [1, 0])
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, layout))
     at = warp[:, None] * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]
@@ -110,8 +110,8 @@ def _prepare(
     if NORM:
         inverse = gl.rsqrt(gl.sum(gl.sum(squares, axis=1), axis=0) / K + eps)
         most = (most * inverse).to(dtype).to(gl.float32)
-    # Use approximate divisions: exactly rounded ones need more registers, and one program fewer would fit on
-    # a multiprocessor.
+    # Use approximate divisions, because exactly rounded ones need so many registers that one program fewer
+    # would fit on a multiprocessor.
     factor = 448.0 / gl.where(most > 0.0, most, 1.0)
     for step in gl.static_range(K // stride):
         part = parts[step]

@@ -7,7 +7,7 @@ other operand, and K may be split over programs. Unlike in `dot`, the copy engin
 kernel is written in Gluon, Triton's lower-level language, which controls when each load starts. Each program
 first requests the weights of all its stages, then waits for the previous kernel, and only then requests x.
 Programs are small, so that the next GEMM's programs fit on a multiprocessor alongside the running ones, and
-load their first weights while the latter finish.
+load their first weights while those finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up

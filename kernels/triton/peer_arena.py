@@ -14,14 +14,14 @@ An arena can be reused without a barrier for two reasons:
   input from the host. All ranks must launch the same grids in the same order.
 - The thread that reads a word immediately writes the reserved value back. A peer overwrites this word only
   two calls later, after receiving this rank's part of the call in between. This rank sends that part only
-  after its first call has finished and has thus restored the reserved value.
+  after its first call has finished and restored the reserved value.
 
 If a peer stopped, the other ranks would poll forever. The poll loop therefore also reads a flag. Once this
 flag is set, all calls return soon with undefined results, and the group of ranks must be recreated. The host
 sets a word in its own memory, and a thread that has polled for about 50 ms copies it to the flag, which is in
-device memory. Threads must not read host memory more often: reads of one address are serialised, so those of
-a large grid's thousands of threads would take about 1 ms, and two ranks would keep delaying each other by
-1 ms in every following call.
+device memory. Threads must not read host memory more often: reads of one address are serialised, so thousands
+of threads in a large grid would take about 1 ms, and two ranks would keep delaying each other by 1 ms in
+every following call.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Arena:
 
 
 def stop_words(host_address: int, device: torch.device) -> torch.Tensor:
-    """Return the words that let the host end all polling on a device: [2] int64 on the device. They contain
-    the flag, and the address of an int32 word in page-locked host memory, which the host sets to 1 to end all
-    polling."""
+    """Return two words that let the host stop all polling on a device: [2] int64 on the device. The first is
+    the flag. The second is the address of an int32 word in page-locked host memory, which the host sets to 1
+    to stop polling."""
     return torch.tensor([0, host_address], dtype=torch.int64, device=device)
 
 

@@ -1,5 +1,5 @@
-"""Samples tokens on a GPU without sorting: the variants greedy, plain (temperature) and full, and the logits
-processors that run before them.
+"""Samples tokens on a GPU without sorting. Contains the greedy, plain (temperature) and full variants, and
+the logits processors that run before them.
 
 This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. Noise
 matches the reference to within 4e-6, and probability mass to within 2e-6 of the total. A draw therefore
@@ -9,7 +9,7 @@ other than these tolerances. A NaN logit is treated as infinity. Every operation
 
 Algorithm
 
-The kernel *scan* computes for each chunk of a row the best score, its token id and logit, the largest logit,
+For each chunk of a row, the *scan* kernel computes the best score, its token id and logit, the largest logit,
 the sum of exp, and the second best score. For greedy and plain rows, *pick* then selects the best chunk.
 
 For a full row, the first candidate is the Gumbel-max draw from the whole distribution. If top-k, top-p and
@@ -51,7 +51,7 @@ _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
 _FEW = 64
 """Maximum top-k for which *decide* selects a row's token from a few groups instead of scanning the whole row.
-It then reads at most this many groups and compares at most twice as many tokens."""
+*decide* then reads at most this many groups and compares at most twice as many tokens."""
 _GROUP = 128
 """Logits per group. *scan* stores each group's largest logit."""
 _THRESHOLDS = 2

@@ -130,8 +130,8 @@ def above_kernel(
     EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each of the row's two candidates, sum exp(logit - largest) over the chunk's more likely tokens. If
-    the row has a top-k, also count them."""
+    """For each of the row's two candidates, sum exp(logit - largest) over the chunk's tokens that are more
+    likely than the candidate. If the row has a top-k, also count them."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -199,8 +199,8 @@ def decide_kernel(
     """Select the row's best or second best candidate if it is kept, and finish rows with a small top-k.
 
     In an unfinished row, columns 2, 3 and 4 of the summary are overwritten with the starting point of
-    *settle*: a candidate's logit, and the count and mass of the more likely tokens. The logit is -inf if
-    there is no candidate.
+    *settle*: a candidate's logit, and the count and mass of the tokens that are more likely than the
+    candidate. The logit is -inf if there is no candidate.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -364,7 +364,7 @@ def _settle_few(
 
 @triton.jit
 def _entries(values, edited, at, copy, columns, tokens, start, count, EDITED: tl.constexpr):
-    """Return 16 columns' logits from a list, beginning with its entry `start`."""
+    """Return the logits of 16 columns from the list `tokens`, beginning with entry `start`."""
     entry = start + tl.arange(0, 16)
     column = tl.load(tokens + entry, mask=entry < count, other=columns)
     return read(values, edited, at, copy, column, columns, EDITED)

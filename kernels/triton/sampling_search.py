@@ -86,7 +86,8 @@ def settle_kernel(
     target = tl.where(both, top_p * mass_over, target)
     limit = tl.where(both, 1e9, limit)
 
-    # Derive the initial bounds from the candidate's logit, and the count and mass of the more likely tokens.
+    # Derive the initial bounds from the candidate's logit and from the count and mass of the tokens that are
+    # more likely.
     low = tl.where(both, low, float("-inf"))
     survived = logit > low
     kept = survived & (count < limit) & (mass < target)
@@ -145,8 +146,8 @@ def _draw_over(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """Return the best score among the tokens whose logit is above `low` and at least `lowest`, with its token
-    and logit."""
+    """Return the best score among the tokens with a logit above `low` and at least `lowest`, and the token
+    and logit of this score."""
     scores = tl.full([TILE], float("-inf"), tl.float32)
     tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     logits = tl.full([TILE], float("-inf"), tl.float32)
@@ -188,13 +189,12 @@ def _narrow(
     """Narrow the range between `low` and `high` by reading the row once. Also return `over`, the factor by
     which the tokens above the new `low` exceed the limits (by count or by mass, whichever is larger). `over`
     is 0 if no token is left between `low` and `high`. `mass_over` is the mass above `low`. The argument
-    refers to the old `low`, and the result to the new `low`. extra: another threshold to test, or `high` for
-    no other threshold.
-    """
+    refers to the old `low`, and the result to the new `low`. extra: an additional threshold to test, or
+    `high` for none."""
     j = tl.arange(0, THRESHOLDS)
     # In the first steps, thresholds are equally spaced between the bounds, which converges quickly for
-    # typical logits. In later steps, they have equally many float32 numbers between them, which converges for
-    # all logits.
+    # typical logits. In later steps, they are equally spaced in the order of all float32 numbers, which
+    # converges for all logits.
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
     if step >= 8:

@@ -1,1 +1,1 @@
-"""Selects the fastest kernel for each linear on a GPU, by generating and timing candidate plans."""
+"""Selects the fastest kernel for each GEMM on a GPU, by generating and timing candidate plans."""

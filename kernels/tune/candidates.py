@@ -1,4 +1,4 @@
-"""Generates the candidate plans that the tuner times for a linear."""
+"""Generates the candidate plans that the tuner times for a GEMM."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MANY = 16384
 """Minimum number of outputs for which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
-"""Maximum shared memory per program, in bytes, at which two `tiles` programs still fit on a multiprocessor.
-Programs of the next GEMM can then load weights while those of the current one finish."""
+"""Maximum shared memory per program, in bytes, at which two programs of the `tiles` kernel still fit on a
+multiprocessor. Programs of the next GEMM can then load weights while those of the current one finish."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
@@ -25,7 +25,7 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
     hopper: whether the GPU is a Hopper GPU. On other GPUs, `tiles` kernels crash the compiler.
 
-    A candidate may need more shared memory than the GPU has; the tuner skips it when its launch fails.
+    A candidate may need more shared memory than the GPU has. The tuner skips candidates that fail to launch.
     """
     if rows == 1:
         plans = [*_gemvs(product), *_streams(product)]
@@ -43,8 +43,8 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
 
 def shared_bytes(plan: GemmPlan, product: Product) -> int:
     """Return a program's approximate shared memory use in bytes, accurate to one or two kilobytes. The
-    kernels `tiles` and `dot` use shared memory for pipeline stages, and `stream` for the input row in
-    float16. `gemv` uses almost no shared memory."""
+    `tiles` and `dot` kernels use shared memory for pipeline stages, and the `stream` kernel for the input row
+    in float16. `gemv` uses almost no shared memory."""
     if plan.form == "gemv":
         return 0
     if plan.form == "stream":
@@ -71,8 +71,8 @@ def _streams(product: Product) -> Iterable[GemmPlan]:
 
 
 def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Yield `dot` plans with weight tiles 128, 256 or 512 bytes wide. For GEMMs with few outputs, some plans
-    also split K."""
+    """Yield plans for the `dot` kernel, with weight tiles that are 128, 256 or 512 bytes wide. For GEMMs with
+    few outputs, some plans also split K."""
     bytes_256 = 256 // product.dtype.itemsize
     if product.n >= _MANY:
         for stages in (3, 4, 5):
@@ -98,8 +98,9 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Yield `tiles` plans with weight tiles of 64 rows by 128 or 256 bytes, or of 128 rows by 128 bytes. Each
-    has the largest number of stages at which two programs still fit on a multiprocessor."""
+    """Yield plans for the `tiles` kernel, with weight tiles of 64 rows by 128 or 256 bytes, or of 128 rows by
+    128 bytes. Each plan has the largest number of stages at which two programs still fit on a
+    multiprocessor."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))

@@ -1,8 +1,8 @@
-"""Optimises the plans of a layer's linears by coordinate descent on the time of the whole layer.
+"""Optimises the plans of a decoder layer's GEMMs by coordinate descent on the time of the whole layer.
 
 A plan that is fast in isolation may be slow within a layer. With programmatic dependent launch (PDL), each
-linear loads weights while the previous kernel finishes, so neighbouring kernels compete for the
-multiprocessors. The search therefore changes one linear's plan at a time, and keeps the new plan only if the
+GEMM loads weights while the previous kernel finishes, so neighbouring kernels compete for the
+multiprocessors. The search therefore changes one GEMM's plan at a time, and keeps the new plan only if the
 *layer* becomes faster. It stops after a round with almost no gain. It finds only a local minimum, so it is
 run from several starting points. The measurement function is a parameter, so this module needs no GPU.
 """
@@ -17,7 +17,7 @@ from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product
 
 Choice = Mapping[Product, GemmPlan | None]
-"""Each linear's plan. None selects the library's GEMM."""
+"""Each GEMM's plan. None selects the library (cuBLAS)."""
 Compare = Callable[[Sequence[Choice]], list[float]]
 """Function that times several candidate plan combinations, interleaving their runs. It returns the layer's
 time with each combination, in microseconds, or infinity if the combination cannot run."""
@@ -56,9 +56,9 @@ def race(replay: Replay, runners: int) -> list[float]:
 
 
 def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare) -> Choice:
-    """Return the local minimum reached by a descent from `start`. Linears are visited in the order of
+    """Return the local minimum reached by a descent from `start`. GEMMs are visited in the order of
     `options`. A new plan replaces the current one only if it is faster in two comparisons: one of all plans,
-    and one of just these two. A linear is revisited only if another linear's plan has changed since.
+    and one of just these two. A GEMM is revisited only if another GEMM's plan has changed since.
     """
     best, judged = dict(start), dict[Product, Choice]()
     while True:

@@ -27,17 +27,17 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Token counts measured by the tuner. Other counts use the next larger entry."""
 
 MAX_ERROR = 1e-2
-"""Maximum accepted relative error ‖out − ref‖ / ‖ref‖ of a pair of plans. FP8 plans reach 4e-3."""
+"""Maximum accepted relative error ‖out − ref‖ / ‖ref‖ of a layer's result. FP8 plans reach 4e-3."""
 
 _LAYERS = 8
 """Number of layers in a captured graph. Each has different tokens, so that different experts are read."""
 
 _COPIES = 2
-"""Number of copies of the experts. As the layers also choose different experts, no weight is in the L2 cache
-when it is read."""
+"""Number of sets of expert weights, which the layers use in turn. Each layer also chooses different experts,
+so no weight is in the L2 cache when it is read."""
 
 _REPLAYS = 5
-"""Number of timed replays of a graph, of which the minimum is used."""
+"""Number of timed replays of a graph. The shortest time is used."""
 
 _FINALISTS = 3
 """Number of plans per GEMM that are timed together with the other GEMM's best plans."""
@@ -59,7 +59,7 @@ Timed = list[tuple[LayerPlans, float]]
 
 
 class ExpertsChain:
-    """A sequence of layers with random experts and tokens. On the device "meta", its launches can be recorded
+    """A sequence of layers with random experts and tokens. On the "meta" device, its launches can be recorded
     but not timed.
 
     dtype: the model's dtype.

@@ -1,6 +1,6 @@
-"""Searches for each linear's fastest plan. The search first varies one linear's plan at a time, then times
-all linears' best plans together. Plans are timed in a chain: a sequence of decoder operations, defined by the
-implementation of `Chain`. The search covers only the linears that look up their plan in the table.
+"""Searches for each GEMM's fastest plan. The search first varies one GEMM's plan at a time, then times all
+GEMMs' best plans together. Plans are timed in a chain: a sequence of decoder operations, defined by the
+implementation of `Chain`. The search covers only the GEMMs that look up their plan in the table.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
 
 MAX_ERROR = 1e-2
-"""Maximum accepted relative error ‖out − ref‖ / ‖ref‖ of a plan. FP8 linears with several rows reach 4e-3."""
+"""Maximum accepted relative error ‖out − ref‖ / ‖ref‖ of a plan's result. FP8 GEMMs with several rows reach
+4e-3."""
 
 _FINALISTS = 3
-"""Number of plans per linear that are timed again, together with the other linears' fastest plans."""
+"""Number of plans per GEMM that are timed again, together with the other GEMMs' fastest plans."""
 
 _ROUNDS = 2
-"""Number of repetitions of each final measurement, of which the minimum is used."""
+"""Number of times that each final measurement is repeated. The shortest time is used."""
 
 _NOISE = 0.002
 """Expected relative difference between two measurements of the same plan."""
@@ -32,7 +33,7 @@ _NOISE = 0.002
 Report = Callable[[str], None]
 Microseconds = Callable[[GemmPlan | None], float]
 Timed = list[tuple[GemmPlan | None, float]]
-"""Plans and their times in microseconds, fastest first. None stands for the library's GEMM."""
+"""Plans and their times in microseconds, fastest first. None stands for the library (cuBLAS)."""
 
 
 class Chain(Protocol):
@@ -40,12 +41,12 @@ class Chain(Protocol):
 
     rows: int
     products: list[Product]
-    """The linears that look up their plan in the table, starting with those whose results are added to the
+    """The GEMMs that look up their plan in the table, starting with those whose results are added to the
     residual."""
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
         """Return one layer's time, in microseconds, with the plans of `table`. If `without` is given, that
-        linear's operations are omitted. Exceptions from launches propagate."""
+        GEMM's operations are omitted. Exceptions from launches propagate."""
 
     def error(self, table: Table, rows: int) -> float:
         """Return the largest relative error ‖out − ref‖ / ‖ref‖ of any operation on `rows` rows with the
@@ -55,7 +56,7 @@ class Chain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The result of the search for one linear and one row count."""
+    """The result of the search for one GEMM and one row count."""
 
     product: Product
     rows: int
@@ -64,8 +65,8 @@ class Measured:
 
 
 def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Measured]:
-    """Return the best plans for the chain's linears that have no entry in `known`. Progress lines are passed
-    to `report`."""
+    """Return the best plans for the chain's GEMMs that have no entry in `known`. Progress lines are passed to
+    `report`."""
     rows = chain.rows
     rules = rule_plans(chain.products, rows)
     # Keep known entries, so that a shape that occurs in two models is measured only once.
@@ -97,8 +98,8 @@ def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Mea
 def measure_entries(
     chain: Chain, plans: Choice, products: Iterable[Product]
 ) -> dict[Product, tuple[PlanEntry, float]]:
-    """For each linear in `products`, return its table entry and the layer's time without that linear, in
-    microseconds. The entry contains the time that the linear adds to a layer with `plans`."""
+    """For each GEMM in `products`, return its table entry and the layer's time without that GEMM, in
+    microseconds. The entry contains the time that the GEMM adds to a layer with `plans`."""
     found = {}
     layer_us = _least(chain, plans)
     for product in products:
@@ -118,14 +119,14 @@ def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool
 
 
 def check_table(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> Table:
-    """Return a table for checking one plan. The other linears' plans share norms, so that shared norms are
+    """Return a table for checking one plan. The other GEMMs' plans share norms, so that shared norms are
     checked too."""
     others = {one: _sharing_plan(one, chain.rows, hopper) for one in chain.products}
     return table_of({**others, product: plan}, chain.rows)
 
 
 def rule_plans(products: Iterable[Product], rows: int) -> dict[Product, GemmPlan | None]:
-    """Return each linear's rule-based plan, which is used if the table has no entry."""
+    """Return each GEMM's rule-based plan, which is used if the table has no entry."""
     return {one: linear_plans.choose(rows, one.n, one.k, one.dtype) for one in products}
 
 
@@ -144,7 +145,7 @@ def table_of(plans: Mapping[Product, GemmPlan | None], rows: int) -> Table:
 
 
 def is_known(known: Table, products: Iterable[Product], rows: int) -> bool:
-    """Return whether a table has an entry for every linear at exactly this row count."""
+    """Return whether a table has an entry for every GEMM at exactly this row count."""
     return all(rows in known.products.get(product, {}) for product in products)
 
 
@@ -154,7 +155,7 @@ def plan_text(plan: GemmPlan | None) -> str:
 
 
 def _sharing_plan(product: Product, rows: int, hopper: bool) -> GemmPlan | None:
-    """Return a plan that can share a norm with another linear, or None if this GPU has none."""
+    """Return a plan that can share a norm with another GEMM, or None if this GPU has none."""
     rule = linear_plans.choose(max(rows, 8), product.n, product.k, product.dtype)
     if rule is not None and rule.tiled:
         return rule

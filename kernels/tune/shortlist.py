@@ -1,4 +1,4 @@
-"""Selects a few plans per linear for the search over whole layers (`kernels.tune.descent`)."""
+"""Selects a few plans per GEMM for the search over whole layers (`kernels.tune.descent`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.tune.descent import Choice
 from kernels.tune.search import rule_plans
 
 Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
-"""The plans tried by a search, keyed by linear (as text) and row count, fastest first."""
+"""For each GEMM (as text) and row count, the plans that a search has tried, fastest first."""
 
 _PROGRAMS = 200
 """Target number of programs for a `tiles` plan. The fastest plans on an H200 had 128 to 256 programs, which
@@ -37,8 +37,8 @@ def read_tried(path: Path) -> Tried:
 
 
 def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
-    """Return the starting points of a descent: the shipped table's plans, the rule-based plans, and `tiles`
-    plans for every linear."""
+    """Return the starting points of a descent: the shipped table's plans, the rule-based plans, and a plan
+    for the `tiles` kernel for every GEMM."""
     tiles = {one: next(iter(_tiles(one, rows, hopper)), plan) for one, plan in shipped.items()}
     found: list[Choice] = []
     for one in (shipped, rule_plans(shipped, rows), tiles):
@@ -51,8 +51,8 @@ def shortlist(
     product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
 ) -> list[GemmPlan | None]:
     """Return `known` and additional plans, up to `most` plans in total. If a search has timed plans for this
-    linear, the fastest of them are added; otherwise, `tiles` plans with about one wave of programs, and the
-    plans most similar to a known one.
+    GEMM, the fastest of them are added. Otherwise, the additional plans are those for the `tiles` kernel with
+    about one wave of programs, and those most similar to a known plan.
     """
     known, tiles = list(known), _tiles(product, rows, hopper)
     others = [one for one in candidates(product, rows, hopper) if one.form != "tiles"]
@@ -72,7 +72,7 @@ def shortlist(
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
     """Yield plan combinations that together launch every kernel that any combination of these plans can
-    launch. A linear's kernel depends on its own plan, and on the shared norm that the previous linear may
+    launch. A GEMM's kernel depends on its own plan, and on the shared norm that the previous GEMM may
     compute."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
@@ -83,8 +83,8 @@ def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[C
 
 
 def _sharers(plans: Iterable[GemmPlan | None]) -> dict[int | None, GemmPlan | None]:
-    """Return a dict with one plan for each kind of shared norm that these plans produce. Its keys are the
-    numbers of outputs per partial sum of squares (`block_n`), and None for plans that do not share a norm."""
+    """Return a dict with one plan for each kind of shared norm that these plans produce. Each key is a number
+    of outputs per partial sum of squares (`block_n`), or None for plans that do not share a norm."""
     return {plan.block_n if plan is not None and plan.tiled else None: plan for plan in plans}
 
 
@@ -93,9 +93,9 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For a
-    single row, they include plans with tiles of 8 rows: unlike one-row plans, these can share norms with
-    adjacent linears."""
+    """Return the candidate plans for the `tiles` kernel, ordered by tile size and then by how well they fill
+    the GPU. For a single row, they include plans with tiles of 8 rows: unlike one-row plans, these can share
+    norms with adjacent GEMMs."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
