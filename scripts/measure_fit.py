@@ -139,8 +139,8 @@ def error_of(case: Case, found: Measured) -> float:
 
 def measure(case: Case, unused_bytes: int | None) -> Measured:
     """Load the case in another process, and read the GPU's memory use twice: when the replica is ready, and
-    after it has run the requests. `unused_bytes` is the baseline: the memory in use while no replica runs, or
-    None without a GPU."""
+    after it has run the requests. `unused_bytes` is the GPU memory already in use when no replica is running,
+    or None without a GPU."""
     _wait_until_free(unused_bytes)
     began = time.monotonic()
     command = [sys.executable, __file__, "--load", msgspec.json.encode(case.settings).decode()]
@@ -160,7 +160,7 @@ def measure(case: Case, unused_bytes: int | None) -> Measured:
         code = child.wait()
         timer.cancel()
     if code and not error:
-        error = f"the process ended with {code}"
+        error = f"the process exited with code {code}"
     return Measured(used, ready_s, error)
 
 
@@ -301,8 +301,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=CHOSEN, metavar="SHAPE")
     parser.add_argument("--edge", choices=shapes, default="llama-3.1-8b", metavar="SHAPE")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--kv-blocks", type=int, default=2048, help="number of KV cache blocks (%(default)s)")
-    parser.add_argument("--limit", type=float, default=3.0, help="allowed error in percent (%(default)s)")
+    parser.add_argument(
+        "--kv-blocks", type=int, default=2048, help="number of KV cache blocks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=3.0, help="allowed error in percent (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,9 +1,9 @@
 """Builds a small mixture-of-experts model from the demo model by "sparse upcycling" (Komatsuzaki et al.
 2022).
 
-Each expert starts as a copy of the dense MLP, with added noise to tell the experts apart. The experts and the
-router are then trained to reproduce the dense model's probabilities, on the model's questions and text from
-the standard library.
+Each expert starts as a copy of the dense MLP, with added noise to make the experts differ. The experts and
+the router are then trained to reproduce the dense model's probabilities, on the model's questions and text
+from the standard library.
 """
 
 import json
@@ -57,7 +57,7 @@ def upcycle(dense: LlamaForCausalLM, noise: float, seed: int) -> MixtralForCausa
     model = MixtralForCausalLM(
         MixtralConfig(**fields | {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN})
     )
-    # Some parameters are missing or left over: the dense model has no router or experts, and the
+    # The parameters do not match exactly: the dense model has no router or experts, and the
     # mixture-of-experts model has no dense MLPs.
     model.load_state_dict(dense.state_dict(), strict=False)
     with torch.no_grad():

@@ -23,7 +23,7 @@ from demo_model.tokenizer import BEGIN, END_OF_TEXT, special_token_id
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the training run other than the corpus."""
+    """The hyperparameters of a training run."""
 
     seed: int = 20240711
     steps: int = 3500
@@ -135,7 +135,7 @@ def heldout_loss(model: Llama, windows: Tensor, device: torch.device) -> float:
 
 
 def _rate(recipe: Recipe, step: int) -> float:
-    """Return the learning-rate factor of a step: linear warm-up followed by cosine decay to zero."""
+    """Return the learning rate for a step: linear warm-up followed by cosine decay to zero."""
     if step < recipe.warmup_steps:
         return recipe.peak_rate * (step + 1) / recipe.warmup_steps
     progress = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
