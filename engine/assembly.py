@@ -20,8 +20,8 @@ def build_core(
 ) -> EngineCore:
     """Return the engine core for a loaded replica.
 
-    `peers` are rank 0's sockets to the other ranks, in rank order. `on_exit` is called, with the reason, when
-    another rank stops accepting plans (`Ranks.abandon`).
+    `peers` are rank 0's sockets to the other ranks, in rank order. If another rank stops accepting plans,
+    `on_exit` (normally `Ranks.abandon`) is called with the reason.
 
     Raises UnsupportedError if a plan for the other ranks could exceed the channel's message size limit.
     """

@@ -1,7 +1,7 @@
-"""Surveys the KV blocks: reports each block's state, owner and age to operators.
+"""Surveys the KV blocks, so that operators can see each block's state, owner and age.
 
 A survey reads the tables of all open submissions, which takes milliseconds for a large pool. It is therefore
-divided into short slices, which the step loop runs while it would otherwise wait for the device. A block may
+divided into short slices, which the step loop runs when it would otherwise wait for the device. A block may
 change owners between slices.
 """
 
@@ -65,7 +65,7 @@ def _survey(scheduler: Scheduler) -> Generator[None, None, BlockUse]:
     names = list(dict.fromkeys(one.submit.request_id for one in submissions))[:NO_OWNER]
     index = {name: number for number, name in enumerate(names)}
     budget = _SLICE
-    # Read the submissions newest first, so that a shared block ends up with its oldest owner.
+    # Read the submissions newest first, so that a shared block is attributed to its oldest owner.
     for submission in reversed(submissions):
         name = submission.submit.request_id
         owner, count = index.get(name, NO_OWNER), 0

@@ -1,5 +1,5 @@
-"""`python -m engine.build`: compile all of a model's kernels in advance, so that starting a replica compiles
-nothing.
+"""`python -m engine.build`: compile all of a model's kernels in advance, so that no kernels are compiled when
+a replica starts.
 
     python -m engine.build --config FOLDER
     python -m engine.build --config FOLDER --fp8 --kv-fp8 --max-num-seqs 256
@@ -52,7 +52,7 @@ def main() -> int:
         _check_cache(Path(knobs.cache.dir))
         built = build(served, gpu, arguments.processes)
     except compiling.GpuError as error:
-        print(f"{error}; or specify the GPU to compile for with --gpu and --capability", file=sys.stderr)
+        print(f"{error}, or specify the target GPU with --gpu and --capability", file=sys.stderr)
         return 1
     except (CheckpointError, UnsupportedError, TableError, UnwritableError) as error:
         print(error, file=sys.stderr)
@@ -78,8 +78,8 @@ def read_served(
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
 ) -> ReplicaModel:
-    """Read the configuration of the model in `folder`, and return the model with its serving options, which
-    together determine the kernels to compile.
+    """Read the configuration of the model in `folder`, and combine it with the serving options. Together,
+    they determine the kernels to compile.
 
     `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices that are not
     already quantised in the checkpoint are quantised to FP8. Raises CheckpointError if the files cannot be
@@ -110,7 +110,7 @@ def read_served(
 
 
 def _check_cache(folder: Path) -> None:
-    """Raise UnwritableError if the cache folder is not writable. Called before compiling anything."""
+    """Raise UnwritableError if the cache folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -131,7 +131,7 @@ def _arguments() -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path, help="folder that contains the model's config.json")
     source.add_argument("--served", type=_served, help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the model; default: the checkpoint's dtype")
+    parser.add_argument("--dtype", choices=DTYPES, help="model dtype; default: the checkpoint's dtype")
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' matrices to e4m3")
     parser.add_argument("--kv-fp8", action="store_true", help="store the KV cache in e4m3")
     parser.add_argument(
@@ -148,7 +148,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=8192, help="token budget of a step (%(default)s)"
     )
-    parser.add_argument("--cache", type=Path, help="folder of Triton's cache; default: TRITON_CACHE_DIR")
+    parser.add_argument("--cache", type=Path, help="Triton cache folder; default: TRITON_CACHE_DIR")
     parser.add_argument(
         "--processes",
         type=int,

@@ -2,7 +2,7 @@
 
 A child writes its log to standard error, which both processes share, and a copy to a pipe (`engine.logs`).
 The pipe is needed because standard error may be a journal, from which records cannot be read back. The parent
-passes the copied records to the handlers of the logger `child_records`. Each record's `process_name`
+passes the copied records to the handlers of the `child_records` logger. Each record's `process_name`
 attribute is the child process's name.
 """
 
@@ -21,8 +21,8 @@ from engine.logs import COPY_DESCRIPTOR, CopiedRecord
 READ_BYTES = 1 << 16
 """Maximum number of bytes per read."""
 _PAUSE_S = 0.1
-"""Length, in seconds, of the pause after reading `READ_BYTES` bytes, so that a child with excessive log
-output cannot monopolise the event loop."""
+"""Pause, in seconds, after reading `READ_BYTES` bytes. It keeps a child with excessive log output from
+monopolising the event loop."""
 
 child_records = logging.getLogger("engine.child_records")
 child_records.propagate = False  # the child has already written the records to standard error
@@ -43,11 +43,11 @@ class ChildLog:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for the child, which must also inherit the file descriptor `descriptor`."""
+        """Environment variables for the child. The child must also inherit `descriptor`."""
         return {COPY_DESCRIPTOR: str(self.descriptor)}
 
     def listen(self) -> None:
-        """Start reading the log of a child that has already been started."""
+        """Start reading the child's log. Call after starting the child."""
         self._close(self.descriptor)
         asyncio.get_running_loop().add_reader(self._reader, self._readable)
 

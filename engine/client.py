@@ -1,7 +1,5 @@
-"""The service's interface to the engine: launching replicas, and sending requests to them from a front
+"""The service's interface to the engine, for launching replicas and sending requests to them from a front
 process. This module does not load torch.
-
-`appliance` imports only this module, `engine.messages` and `engine.sizing` from the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class ReplicaClient:
     """A front process's asyncio client for one replica. It sends submissions and passes each output to its
     submission's sink. Sinks are called on the event loop, once per `Output` and in order, until every sample
     has sent its last output. When the channel closes, `on_closed` is called once with the handles of all
-    unfinished submissions. Then the `on_disconnect` callback of each of these submissions is called.
+    unfinished submissions. Then each of these submissions' `on_disconnect` callbacks is called.
     """
 
     def __init__(self, sock: socket.socket, on_closed: Callable[[list[int]], None]) -> None:
@@ -57,7 +55,7 @@ class ReplicaClient:
 
     @property
     def backlog_bytes(self) -> int:
-        """Number of queued bytes not yet accepted by the replica's socket."""
+        """Number of queued bytes that the replica's socket has not accepted yet."""
         return self._channel.backlog_bytes
 
     def next_handle(self) -> int:

@@ -1,4 +1,4 @@
-"""Defines a model's configuration, and how the model is divided among ranks. This module does not load torch,
+"""Defines a model's configuration and how the model is divided among ranks. This module does not load torch,
 because `engine.sizing` imports it.
 
 All supported families use the same decoder: pre-norm, rotary embedding, grouped-query attention, and a
@@ -17,23 +17,23 @@ from typing import Literal, NamedTuple, get_args
 from engine.messages import ModelDType
 
 DTYPE_BYTES: dict[ModelDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Unquantised dtypes of weights and KV cache, with their sizes in bytes."""
+"""Element size, in bytes, of each dtype that unquantised weights and KV caches can have."""
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 FP8_BLOCK = 128
-"""Number of rows and columns in a block, for checkpoints whose FP8 matrices have one scale per block."""
+"""Number of rows, and of columns, in a block of an FP8 matrix with one scale per block."""
 
 DENSE, EXPERTS = "dense", "experts"
-"""Layer kinds: with an MLP, or with a mixture of experts."""
+"""Layer kinds: a dense layer has an MLP, an experts layer has a mixture of experts."""
 
 
 def fp8_block(part: int) -> int:
     """Return the block size, in rows or columns, of an FP8 matrix on a rank. The matrix is composed of
-    tensors or slices that begin at multiples of `part` rows or columns. If `part` is 0, it is one complete
-    tensor."""
+    tensors or slices that begin at multiples of `part` rows or columns. If `part` is 0, the matrix is one
+    complete tensor."""
     return gcd(FP8_BLOCK, part)
 
 
@@ -56,7 +56,7 @@ class CheckpointError(ModelError):
 
 def unreadable(file: Path, error: OSError) -> CheckpointError:
     """Return the error for a checkpoint file that the operating system cannot read."""
-    return CheckpointError(f"{file}: cannot be read ({error.strerror})", "check the disk and the permissions")
+    return CheckpointError(f"{file} cannot be read ({error.strerror})", "check the disk and the permissions")
 
 
 class UnsupportedError(ModelError):
@@ -77,7 +77,7 @@ class RopeConfig:
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    """Maximum sequence length in training before scaling. Used by llama3 and yarn."""
+    """Maximum sequence length of the original training, without scaling. Used by llama3 and yarn."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -143,7 +143,8 @@ ROUTED = "experts"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The dimensions of one rank's shard of the model. Ranges are the indices [first, first + count)."""
+    """The dimensions of one rank's shard of the model. The rank's heads, for example, are [first_head,
+    first_head + heads)."""
 
     size: int
     rank: int
@@ -155,10 +156,10 @@ class Shard:
     first_kv_head: int
     intermediate: int
     vocab: int
-    """Number of rows of the embedding and the output matrix on this rank, including padding. It is the same
-    on all ranks."""
+    """Number of rows of the embedding, and of the output matrix, on this rank. Includes padding, and is the
+    same on all ranks."""
     vocab_real: int
-    """Number of rows that are not padding. Less than `vocab` only on the last ranks."""
+    """Number of these rows that are not padding. Less than `vocab` only on the last ranks."""
     first_vocab: int
 
     def part(self, width: int) -> int:
@@ -166,8 +167,8 @@ class Shard:
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return `part`, the width of this rank's slice. Returns 0 if there is only one rank, because the
-        tensor is then not sliced."""
+        """Return `part`, the width of this rank's slice, or 0 if there is only one rank and the tensor is not
+        sliced."""
         return part if self.size > 1 else 0
 
     def experts(self, config: ExpertsConfig) -> ExpertsShard:
@@ -262,7 +263,7 @@ class ModelConfig:
         return sorted(chosen)
 
     def with_layers(self, indices: list[int]) -> ModelConfig:
-        """Return the configuration of this model with only the given layers."""
+        """Return a copy of this configuration with only the given layers."""
         return replace(
             self,
             layers=len(indices),
@@ -271,8 +272,8 @@ class ModelConfig:
         )
 
     def with_whole_experts(self) -> ModelConfig:
-        """Return the configuration with `ExpertsConfig.whole` set. Raises UnsupportedError if the model has
-        no experts."""
+        """Return a copy of this configuration with `ExpertsConfig.whole` set. Raises UnsupportedError if the
+        model has no experts."""
         if self.experts is None:
             raise UnsupportedError(
                 f"expert_parallel is true, but {self.model_type} models have no experts",
@@ -332,8 +333,8 @@ class ModelConfig:
         return self.experts.count if self.experts is not None and self.experts.whole else 0
 
     def shard(self, size: int, rank: int) -> Shard:
-        """Return the dimensions of rank `rank`'s shard, out of `size` ranks. Raises UnsupportedError as
-        `check_parallel` does."""
+        """Return the dimensions of rank `rank`'s shard, out of `size` ranks. Raises UnsupportedError under
+        the same conditions as `check_parallel`."""
         self.check_parallel(size)
         if not 0 <= rank < size:
             raise UnsupportedError(

@@ -28,14 +28,14 @@ class Fields:
         except FileNotFoundError:
             raise CheckpointError(
                 f"{file}: no such file",
-                "give the folder of a Hugging Face checkpoint, which contains this file",
+                "specify a Hugging Face checkpoint folder that contains this file",
             ) from None
         except OSError as error:
             raise unreadable(file, error) from None
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file}: is not JSON: {error}", "copy the file again") from None
+            raise CheckpointError(f"{file} is not valid JSON: {error}", "copy the file again") from None
         if not isinstance(values, dict):
-            raise CheckpointError(f"{file}: is not a JSON object", "copy the file again")
+            raise CheckpointError(f"{file} is not a JSON object", "copy the file again")
         return cls(file, values)
 
     def error(self, name: str, remedy: str) -> CheckpointError:
@@ -71,7 +71,7 @@ class Fields:
         if value is None:
             if default is None:
                 raise CheckpointError(
-                    f"{self.file}: {self.prefix}{name} is missing; the model needs it",
+                    f"{self.file}: {self.prefix}{name} is missing, but this model requires it",
                     "copy the file from the original model",
                 )
             return default

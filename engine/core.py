@@ -1,5 +1,5 @@
-"""Rank 0's step loop. Each iteration schedules and launches a step, collects an earlier step's tokens,
-and returns outputs.
+"""Rank 0's step loop. Each iteration schedules and launches a step, reads an earlier step's tokens, and
+returns new outputs.
 
 The device code is passed in as a `StepRunner`, so this module does not load torch. If the runner raises an
 exception, the replica's process exits, and the service starts a new replica.
@@ -41,10 +41,10 @@ class PlanChannels(Protocol):
     """Sends plans to the other ranks. Implemented by `engine.plan_channel.PlanSender`."""
 
     def send(self, plan: RankPlan) -> None:
-        """Queue a plan for every other rank without blocking. Raises RankLost if a rank is lost."""
+        """Queue a plan for every other rank without blocking. Raises RankFailureError if a rank is lost."""
 
     def flush(self, step: int) -> None:
-        """Block until all plans up to `step` have been written. Raises RankLost if a rank is lost."""
+        """Block until all plans up to `step` have been written. Raises RankFailureError if a rank is lost."""
 
 
 class StepRunner(Protocol):
@@ -59,14 +59,15 @@ class StepTiming:
 
     plan: StepPlan
     ms: float
-    """Duration in milliseconds, measured from the start of the step's launch or the end of the previous step,
+    """Duration in milliseconds, measured from the start of its launch or the end of the previous step,
     whichever is later."""
     idle_us: float
     """Time, in microseconds, that the device was idle before the step while sequences were waiting. It is
     0 if all of the step's sequences arrived after the previous step was planned, because the device may then
     have been idle for lack of work."""
     plan_us: float = 0.0
-    """Time, in microseconds, that the step loop spent sending the plan to the other ranks, waits included."""
+    """Time, in microseconds, that the step loop spent sending the plan to the other ranks, including
+    waits."""
 
     @property
     def mixed(self) -> bool:
@@ -132,8 +133,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has work to do: unfinished sequences, steps in flight, or outputs not yet
-        returned."""
+        """Whether `step` has work to do: there are unfinished sequences, steps in flight, or outputs that
+        have not been returned yet."""
         plannable = self.scheduler.has_work and not self.paused
         return bool(self._in_flight) or plannable or self.scheduler.accounting.has_news
 
@@ -148,9 +149,9 @@ class EngineCore:
         return self._collected
 
     def step(self) -> StepResult:
-        """Plan and launch the next step, then read the tokens of the oldest step in flight if it is due.
-
-        Returns without waiting if no step is due. Exceptions from the runner propagate.
+        """Plan and launch the next step, then wait for the oldest step in flight and read its tokens. With
+        `overlap`, the tokens of a newly launched step are not read before the next call. Exceptions from the
+        runner propagate.
         """
         scheduled = None if self.paused else self.scheduler.schedule()
         if scheduled is not None:
@@ -205,7 +206,8 @@ class EngineCore:
         return StepTiming(oldest.scheduled.plan, step_ms, idle_us, plan_us)
 
     def take_longest_step(self) -> LongestStep | None:
-        """Return the longest step with decodes since the previous call, or None if there was none."""
+        """Return the longest step that contained decodes since the previous call, or None if there was
+        none."""
         longest, self._longest = self._longest, None
         return longest
 

@@ -1,5 +1,5 @@
-"""Access to CUDA's virtual memory management, which torch does not expose: it can reserve address ranges and
-later release and reallocate their physical memory. The driver is called through ctypes, so nothing is
+"""Access to CUDA's virtual memory management, which torch does not expose. The physical memory of a reserved
+address range can be released and later reallocated. The driver is called through ctypes, so nothing is
 compiled.
 
 Reference: "Virtual Memory Management" in the CUDA driver API documentation.
@@ -39,7 +39,7 @@ class _Flags(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The driver's CUmemAllocationProp struct."""
 
     _fields_ = (
         ("type", c_int),
@@ -51,7 +51,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's CUmemAccessDesc struct."""
 
     _fields_ = (("location", _Location), ("flags", c_int))
 
@@ -78,8 +78,8 @@ class CudaDriver:
     """The virtual memory of one GPU. Its methods may be called from any thread.
 
     Implements `engine.device_arena.VirtualMemory`. Addresses and sizes must be multiples of `granularity`.
-    Raises DriverError if the driver library is missing, or if the GPU does not support virtual memory
-    management.
+    The constructor raises DriverError if the driver library is missing or the GPU does not support virtual
+    memory management.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,7 +2,8 @@
 
 CUDA graphs contain the addresses of the weights and the KV cache. When a replica sleeps, the physical memory
 behind these addresses is released, but the addresses stay reserved, so the graphs are valid again once new
-memory has been mapped there. This also lets the KV cache grow after the graphs have been captured.
+memory has been mapped there. Reserving addresses also lets the KV cache grow after the graphs have been
+captured.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Protocol
 import torch
 
 ALIGNMENT = 512
-"""Alignment of every tensor in bytes, the same as in torch's allocator. No kernel needs an alignment of more
-than 128 bytes."""
+"""Alignment of every tensor, in bytes, as in torch's allocator. No kernel needs an alignment of more than 128
+bytes."""
 PIECE_BYTES = 1 << 30
-"""Maximum size, in bytes, of the pieces in which memory is copied and restored. Large pieces transfer faster,
-but several pieces are needed so that one can be copied while the next is mapped."""
+"""Memory is copied and restored in pieces of at most this many bytes. Large pieces transfer faster, but
+several are needed so that one can be copied while the next is mapped."""
 
 
 class VirtualMemory(Protocol):
-    """Address ranges of a device, and the physical memory mapped in them. Implemented by
+    """Reserves address ranges on a device and maps physical memory in them. Implemented by
     `engine.cuda_driver.CudaDriver`, which describes the methods."""
 
     granularity: int
@@ -50,8 +51,8 @@ class DeviceArena:
         self._base = driver.reserve(self._limit)
         self._allocated = 0
         self._size = 0
-        """Number of bytes, from the start of the range, that are backed by physical memory unless the arena
-        is released."""
+        """Number of bytes at the start of the range that have physical memory unless the arena is
+        released."""
         self._mapped: list[tuple[int, int, int]] = []
         """Address, size and handle of each mapped piece."""
         # The finaliser must not refer to the arena, or the arena would never be deleted.

@@ -1,6 +1,6 @@
 """One rank's device tables, which turn a `StepPlan` into a step's device input (`StepBatch`).
 
-Each running sequence owns one slot of the tables. They hold the values that the device itself updates:
+Each running sequence owns one slot of the tables. The tables hold the values that the device itself updates:
 lengths, last tokens and penalty counts. The host also derives the lengths from the plans, so it knows all
 tensor shapes without reading from the device. The tables depend only on the plans and their order, not on
 time or rank, so equal plans produce equal tables on all ranks.
@@ -77,8 +77,8 @@ class Padding:
 class SlotTables:
     """One rank's device tables, with one slot per running sequence. `max_num_seqs` is the number of slots,
     and `max_blocks_per_slot` the number of KV blocks in the longest sequence. `vocab_size` is the size of the
-    full vocabulary, not of the rank's share. `padding` is None if forward passes are not padded. The tables
-    take 8 bytes for each block of each slot, in addition to `SamplingTables`.
+    full vocabulary, not just of the rank's share. `padding` is None if forward passes are not padded. The
+    tables take 8 bytes for each block of each slot, in addition to `SamplingTables`.
     """
 
     def __init__(
@@ -134,8 +134,7 @@ class SlotTables:
     # ── the input of a step ──────────────────────────────────────────────────────────────────────
 
     def step_batch(self, plan: StepPlan) -> StepBatch:
-        """Return the step's input, and advance the host's copy of the lengths. Requires a preceding
-        `apply(plan)`."""
+        """Return the step's input, and advance the host's copy of the lengths. Call `apply(plan)` first."""
         decodes = len(plan.decodes)
         self._lengths_host[plan.decodes] += 1
         for chunk in plan.chunks:
@@ -162,7 +161,7 @@ class SlotTables:
 
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
         """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
-        `slots` and `positions` (of the sampled tokens) are device tensors.
+        `slots` and the sampled tokens' `positions` are device tensors.
         """
         self._lengths_host[plan.decodes] += 1
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
@@ -193,7 +192,7 @@ class SlotTables:
         return self.sampling.metadata(slots, self._lengths_host)
 
     def _add_chunks(self, forward: ForwardInput, plan: StepPlan) -> torch.Tensor:
-        """Append the plan's prefill chunks and the padding to the forward pass, in one transfer.
+        """Append the plan's prefill chunks and the padding to the forward pass's input, in one transfer.
 
         Returns the prompt token that follows each appended token, or 0 if there is none: `[chunk and padding
         tokens]` int64.

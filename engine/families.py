@@ -33,7 +33,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder", "give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(f"{folder}: no such folder", "specify a Hugging Face checkpoint folder")
     return _from_fields(Fields.read(folder / "config.json"))
 
 
@@ -89,8 +89,8 @@ def _no_windows(_fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _mistral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention window, which is the same for all layers: 4096 if the field `sliding_window` is
-    absent (Mistral 7B v0.1), or no window if it is null (v0.2 and later)."""
+    """Return the attention window, which is the same for all layers: 4096 if `sliding_window` is absent
+    (Mistral 7B v0.1), or no window if it is null (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
@@ -98,7 +98,7 @@ def _mistral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """Return the attention windows given by `layer_types`. If this field is absent and `use_sliding_window`
-    is true, layers from `max_window_layers` onwards have a window."""
+    is true, layers `max_window_layers` and above have a window."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     window = fields.integer("sliding_window", 4096) if in_use and not absent else None
@@ -160,12 +160,12 @@ def _experts(
     normalised: bool,
     shared: int | None = None,
 ) -> ExpertsConfig:
-    """Return the configuration of a model's experts. `count` and `width` each give a field's name and its
+    """Return the configuration of a model's experts. `count` and `width` are pairs of a field name and its
     default value."""
     experts = fields.integer(*count)
     chosen = fields.integer("num_experts_per_tok", top_k)
     if chosen > experts:
-        raise fields.error("num_experts_per_tok", f"there are {experts} experts")
+        raise fields.error("num_experts_per_tok", f"there are only {experts} experts")
     return ExpertsConfig(experts, chosen, fields.integer(*width), normalised, shared, count[0], width[0])
 
 
@@ -363,7 +363,7 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
     if value is None:
         return False, False
     if not isinstance(value, dict):
-        raise fields.error("quantization_config", "it must be an object with quant_method")
+        raise fields.error("quantization_config", "it must be an object that contains quant_method")
     config = Fields(fields.file, value, prefix="quantization_config.")
     method = config.get("quant_method")
     if method == "fp8":
@@ -375,7 +375,7 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
     _expect(config, "quant_method", ("compressed-tensors",))
     groups = config.get("config_groups")
     if not isinstance(groups, dict):
-        raise config.error("config_groups", "it must be an object with an entry per group")
+        raise config.error("config_groups", "it must be an object with one entry per group")
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
@@ -385,14 +385,14 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without groups, only the checkpoint's KV cache is quantised. Its scheme is ignored, because the
+    # Without groups, only the checkpoint's KV cache is quantised. That scheme is ignored, because the
     # replica's settings determine the KV cache dtype.
     return bool(groups), False
 
 
 def _expect_blocks(config: Fields) -> None:
     """Raise CheckpointError unless the blocks have FP8_BLOCK rows and columns, and activations are quantised
-    dynamically, i.e. at run time."""
+    dynamically."""
     if config.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK]:
         raise config.error(
             "weight_block_size",

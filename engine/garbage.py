@@ -9,8 +9,8 @@ def settle_garbage() -> None:
     """Reduce the cost of garbage collection. Call once, after the model is loaded.
 
     `gc.freeze` excludes the objects created during loading, which are permanent and take 0.1 s to traverse.
-    The thresholds are raised, because the defaults cause a collection every few steps. With a thousand
-    running sequences, each collection took 30 ms. Objects created in a step are freed by reference counting,
+    The thresholds are raised, because the defaults cause a collection every few steps, and with a thousand
+    running sequences each collection takes 30 ms. Objects created in a step are freed by reference counting,
     so they need no collections.
     """
     gc.collect()

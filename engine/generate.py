@@ -1,5 +1,4 @@
-"""Runs the entire engine in the calling process, without channels to a core or to fronts. Used by tests and
-benchmarks."""
+"""Runs the engine in the calling process, without a core or front processes. Used by tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class LocalEngine:
     Other ranks, if any, run in separate processes, as in a served replica.
 
     The constructor raises the same exceptions as `engine.runner.ModelRunner`. With several ranks, it also
-    raises OSError if a process cannot be started, and RankLost if a rank exits.
+    raises OSError if a process cannot be started, and RankFailureError if a rank exits.
     """
 
     def __init__(self, spec: ReplicaSpec, progress: ProgressCallback = no_progress) -> None:

@@ -1,9 +1,9 @@
 """Captures decode steps as CUDA graphs for several batch sizes, and replays them.
 
-Each batch size has one graph for the forward pass up to the logits, and one per sampling variant. The
-sampling graphs also store the sampled tokens in place as the next input. A replay reads all of its input from
-device memory. The host sends only the decoding slots, and only when they change. A batch smaller than the
-captured size is padded with slot -1, for which nothing is read or written.
+Each batch size has one graph for the forward pass, including the logits, and one graph per sampling variant.
+The sampling graphs also store the sampled tokens in place as the next input. A replay reads all of its input
+from device memory. The host sends only the list of decoding slots, and only when it changes. A batch smaller
+than the captured size is padded with slot -1, for which nothing is read or written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Replays long passes from CUDA graphs, in two halves. On several GPUs, the host takes longer to launch a
 pass of several thousand tokens kernel by kernel than the devices take to compute it. Everything except
-attention and the sums over the ranks is captured, separately for each layer and half, so a captured pass may
-contain any prompts and decodes. As in `engine.model.halves`, one half's sums overlap with the other half's
-computation. The graphs read and write buffers that are allocated once.
+attention and the sums over the ranks is captured, separately for each layer and half, so the graphs can be
+replayed for any mix of prompts and decodes. As in `engine.model.halves`, one half's results are summed over
+the ranks while the other half is computed. The graphs read and write buffers that are allocated once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiles a replica's kernels before their first launch, either in `python -m engine.build` or while the
 replica's weights load. Worker processes compile the kernels on all cores. Otherwise, kernels would be
-compiled one after another, each at its first launch, while requests wait. A starting replica determines
-whether all kernels are already compiled by hashing a few files."""
+compiled one after another, each at its first launch, while requests wait. By hashing a few files, a starting
+replica determines whether all of its kernels are already compiled."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SOURCES = ("engine", "kernels")
-"""The packages whose source code determines which kernels are launched and what they contain."""
+"""Packages whose source code determines which kernels are launched and what the kernels contain."""
 
 
 class KernelBuild:
-    """An ongoing compilation of one replica's kernels. Call `wait` before the first kernel launch."""
+    """A running compilation of one replica's kernels. Call `wait` before the first kernel launch."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self._process = process
@@ -72,7 +72,7 @@ def check_kernels(served: ReplicaModel, device: torch.device) -> None:
 
 
 def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
-    """Start worker processes that compile the kernels missing from Triton's cache, and return the ongoing
+    """Start worker processes that compile the kernels missing from Triton's cache, and return the running
     compilation."""
     if not _has_kernels(served, device):
         return KernelBuild()
@@ -113,7 +113,7 @@ def _has_kernels(served: ReplicaModel, device: torch.device) -> bool:
 
 
 def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.Popen[bytes]:
-    """Start a process that runs `build`, because this process uses CUDA and must not fork. Its errors go to
+    """Start a separate process for `build`, because this process uses CUDA and must not fork. Errors go to
     standard error."""
     command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
     command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]

@@ -16,11 +16,11 @@ from kernels import KvPool
 
 class RankKvCache:
     """The KV cache of one rank. The ranks agree on the number of blocks, so all ranks must make the same
-    calls in the same order. Unless that number is configured, the KV cache on a GPU gets all memory that
-    nothing else needs. This amount is known only after every kind of step has run, but CUDA graphs, which
+    calls in the same order. Unless that number is configured, the KV cache on a GPU gets all the memory that
+    nothing else needs. That amount is known only after every kind of step has run, but CUDA graphs, which
     contain the cache's addresses, are captured earlier. Therefore, `allocate` only reserves addresses, and
-    `grow` provides the memory later. If no maximum sequence length is configured and the checkpoint's does
-    not fit, `max_model_len` is lowered to a length that does.
+    `grow` provides the memory later. If no maximum sequence length is configured and a sequence of the
+    checkpoint's maximum length does not fit, `max_model_len` is lowered to a length that does.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class RankKvCache:
 
     def grow(self, progress: ProgressCallback) -> None:
         """Give the GPU's remaining memory to the cache, unless the number of blocks is configured. Every kind
-        of step must have run, so that torch's allocator and the CUDA graphs already hold all other memory.
-        Raises PoolTooSmall."""
+        of step must have run, so that torch's allocator and the CUDA graphs already hold all the memory they
+        need. Raises PoolTooSmall."""
         if not self._grows:
             return
         fitting = min(self._memory.blocks_within(self._spare_bytes()), self.blocks)

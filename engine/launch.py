@@ -1,8 +1,8 @@
 """Starts and stops a replica's processes. The core imports this module, which therefore does not load torch.
 
 Every rank is a new Python interpreter (`python -m engine.replica`), not a fork. The launcher monitors each
-rank through a pidfd. If one exits, the others must not wait for it forever in a collective operation: they
-exit by themselves, or the launcher kills them.
+rank through a pidfd. If a rank exits, the others exit too or are killed by the launcher. Otherwise, they
+would wait forever in a collective operation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
 """Time limit, in seconds, for a rank to exit after closing its channel or after another rank has exited. This
-includes the time to abort GPU kernels that are waiting for the lost rank. A rank that exceeds it is
+includes the time to abort GPU kernels that are waiting for the lost rank. A rank that exceeds this limit is
 killed."""
 _STOP_CHECK_S = 1.0
 """Interval, in seconds, between checks for stopped ranks (SIGSTOP). A rank that is stopped in two consecutive
@@ -48,7 +48,7 @@ OnEnd = Callable[[str], None]
 def module_command(module: str) -> list[str]:
     """Return the command that runs a module in a new interpreter. Use it with `module_environment`.
 
-    The option -P prevents imports from the operator's working directory.
+    The -P option prevents imports from the operator's working directory.
     """
     return [sys.executable, "-P", "-m", module]
 
@@ -103,8 +103,8 @@ def spawn_rank(
 
 
 def new_rendezvous() -> str:
-    """Create a folder for a rendezvous file, and return the file's path. The ranks create the file, and use
-    it to find each other."""
+    """Create a folder for a rendezvous file, and return the file's path. The ranks create the file and use it
+    to find each other."""
     return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
 
 
@@ -150,7 +150,7 @@ class ReplicaGroup:
         self._first_exit = ""
         self._memory_kills = count_memory_kills()
         self._stopped: set[int] = set()
-        """Ranks that were stopped by a signal at the last check."""
+        """Ranks that the last check found stopped by a signal."""
         self._ended = asyncio.Event()
 
     @classmethod
@@ -172,8 +172,8 @@ class ReplicaGroup:
         return [rank.process.pid for rank in self._ranks]
 
     def attach_front(self, front: str) -> int:
-        """Create a data channel between a front and rank 0, and return the file descriptor for the front's
-        end. The caller sends it to the front, then closes it.
+        """Create a data channel between a front process and rank 0, and return the file descriptor for the
+        front's end. The caller must send the descriptor to the front, then close it.
         """
         ours, theirs = socketpair()
         self._ranks[0].channel.send(Attach(front), (theirs.fileno(),))
@@ -253,8 +253,8 @@ class ReplicaGroup:
         return rank
 
     def _closed(self, rank: _Rank) -> None:
-        """Kill a rank that has closed its channel but does not exit within the grace period. Waiting is
-        worthwhile, because the exit status explains the failure better than the closed channel does."""
+        """Kill a rank that has closed its channel but does not exit within the grace period. The exit status
+        explains the failure better than the closed channel does, so it is worth waiting for."""
 
         def give_up() -> None:
             if rank.returncode is None:
@@ -276,7 +276,7 @@ class ReplicaGroup:
             reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
         # A rank that loses a peer also exits, and on a busy machine its exit may be detected first. Only a
-        # rank that was killed by a signal is certainly the cause.
+        # rank that was killed by a signal is certain to be the cause.
         if rank.returncode < 0:
             self._reason = self._reason or reason
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
@@ -308,8 +308,8 @@ def _is_stopped(rank: _Rank) -> bool:
 
 
 def describe_exit(returncode: int) -> str:
-    """Describe how a process ended, as a phrase to follow its name in a message, e.g. "was killed by
-    SIGKILL"."""
+    """Describe how a process ended. The description follows the process's name in a message, e.g. "was killed
+    by SIGKILL"."""
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

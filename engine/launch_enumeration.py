@@ -1,7 +1,7 @@
-"""Enumerates the kernels that a replica launches by running its warm-up on meta tensors, which hold no data
-and compute nothing. `kernels.compiling.record` records each launch. The decoder, tables, graph code and
-sampler are those used for serving. Warm-up launches every kernel that serving launches, so no separate list
-of operations has to be maintained.
+"""Enumerates the kernels that a replica launches by running its warm-up on meta tensors, which hold no data.
+`kernels.compiling.record` records each launch. The decoder, tables, graph code and sampler are those used for
+serving. Warm-up launches every kernel that serving launches, so no separate list of operations has to be
+maintained.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class _MetaMemory:
 
 
 class _EveryRank(Collectives):
-    """Simulates all ranks of a group on meta tensors, from the perspective of `rank`. Whenever a collective
-    gets arguments of new shapes, its kernels are launched for every rank, because kernels that use peer
-    memory differ between ranks."""
+    """Simulates all ranks of a group on meta tensors, from the perspective of `rank`. The first time a
+    collective is called with certain shapes, its kernels are launched for every rank, because kernels that
+    use peer memory differ between ranks."""
 
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
         self.size, self.rank = size, rank
@@ -145,9 +145,9 @@ def _kind(argument: torch.Tensor | Residual | NextNorm | None) -> tuple[Any, ...
 
 
 class MetaReplica:
-    """One simulated rank of a replica, made of meta tensors. `table` contains the linears' kernel plans.
-    `max_model_len` is the maximum sequence length; if None, a length is chosen at which every kernel is
-    launched.
+    """One simulated rank of a replica, made of meta tensors. `table` contains the kernel plans for linear
+    layers. `max_model_len` is the maximum sequence length; if None, a length is chosen at which every kernel
+    is launched.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ def _ranks(size: int, rank: int, gpu: GpuModel) -> Ranks:
 
 
 def _sizes(most: int) -> list[int]:
-    """Return padded sizes, up to `most` rows, that together launch every variant of our own kernels. Above
+    """Return padded sizes, up to `most` rows, that together launch every variant of the Triton kernels. Above
     _DIFFERENT_ROWS rows, the size affects only cuBLAS kernels, which need no compilation, so powers of two
     suffice."""
     return [

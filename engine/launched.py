@@ -1,4 +1,4 @@
-"""Defines launched steps and their result tensors, and the functions that wait for and read these results."""
+"""Defines launched steps, their result tensors, and functions that wait for the results and read them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ LOSS_CHECK_S = 0.1
 
 
 class ThreadStep:
-    """A step running on the CPU, on a worker thread. Implements `engine.core.LaunchedStep`.
+    """A step that runs on the CPU, in a worker thread. Implements `engine.core.LaunchedStep`.
 
     `check` raises an exception if a peer was lost. The worker thread may then remain blocked in a collective,
-    because gloo notices that a peer was lost only when its connections close.
+    because gloo detects the loss only when the peer's connections close.
     """
 
     def __init__(self, future: Future[tuple[StepTokens, float]], check: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class ThreadStep:
 
 
 class StreamStep:
-    """A step running on a CUDA stream, between the events `began` and `ended`. Implements
+    """A step running on a CUDA stream, between the `began` and `ended` events. Implements
     `engine.core.LaunchedStep`.
 
     `previous_ended` is the previous step's `ended` event, or None for the first step. The gap between the two

@@ -1,9 +1,9 @@
 """Replays passes with prompts from one CUDA graph per layer. If a layer is split across several GPUs or has
 experts, the host takes longer to launch its kernels one by one than the device takes to run them. Everything
-except attention is captured, so the passes may contain any prompts and decodes. A layer's graph begins after
-its attention, and ends before the next layer's. The graphs read and write buffers that are allocated once.
-Several GPUs compute longer passes in two halves (`engine.halves_graphs`). Short passes that contain only
-prompts have a single graph (`engine.prompt_graphs`).
+except attention is captured, so the graphs can be replayed for any mix of prompts and decodes. A layer's
+graph begins after that layer's attention and ends before the next layer's attention. The graphs read and
+write buffers that are allocated once. Several GPUs compute longer passes in two halves
+(`engine.halves_graphs`). Short passes that contain only prompts have a single graph (`engine.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class LayerGraphs:
         return Residual(values)
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs for one size. The code before the first attention and one layer of each kind are
-        run first, to load their kernels."""
+        """Capture the graphs for one size. To load the kernels, the code before the first attention and one
+        layer of each kind are run first."""
         for index in (-1, *first_of_each_kind(self._layers)):
             self._part(index, size)()
         parts = [self._part(index, size) for index in range(-1, len(self._layers))]
@@ -101,7 +101,7 @@ class LayerGraphs:
 
 
 def first_of_each_kind(layers: Sequence[Layer]) -> list[int]:
-    """For each layer class, return the index of its first layer."""
+    """Return the index of the first layer of each class."""
     kinds = [type(layer) for layer in layers]
     return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
 

@@ -1,4 +1,5 @@
-"""Rank 0's main loop: reads messages, runs steps, sends outputs to the fronts, and reports to the core."""
+"""Rank 0's main loop: reads messages, runs steps, sends outputs to the front processes, and reports to the
+core."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ as saturated if its cache statistics are older than 200 ms."""
 
 
 class LeaderLoop:
-    """Runs rank 0's step loop, and exchanges messages with the core and the fronts."""
+    """Runs rank 0's step loop, and exchanges messages with the core and the front processes."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class LeaderLoop:
         self._disconnected_fronts: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._register(control, self._read_control)
-        # `run` polls `sleeping` after every wait, so this descriptor serves only to end the wait.
+        # `run` polls `sleeping` after every wait, so this descriptor is only needed to end the wait.
         self._selector.register(sleeping, selectors.EVENT_READ)
         self._stopping = False
         self._reported_at = 0.0
@@ -80,8 +81,8 @@ class LeaderLoop:
                 self._report(None)
 
     def _read_messages(self) -> None:
-        """Read messages from the core and the fronts, and write queued output. Waits for a message if there
-        is no work."""
+        """Read messages from the core and the front processes, and write queued output. Waits for a message
+        if there is no work."""
         # Remove closed channels before reading new messages, because an Attach message may reuse a closed
         # channel's descriptor number.
         for front in [name for name, channel in self._fronts.items() if channel.closed]:
@@ -145,8 +146,8 @@ class LeaderLoop:
             self._drop_front(front)
 
     def _drop_front(self, front: str) -> None:
-        """Remove a front whose channel has closed: it exited, sent an invalid frame, or left too much output
-        unread."""
+        """Remove a front process whose channel has closed, because the process exited, sent an invalid frame,
+        or left too much output unread."""
         self._selector.unregister(self._fronts.pop(front))
         self._scheduler.cancel_origin(front)
         self._disconnected_fronts.append(front)
@@ -167,8 +168,8 @@ class LeaderLoop:
             self._report(result)
 
     def _before_wait(self, plan: StepPlan) -> None:
-        """Use time that the loop would otherwise spend waiting for the device: announce a long step, and
-        continue a block survey if the core has requested one."""
+        """Before waiting for the device, announce a long step and continue the block survey if the core has
+        requested one."""
         self._announce(plan)
         self._survey_blocks()
 

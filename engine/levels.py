@@ -1,9 +1,9 @@
 """Defines the scheduling levels, and the rule that protects higher levels from lower ones when slots are
-scarce. Both the core (for its credits) and the scheduler use this module, so they agree on which slots each
-level may take.
+scarce. The core, which counts credits, and the scheduler both use this module, so they agree on which slots
+each level may take.
 
-A level combines a priority class, from 0 (real-time) to 3 (background), with an urgency, which exists only in
-classes 0 and 1. Urgent submissions with short prompts have higher urgencies than those with long prompts.
+A level combines a priority class, from 0 (real-time) to 3 (background), with an urgency. Only classes 0 and 1
+have urgencies. Urgent submissions with short prompts have higher urgencies than those with long prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ URGENCIES = 9
 LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
 """Number of scheduling levels: `Submit.level` is 0 to 19."""
 FITS_STEP = 2
-"""Lowest urgency of an urgent submission whose request's prompts all fit into one step."""
+"""Lowest urgency of a request with prompts that together fit into one step."""
 
 
 def urgency_of(prompt_tokens: int, max_num_batched_tokens: int) -> int:

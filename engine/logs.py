@@ -26,14 +26,14 @@ import msgspec
 MAX_QUEUED_LINES = 10_000
 """Maximum number of queued lines. A full queue of typical lines takes about 2 MB."""
 MAX_LINE_CHARS = 16_384
-"""Maximum length of one record in characters, traceback included. Longer records are truncated."""
+"""Maximum length of a record in characters, including its traceback. Longer records are truncated."""
 FLUSH_S = 1.0
 """Maximum time, in seconds, that an exiting process waits for its last lines to be written."""
 MAX_MESSAGE_CHARS = 2_000
 """Maximum length, in characters, of a record's message and traceback in the copy sent to the core."""
 STDERR = 2
 COPY_DESCRIPTOR = "APPLIANCE_LOG_DESCRIPTOR"
-"""Name of the environment variable that contains the file descriptor for the copy of a process's log."""
+"""Environment variable that contains the file descriptor to which a process writes a copy of its log."""
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def short_message(record: logging.LogRecord) -> str:
     if record.exc_info:
         text += "\n" + logging.Formatter().formatException(record.exc_info)
     if len(text) > MAX_MESSAGE_CHARS:
-        text = f"{text[:MAX_MESSAGE_CHARS]}… ({len(text) - MAX_MESSAGE_CHARS} more characters cut)"
+        text = f"{text[:MAX_MESSAGE_CHARS]}… ({len(text) - MAX_MESSAGE_CHARS} characters omitted)"
     return text.encode("utf-8", "replace").decode()
 
 
@@ -100,7 +100,8 @@ class LineQueue(QueueHandler):
     def __init__(
         self, formatter: logging.Formatter, descriptor: int = STDERR, reader: str = "standard error"
     ) -> None:
-        """`reader` names the process or device that reads the descriptor, for reports about dropped lines."""
+        """`reader` is used in reports about dropped lines: it names the process or device that reads the
+        descriptor."""
         self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
         super().__init__(self._lines)
         self.setFormatter(formatter)
@@ -111,7 +112,7 @@ class LineQueue(QueueHandler):
         """Return the formatted record as a line of bytes."""
         line = self.format(record)
         if len(line) > MAX_LINE_CHARS:
-            line = f"{line[:MAX_LINE_CHARS]}… ({len(line) - MAX_LINE_CHARS} more characters cut)"
+            line = f"{line[:MAX_LINE_CHARS]}… ({len(line) - MAX_LINE_CHARS} characters omitted)"
         return line.encode("utf-8", "backslashreplace") + b"\n"
 
     def enqueue(self, record: Any) -> None:

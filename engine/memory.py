@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.messages import BLOCK_TOKENS
 
 CPU_MAX_KV_BYTES = 2 << 30
-"""Maximum size of the KV cache on a CPU if `kv_blocks` is not set. The limit leaves memory for other
-processes."""
+"""Maximum size, in bytes, of the KV cache on a CPU if `kv_blocks` is not set. The limit leaves memory for
+other processes."""
 
 
 class WeightsTooLarge(MemoryError):
@@ -34,8 +34,8 @@ class PoolTooLarge(MemoryError):
 
 
 def available_host_bytes() -> int:
-    """Return how many bytes of host memory can still be allocated within the limits of the machine and of
-    this process's cgroups (v2)."""
+    """Return how many bytes of host memory this process can still allocate within the limits of the machine
+    and of its cgroups (v2)."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -93,14 +93,15 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
 
 
 def _cached_bytes(group: Path) -> int:
-    """Return the size of a cgroup's cached files, which the kernel drops when memory is needed."""
+    """Return the size of the files that a cgroup has cached. The kernel drops them when memory is needed."""
     lines = (group / "memory.stat").read_text().splitlines()
     counts = dict(line.split() for line in lines if line.startswith(("active_file ", "inactive_file ")))
     return sum(map(int, counts.values()))
 
 
 def _cgroups() -> list[Path]:
-    """Return this process's cgroup and its ancestors, innermost first, or nothing without cgroup v2."""
+    """Return this process's cgroup and its ancestors, innermost first, or nothing if cgroup v2 is not in
+    use."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

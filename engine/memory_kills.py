@@ -1,6 +1,6 @@
 """Counts the processes in this cgroup that the kernel has killed because memory ran out. A process killed by
-the OOM killer ends with SIGKILL, like one killed by an operator; the cgroup's `oom_kill` counter tells the
-two apart.
+the OOM killer ends with SIGKILL, like one killed by an operator; the cgroup's `oom_kill` counter
+distinguishes the two.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
     """Return a note for an exit message, saying that the OOM killer may have killed the process. The note is
-    empty if the process was not killed by SIGKILL, or if the counter has not increased since `count_at_start`
-    was read at the start of the process."""
+    empty if the process was not killed by SIGKILL, or if the counter is still at `count_at_start`, its value
+    when the process started."""
     if returncode != -signal.SIGKILL:
         return ""
     killed = count_memory_kills() - count_at_start

@@ -20,8 +20,8 @@ MAX_BAD_WORD_TOKENS = 32
 """Maximum length, in tokens, of an entry in `SamplingParams.bad_words`. The device stores the last
 `MAX_BAD_WORD_TOKENS` - 1 tokens of every output."""
 MAX_BAD_WORDS = 512
-"""Maximum number of entries in `SamplingParams.bad_words`. It is limited because every step compares each
-entry with the output."""
+"""Maximum number of entries in `SamplingParams.bad_words`. The number is limited because every step compares
+each entry with the output."""
 
 Device = Literal["auto", "cuda", "cpu"]
 ModelDType = Literal["float32", "bfloat16", "float16"]
@@ -33,8 +33,8 @@ KvDType = Literal[ModelDType, "fp8"]
 Quantization = Literal["auto", "fp8"]
 LoadFormat = Literal["safetensors", "dummy"]
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
-"""Reason why a sample ended: "stop" (the last token is a stop token), "length" (`max_tokens` or the model's
-maximum length was reached), "cancelled" or "error". Empty while the sample has not ended."""
+"""Why a sample ended: "stop" (the last token is a stop token), "length" (`max_tokens` or the model's maximum
+length was reached), "cancelled" or "error". Empty while the sample has not ended."""
 
 
 # ── replicas ────────────────────────────────────────────────────────────────────────────
@@ -64,14 +64,14 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: bool = False
     """Whether each rank has a subset of whole experts, instead of a slice of every expert."""
     max_model_len: int | None = None
-    """Maximum sequence length, prompt included. None selects the checkpoint's maximum."""
+    """Maximum sequence length, including the prompt. None selects the checkpoint's maximum."""
     max_num_seqs: int = 64
-    """Maximum number of sequences running at once."""
+    """Maximum number of sequences that run at the same time."""
     max_num_batched_tokens: int = 2048
     """Token budget: the maximum number of tokens computed in a step."""
     max_mixed_tokens: int | None = None
-    """Token budget of a step with both decodes and prompts, which limits how long prompts delay decoding
-    sequences' next tokens. None selects half of `max_num_batched_tokens`, but at most 4096."""
+    """Token budget of a step with both decodes and prompts. It limits how long prompts can delay the next
+    tokens of decoding sequences. None selects half of `max_num_batched_tokens`, but at most 4096."""
     kv_blocks: int | None = None
     """Number of KV blocks. None selects as many as fit into the memory left after a profiling step."""
     gpu_memory_utilization: float = 0.95
@@ -81,14 +81,14 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True
     """Whether each step is launched before the previous step's tokens are read."""
     rendezvous: str = ""
-    """Path of the file that the ranks use to find each other. The file must not exist yet. Empty for a single
-    rank."""
+    """Path of the file that the ranks use to find each other, or empty for a single rank. The file must not
+    exist yet."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs, in rank order. If empty, the first visible GPUs are used."""
     threads: int | None = None
     """Number of torch CPU threads per rank. None divides the CPU cores evenly among the ranks."""
     cpus: tuple[int, ...] = ()
-    """Ids of the CPUs that the ranks may use. If empty, the ranks may use the same CPUs as the process that
+    """Ids of the CPUs that the ranks may use. If empty, they inherit the CPU affinity of the process that
     starts them."""
     share_reads: bool = False
     """Whether other replicas may read the same weights at the same time. If so, the files are read through
@@ -137,7 +137,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Lower bound, in seconds, on the time per prompt token, or 0 if the device's peak rates are unknown."""
 
 
-# ── requests from a front ───────────────────────────────────────────────────────────────────────
+# ── requests from a front process ───────────────────────────────────────────────────────────────
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -149,7 +149,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 0.0
     """Sampling temperature. 0 selects greedy decoding."""
     top_k: int = 0
-    """Limits sampling to this many of the most likely tokens. 0 disables the limit."""
+    """Number of most likely tokens to sample from. 0 disables the limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -170,7 +170,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Minimum number of output tokens. Stop tokens cannot be sampled until this number is reached."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence: the request's stop tokens, and the checkpoint's end-of-sequence tokens,
-    which the front adds."""
+    which the front process adds."""
     ignore_eos: bool = False
     """Whether to ignore `stop_token_ids`. If so, stop tokens do not end the sequence and may be sampled
     before `min_tokens` is reached."""
@@ -178,8 +178,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Number of most likely tokens whose log probabilities are returned in addition to the sampled token's.
     None disables log probabilities."""
     prompt_logprobs: int | None = None
-    """Number of most likely tokens whose log probabilities are returned for every prompt token but the first,
-    in addition to that token's own. None disables prompt log probabilities."""
+    """Number of most likely tokens whose log probabilities are returned for every prompt token except the
+    first, in addition to that token's own. None disables prompt log probabilities."""
 
     @property
     def penalised(self) -> bool:
@@ -188,15 +188,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _TOKEN_TYPE: Final = "i"
-"""Type code of a packed token id for the modules `array` and `struct`: a signed 32-bit integer in native byte
+"""Type code of a packed token id for the `array` and `struct` modules: a signed 32-bit integer in native byte
 order, because all processes run on the same machine."""
 TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Return token ids as packed 32-bit integers. Prompts are sent in this form, because decoding one bytes
-    object is much faster than decoding a list of up to 131,072 integers. Raises OverflowError if an id does
-    not fit into 32 bits.
+    """Return token ids as packed 32-bit integers. Prompts are sent in this form, because decoding them is
+    much faster than decoding a list of up to 131,072 integers. Raises OverflowError if an id does not fit
+    into 32 bits.
     """
     return array(_TOKEN_TYPE, token_ids).tobytes()
 
@@ -208,10 +208,10 @@ def view_tokens(packed: bytes) -> memoryview[int]:
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defaults=True):
-    """Sent by a front to a replica to generate `n` samples for one prompt."""
+    """Sent by a front process to a replica to generate `n` samples for one prompt."""
 
     handle: int
-    """Submission id, unique on its channel. Chosen by the front, and never reused."""
+    """Submission id, chosen by the front process. Unique on its channel, and never reused."""
     request_id: str
     index: int = 0
     """The prompt's index within its request."""
@@ -225,7 +225,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     first_sample + i of the request."""
     sampling: SamplingParams
     cache_salt: str = ""
-    """An arbitrary string. Requests share prefix cache blocks only if their salts are equal."""
+    """An arbitrary string. Only requests with the same salt share prefix cache blocks."""
     priority: int = 1
     """Priority class, from 0 (real-time) to 3 (background). The class with the highest number is preempted
     first."""
@@ -233,8 +233,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Urgency within priority classes 0 and 1: 0 if the submission is not urgent, otherwise the result of
     `urgency_of`, which is higher for shorter prompts."""
     reserved_slots: int = 0
-    """Number of slots reserved for urgent submissions. The number applies to all submissions, including
-    earlier ones, until a submission with a different number arrives."""
+    """Number of slots reserved for urgent submissions. The latest submission's number applies to all
+    submissions."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -249,19 +249,19 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
 
     @property
     def credit_tokens(self) -> int:
-        """Token credit used by the submission. The credit is returned as the tokens are computed or
-        dropped."""
+        """Token credit that the submission uses. It is returned as the tokens are computed or dropped."""
         return self.prompt_tokens + len(self.output_token_ids)
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Sent by a front to a replica to cancel a submission, or only its sample `sample`."""
+    """Sent by a front process to a replica to cancel a submission or, if `sample` is given, only that
+    sample."""
 
     handle: int
     sample: int | None = None
 
 
-# ── outputs to a front ────────────────────────────────────────────────────────────────────────────
+# ── outputs to a front process ────────────────────────────────────────────────────────────────────
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -295,11 +295,11 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):
-    """Sent by a replica to a front with all of the front's outputs from one step."""
+    """Sent by a replica to a front process. Contains all of that process's outputs from one step."""
 
     step: int
     outputs: list[Output]
 
 
 DataInbound = Submit | Cancel
-"""Messages from a front to a replica."""
+"""Messages from a front process to a replica."""

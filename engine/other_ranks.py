@@ -1,7 +1,7 @@
 """Runs ranks 1 to N-1 of an N-rank replica whose rank 0 runs in the calling process.
 
 A benchmark has no core to supervise the ranks, so `OtherRanks` starts their processes as the core would, and
-detects when one exits.
+detects when a process exits.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from engine.rank_messages import Fatal, RankOutbound, Start, Stop
 from engine.wire import Channel, socketpair
 
 STOP_GRACE_S = 10.0
-"""Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds it is killed."""
+"""Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds this limit is killed."""
 LOSS_GRACE_S = 2.0
-"""Time limit, in seconds, for rank 0 to call `stop` after another rank was lost. If it does not, its process
-exits. Rank 0 may be blocked in a collective that never returns, e.g. while loading the model."""
+"""Time limit, in seconds, for rank 0 to call `stop` after another rank was lost. Otherwise, rank 0's process
+exits. It may be blocked in a collective that never returns, e.g. while loading the model."""
 
 
 class OtherRanks:
     """Runs ranks 1 to N-1, each as `python -m engine.replica`, until `stop` is called.
 
     If a rank exits before that, the `on_exit` callback is called and the other ranks are killed. Rank 0 then
-    raises RankLost, and its caller must call `explain` and `stop`. If `stop` is not called within
+    raises RankFailureError, and its caller must call `explain` and `stop`. If `stop` is not called within
     LOSS_GRACE_S seconds, this process prints the reason and exits with code 1.
     """
 
@@ -41,7 +41,7 @@ class OtherRanks:
         """Start the processes. The calling thread must outlive them. Raises OSError if a process cannot be
         started."""
         self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
-        """The configuration of all ranks, including their rendezvous file's path."""
+        """The ranks' configuration, including the path of their rendezvous file."""
         self.plans: list[socket.socket] = []
         """Rank 0's ends of the plan channels to the other ranks, in rank order."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -65,8 +65,9 @@ class OtherRanks:
         return [process.pid for process in self._processes.values()]
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
-        """Register a callback for the loss of a rank. If a rank exits before `stop`, `callback(reason)` is
-        called at least once, on any thread. If a rank has already exited, the callback is called immediately.
+        """Register a callback for the loss of a rank. If a rank exits before `stop` is called,
+        `callback(reason)` is called at least once, on any thread. If a rank has already exited, the callback
+        is called immediately.
         """
         self._on_exit = callback
         if self._exited.is_set():

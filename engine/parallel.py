@@ -26,7 +26,7 @@ class RankFailureError(RuntimeError):
 
 class Overlap(Protocol):
     """Sums results over the ranks while the forward pass continues. The pass's tokens are split into two
-    halves: the ranks sum one half's results while computing the other half."""
+    halves: one half's results are summed while the other half is computed."""
 
     split: int
     """Number of tokens in the first half."""
@@ -37,7 +37,7 @@ class Overlap(Protocol):
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
         """Start computing a half's `residual` plus the sum of `part` over the ranks. May overwrite both
-        tensors. If `part` is not in the buffer returned by the method `part`, it is copied there first."""
+        tensors. If `part` is not in the buffer returned by the `part` method, it is first copied there."""
 
     def finish(self, half: int) -> Residual:
         """Wait for the result of a half's latest `start`, and return it. It stays valid until `start` has
@@ -59,7 +59,8 @@ class Ranks(Protocol):
         """Return `residual` plus the sum of `part` over the ranks, bitwise equal on all ranks.
 
         `part` is [tokens, hidden]. `residual.values` and `part` may be overwritten. `norm` is the norm that
-        the next operation needs, if any; the returned residual may then include its result.
+        the next operation needs, or None. If it is given, the returned residual may include the norm's
+        result.
         """
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -78,20 +79,20 @@ class Ranks(Protocol):
         """
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve memory for overlapping sums with computation in passes of up to `tokens` tokens, if that
-        improves performance."""
+        """If overlapping sums with computation improves performance, reserve memory to do so in passes of up
+        to `tokens` tokens."""
 
     def overlap(self, tokens: int) -> Overlap | None:
-        """Return the object that overlaps sums with computation in a pass of `tokens` tokens, or None if that
-        would not improve performance."""
+        """Return the `Overlap` for a pass of `tokens` tokens, or None if overlapping would not improve
+        performance."""
 
     def abandon(self, reason: str) -> None:
         """Abort all current and future waits for peers, because a peer was lost. May be called from any
-        thread. From then on, results of collectives are undefined, and `check` raises RankLost.
+        thread. From then on, results of collectives are undefined, and `check` raises RankFailureError.
         """
 
     def check(self) -> None:
-        """Raise RankLost if `abandon` was called."""
+        """Raise RankFailureError if `abandon` was called."""
 
     def close(self) -> None:
         """Leave the group. CUDA graphs that contain collectives must be deleted first."""
@@ -198,7 +199,7 @@ class _Group(Collectives):
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         if self._dist.get_backend() != "nccl":
-            return  # gloo itself detects that a peer has exited
+            return  # gloo detects a peer's exit by itself
 
         # Abort on a separate thread, because the call can block: it waits for running NCCL kernels, which
         # wait for the lost peer until they are aborted.
@@ -225,7 +226,7 @@ def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
     """Send `tensor[i]` to rank i of the default group, and return the received tensors, stacked in rank
     order.
 
-    `tensor` is `[size, ...]`, with equal shapes on all ranks. Raises RankLost if a peer is lost.
+    `tensor` is `[size, ...]`, with equal shapes on all ranks. Raises RankFailureError if a peer is lost.
     """
     import torch.distributed as dist
 
@@ -263,11 +264,11 @@ def join(
     device.
 
     `timeout_seconds` limits the wait for other ranks, both here and in each collective. gloo also detects a
-    peer's exit immediately, because its connection closes. On GPUs that can map each other's memory, sums
-    overlap with computation in passes of at least `overlap_from` tokens (by default
+    peer's exit immediately, because its connection closes. On GPUs that can map each other's memory, sums and
+    computation overlap in passes of at least `overlap_from` tokens (by default
     `engine.sizing.OVERLAP_FROM_TOKENS`).
 
-    Raises RankLost if the other ranks do not join in time, and ValueError for invalid arguments.
+    Raises RankFailureError if the other ranks do not join in time, and ValueError for invalid arguments.
     """
     if size == 1:
         return single()

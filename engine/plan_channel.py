@@ -98,15 +98,15 @@ class PlanSender:
         self._peers = [_Peer(rank, sock, on_failure, timeout_s) for rank, sock in enumerate(sockets, 1)]
 
     def send(self, plan: RankPlan) -> None:
-        """Queue the plan for every peer. Raises RankLost if a peer is lost."""
+        """Queue the plan for every peer. Raises RankFailureError if a peer is lost."""
         frame = encode_frame(self._encoder, plan)
         for peer in self._peers:
             peer.send(plan.step, frame)
 
     def flush(self, step: int) -> None:
-        """Block until all plans up to `step` are written. Raises RankLost if a peer is lost. Call this before
-        waiting for the step's results, because a peer cannot run the step until it has received the complete
-        plan.
+        """Block until all plans up to `step` are written. Raises RankFailureError if a peer is lost. Call
+        this before waiting for the step's results, because a peer cannot run the step until it has received
+        the complete plan.
         """
         for peer in self._peers:
             peer.flush(step)

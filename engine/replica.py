@@ -127,8 +127,8 @@ def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has exited")
-        # Normally, the main thread now raises RankLost or returns. If it is idle or blocked in a collective,
-        # it does neither, so this thread ends the process.
+        # Normally, the main thread now raises RankFailureError or returns. If it is idle or blocked in a
+        # collective, it does neither, so this thread ends the process.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has exited; this rank exits too", name)
         logging.shutdown()
@@ -189,7 +189,7 @@ def follow(control: Channel[RankInbound], plans: Channel[Any], runner: Following
 
 def build_runner(spec: ReplicaSpec, rank: int, progress: ProgressCallback) -> ModelRunner:
     """Load one rank of a replica, connect it to the others, and return its runner. Raises the same exceptions
-    as `engine.runner.ModelRunner`, and RankLost if the other ranks do not join in time.
+    as `engine.runner.ModelRunner`, and RankFailureError if the other ranks do not join in time.
     """
     from engine import parallel
     from engine.device import select_device

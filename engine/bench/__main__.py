@@ -6,8 +6,8 @@
 
 Unless --model is given, the model has random weights and the shape of a public model. The table shows the run
 with the median result. For decode-only steps and for steps with prefill ("mixed"), it shows the step count,
-the mean duration, and the fraction of time that the device spent waiting for the host ("idle"). The "max"
-column is the largest idle fraction of any run.
+the mean duration, and the fraction of time the device spent waiting for the host ("idle"). The "max" column
+is the largest idle fraction of any run.
 
 With several ranks, this process is rank 0 of a replica. The limit is computed from the bytes that one GPU
 reads and the operations it performs; communication is ignored. A second line per workload shows the mean time
@@ -121,7 +121,8 @@ def _describe(info: ReplicaInfo, start_s: float) -> str:
     if info.backend == "cuda":
         _, total = torch.cuda.mem_get_info()
         share = (
-            f" ({(info.weight_bytes + info.kv_bytes) / (total * info.tensor_parallel_size):.1%} of the GPUs)"
+            f" ({(info.weight_bytes + info.kv_bytes) / (total * info.tensor_parallel_size):.1%} of GPU "
+            "memory)"
         )
     return (
         f"{info.dtype} (weights {info.weights}, KV {info.kv_cache_dtype}) on {devices_text(info)}, ready in "

@@ -1,5 +1,5 @@
-"""`python -m engine.bench.collectives`: compare the engine's fused all-reduce with the all-reduces of NCCL
-and torch, by message size.
+"""`python -m engine.bench.collectives`: compare the engine's fused all-reduce with those of NCCL and torch,
+by message size.
 
     python -m engine.bench.collectives --gpus 2 --hidden 8192 --json out.json
 
@@ -41,8 +41,8 @@ _REPLAYS = 15
 
 
 def main() -> int:
-    """Run the benchmark on this machine's first GPUs and print a table. Returns 1 if there are too few
-    GPUs."""
+    """Run the benchmark on the first `--gpus` GPUs of this machine and print a table. Returns 1 if there are
+    too few GPUs."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.bench.collectives",
         description=__doc__,
@@ -143,8 +143,8 @@ def _measure(memory: Any, rows: int, hidden: int) -> dict[str, float]:
 
 
 def _microseconds(run: Callable[[], object], calls: int) -> float:
-    """Return the median time per call in a CUDA graph of `calls` calls. An untimed replay before each timed
-    one aligns the ranks."""
+    """Return the median time per call, measured by replaying a CUDA graph of `calls` calls. An untimed replay
+    before each timed one aligns the ranks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

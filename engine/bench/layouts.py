@@ -1,10 +1,10 @@
-"""`python -m engine.bench.layouts`: compare the two ways of distributing experts over several ranks.
+"""`python -m engine.bench.layouts`: compare the two ways to distribute experts over several ranks.
 
     python -m engine.bench.layouts --shape qwen3-30b-a3b --fp8 --tensor-parallel-size 4 b1_decode prefill
 
 All arguments are passed to `python -m engine.bench`, which runs twice: once with a slice of every expert on
 each rank ("split"), and once with a subset of whole experts on each rank (`--expert-parallel`). The table
-shows each workload's results in both layouts, and their ratio. A ratio above 1 means that whole experts are
+shows each workload's results in both layouts, and their ratio. If the ratio is above 1, whole experts are
 better.
 """
 

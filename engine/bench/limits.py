@@ -42,7 +42,7 @@ def limit(
     prompt, output = workload.prompt_tokens, workload.output_tokens
 
     def read_s(tokens: int) -> float:
-        """Return how long a pass of `tokens` tokens takes to read its matrices."""
+        """Return the time that a pass of `tokens` tokens spends reading matrices."""
         return (read_parameters(config, tokens) / ranks * weight_bytes + head * 2) / device.bytes_per_s
 
     pairs = prompt * (prompt + 1) / 2

@@ -4,14 +4,14 @@ collectives.
     python -m engine.bench.passes --gpus 4 --shape llama-3.1-70b --layers 16 --fp8 --kv-fp8
     python -m engine.bench.passes --gpus 2 --shape llama-3.1-8b --tokens 256 512 1024
 
-The model consists of a few layers of a public model's shape, with random weights. All ranks start a pass at
-the same time, without plan channels. For each variant, the table shows device times in milliseconds: the
-first and second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is the
-median time that the host takes to launch a pass. "differs" is the relative difference between the variant's
-logits and those of the eager variant. The variants are:
+The model consists of a few layers of a public model's shape, with random weights. All ranks start each pass
+at the same time; no plan channels are used. For each variant, the table shows device times in milliseconds:
+for the first and the second pass, the median and the slowest of all passes, and the median of the slowest
+rank. "host" is the median time that the host takes to launch a pass. "differs" is the relative difference
+between the variant's logits and those of the eager variant. The variants are:
 
     default      as in serving: CUDA graphs, and the collectives of `engine.peer_limits`
-    layers       one CUDA graph per layer (`engine.layer_graphs`), also for short prompts
+    layers       one CUDA graph per layer (`engine.layer_graphs`), even for short prompts
     eager        each kernel is launched separately
     one-shot     every all-reduce that fits is one-shot
     two-shot     every all-reduce that fits is two-shot
@@ -20,7 +20,7 @@ logits and those of the eager variant. The variants are:
     no PDL       without programmatic dependent launch
     alone        no all-reduce: only the computation is timed, and the results are wrong
 
-After the table, the first and last ranks' kernels are listed for each variant given by --profile.
+After the table, the kernels of the first and last ranks are listed for each variant given with --profile.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _KERNELS_SHOWN = 9
 
 
 def main() -> int:
-    """Run the variants on this machine's first GPUs and print a table. Returns 1 if there are too few
-    GPUs."""
+    """Run the variants on the first `--gpus` GPUs of this machine and print a table. Returns 1 if there are
+    too few GPUs."""
     arguments = _arguments()
     if torch.cuda.device_count() < arguments.gpus:
         print(
@@ -187,7 +187,7 @@ class _Bench:
             print(f"{tokens:6d} {variant:10}{numbers}{differs:9.4f}", flush=True)
 
     def profile(self, variant: str, tokens: int, folder: Path) -> None:
-        """Print the kernels in one pass of a variant, on the first and last ranks."""
+        """Print the kernels that the first and last ranks run in one pass of a variant."""
         run = self._prepare(variant, tokens)
         for _ in range(2):
             self._time(run)
@@ -218,7 +218,7 @@ class _Bench:
             graphs = PromptGraphs(decoder, self._kv, self._tables, tokens)
             if variant not in ("eager", "layers") and graphs.fits(plan):
                 graphs.sizes = graphs.sizes[-1:]
-                decoder.layer_graphs = decoder.halves_graphs = None  # no replays during a capture
+                decoder.layer_graphs = decoder.halves_graphs = None  # a capture must not replay
                 graphs.capture(no_progress)
                 graphs.stage(plan)
                 return graphs.forward
@@ -262,8 +262,8 @@ class _Bench:
         return StepPlan(0, setups, blocks, [], [], [Chunk(0, 0, prompt, [0])])
 
     def _time(self, run: Callable[[], torch.Tensor]) -> tuple[float, float]:
-        """Run a pass that all ranks start at the same time. Return its device time and the host's launch
-        time, both in milliseconds."""
+        """Start a pass on all ranks at the same time, and return the device time and the host's launch time,
+        both in milliseconds."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._barrier()
         called = time.perf_counter()

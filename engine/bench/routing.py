@@ -19,7 +19,7 @@ from engine.model.experts import Mixture
 from kernels import ExpertActivation
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 17
-"""Prompt and output length, in tokens, of the sequences run to count experts."""
+"""Prompt and output length, in tokens, of the sequences used to count experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class DistinctExperts:
     def line(self) -> str:
         return (
             f"{'':14}  distinct experts chosen per layer in a decode step: {self.counted:.1f} of "
-            f"{self.experts}, {self.expected:.1f} if the choice were uniform"
+            f"{self.experts}, {self.expected:.1f} expected for a uniform choice"
         )
 
 

@@ -1,5 +1,5 @@
-"""`python -m engine.bench.sleep`: measure how long a model takes to sleep, to wake, and to generate its first
-token after waking.
+"""`python -m engine.bench.sleep`: measure how long a model takes to go to sleep, to wake up, and to generate
+its first token.
 
     python -m engine.bench.sleep --shape llama-3.1-8b --rounds 10
     python -m engine.bench.sleep --shape llama-3.1-70b --fp8 --tensor-parallel-size 4 --json out.json
@@ -8,7 +8,7 @@ The model has random weights unless --model is given. Each round puts the replic
 generates one token for a new prompt. Time to first token is measured from the wake request. The "device"
 columns show the memory used by all processes on the first GPU, while the replica sleeps and after the round.
 The "host" column shows the resident memory of this process, which is rank 0. These values must not grow from
-round to round, and a greedy answer must have the same tokens in every round.
+round to round. The answer to a fixed prompt, generated greedily, must be the same in every round.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _run(engine: LocalEngine, arguments: argparse.Namespace) -> int:
             flush=True,
         )
         if _answer(engine, 64) != expected:
-            print("a greedy answer's tokens have changed", file=sys.stderr)
+            print("the greedy answer changed after waking", file=sys.stderr)
             return 1
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1) + "\n")

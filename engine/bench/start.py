@@ -42,8 +42,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="public shape (%(default)s)"
     )
-    parser.add_argument("--model", type=Path, help="checkpoint folder, used instead of a public shape")
-    parser.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy means random weights")
+    parser.add_argument("--model", type=Path, help="checkpoint folder to use instead of a public shape")
+    parser.add_argument(
+        "--load-format", choices=["safetensors", "dummy"], help="dummy generates random weights"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
     parser.add_argument(
@@ -67,15 +69,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-batched-tokens", type=int, default=8192, help="token budget of a step (%(default)s)"
     )
-    parser.add_argument("--max-model-len", type=int, help="default: the workloads' longest sequence")
-    parser.add_argument("--kv-blocks", type=int, help="default: as many blocks as fit into memory")
+    parser.add_argument(
+        "--max-model-len", type=int, help="maximum sequence length; default: the workloads' longest sequence"
+    )
+    parser.add_argument(
+        "--kv-blocks", type=int, help="number of KV blocks; default: as many as fit into memory"
+    )
 
 
 @contextmanager
 def started(
     arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
 ) -> Iterator[LocalEngine]:
-    """Start an engine for the sequences in `workloads`. The engine is closed when the `with` statement ends.
+    """Start an engine that can run the sequences of `workloads`. The engine is closed when the `with`
+    statement ends.
 
     Like a replica, it is configured with the options from `add_options`. Progress is shown on standard error
     if that is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the
@@ -87,8 +94,8 @@ def started(
 
 @contextmanager
 def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
-    """Close the engine when the `with` statement ends. If its body raises RankLost and the cause of the loss
-    is known, add the cause to the exception."""
+    """Close the engine when the `with` statement ends. If its body raises RankFailureError and the cause is
+    known, add the cause to the exception."""
     try:
         yield engine
     except RankFailureError as error:
@@ -141,7 +148,7 @@ def _max_model_len(
     arguments: argparse.Namespace, model: Path, workloads: Mapping[str, EngineWorkload]
 ) -> int:
     """Return the value of --max-model-len, which defaults to the length of the workloads' longest sequence.
-    Raises UnsupportedError if the sequences are too long for the option or for the model."""
+    Raises UnsupportedError if the sequences are too long for the given value or for the model."""
     name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
     needed, given = longest.sequence_tokens, arguments.max_model_len
     longest_text = (

@@ -30,7 +30,7 @@ class EngineWorkload:
 
     @property
     def sequence_tokens(self) -> int:
-        """Sequence length in tokens, prompt included."""
+        """Sequence length in tokens, including the prompt."""
         return self.prompt_tokens + self.output_tokens
 
     @property
@@ -57,8 +57,8 @@ WORKLOADS: dict[str, EngineWorkload] = {
 
 @dataclass(slots=True)
 class StepStats:
-    """Statistics of a run's decode-only or mixed steps: count, mean duration, and mean time that the device
-    waited for the host before a step."""
+    """Statistics of a run's decode-only or mixed steps: count, mean duration, and mean time the device waited
+    for the host before a step."""
 
     count: int
     ms: float
@@ -84,7 +84,7 @@ class WorkloadResult:
 
 def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:
     """Run a workload once, with prompts derived from `seed`. Raises RuntimeError if a request ends before
-    generating all of its tokens, because its time could not be compared with that of other runs.
+    generating all of its tokens, because such a run is not comparable with others.
     """
     draw = random.Random(seed)
     vocabulary = engine.info.vocab_size

@@ -16,7 +16,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def fill_scales(shard: WeightShard, scales: torch.Tensor) -> None:
-    """Set a shard's block scales from those of the full matrix. If a shard boundary splits a checkpoint
+    """Copy a shard's block scales from those of the full matrix. If a shard boundary splits a checkpoint
     block, the shards on both sides get that block's scale."""
     assert shard.target is not None and shard.scales is not None and shard.block is not None
     rows, columns = shard.block

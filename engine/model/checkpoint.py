@@ -1,5 +1,4 @@
-"""Finds a checkpoint's tensors and their locations by reading the headers of its safetensors files. Weights
-are not read here."""
+"""Finds a checkpoint's tensors by reading the headers of its safetensors files. Weights are not read here."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ class TensorEntry:
     """File offset of the tensor's first byte."""
     nbytes: int
     modified_ns: int
-    """The file's modification time, in nanoseconds, when the tensor's header was read."""
+    """The file's modification time, in nanoseconds, when the header was read."""
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors in a checkpoint folder, keyed by name. They are in `model.safetensors` or in the
-    files listed in the folder's index.
+    """Return all tensors in a checkpoint folder, keyed by name. The tensors are in `model.safetensors` or in
+    the files listed in the folder's index.
 
     Raises CheckpointError if a file is missing, unreadable, malformed or truncated.
     """
@@ -57,7 +56,7 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
     for name, shard in weight_map.items():
         if name not in entries:
             raise CheckpointError(
-                f"{folder / shard}: contains no tensor {name}, but {INDEX} lists it; the shards and "
+                f"{folder / shard} contains no tensor {name}, but {INDEX} lists it; the shards and "
                 "the index belong to different checkpoints",
                 "download them again",
             )
@@ -80,7 +79,7 @@ def _read_index(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
     except (OSError, *_MALFORMED) as error:
         raise CheckpointError(
-            f"{index}: has no readable weight_map ({error!r})", "download it again"
+            f"{index} has no readable weight_map ({error!r})", "download it again"
         ) from None
     for name, shard in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", weight_map)]:
         # Accept only plain file names, so that the index cannot refer to files outside its folder.
@@ -99,10 +98,10 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             prefix = stream.read(8)
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or header_bytes > _LARGEST_HEADER_BYTES:
-                raise CheckpointError(f"{file}: is not a safetensors file", "download it again")
+                raise CheckpointError(f"{file} is not a safetensors file", "download it again")
             if 8 + header_bytes > size:
                 raise CheckpointError(
-                    f"{file}: is truncated: its header needs {8 + header_bytes} bytes, but the file has "
+                    f"{file} is truncated: its header needs {8 + header_bytes} bytes, but the file has "
                     f"{size}",
                     "download it again",
                 )
@@ -115,11 +114,11 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         raise unreadable(file, error) from None
     except _MALFORMED as error:
         raise CheckpointError(
-            f"{file}: has an invalid safetensors header ({error!r})", "download it again"
+            f"{file} has an invalid safetensors header ({error!r})", "download it again"
         ) from None
     if size < expected:
         raise CheckpointError(
-            f"{file}: is truncated: {expected} bytes expected, {size} found", "download it again"
+            f"{file} is truncated: expected {expected} bytes, found {size}", "download it again"
         )
     return entries
 

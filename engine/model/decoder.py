@@ -1,4 +1,4 @@
-"""Defines one rank's shard of the decoder that all supported model families use.
+"""Defines one rank's shard of the decoder, which is the same for all supported model families.
 
 The decoder is a pre-norm transformer with a paged KV cache. The attention heads, the MLP and the vocabulary
 are split across the ranks. Each layer contains two all-reduces, so every rank has the same complete hidden
@@ -38,7 +38,7 @@ TORCH_DTYPES: dict[ModelDType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""Torch dtypes, keyed by the names of model dtypes."""
+"""Torch dtypes, keyed by model dtype name."""
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -52,8 +52,8 @@ class Decoder:
     instead, which only the reference implementation supports. With `kv_fp8`, the KV cache is e4m3 with one
     scale per token and head. `memory` allocates the weights; None means that torch allocates them.
 
-    Raises UnsupportedError if the model cannot be split across the ranks or does not support that length, and
-    WeightsTooLarge if the weights do not fit on the device.
+    Raises UnsupportedError if the model cannot be split across the ranks or does not support `max_model_len`,
+    and WeightsTooLarge if the weights do not fit on the device.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Decoder:
         return part
 
     def representative(self, kv: list[KvPool]) -> tuple[Decoder, list[KvPool]]:
-        """Return a decoder with just enough layers to launch every kernel of this one, and those layers' KV
-        pools."""
+        """Return a decoder with just enough layers to launch every kernel of this one, together with those
+        layers' KV pools."""
         layers = self.config.representative_layers()
         return self.with_layers(layers), [kv[layer] for layer in layers]
 
@@ -113,8 +113,8 @@ class Decoder:
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
         """Run a forward pass, and return its hidden states: `[tokens, hidden]`. If `inputs.logits_attention`
-        is given, only its tokens' rows are returned. The pass writes its keys and values to `kv`, which has
-        one pool per layer. The final norm is applied later, by `logits`, and only to the rows that need
+        is given, only the rows of its tokens are returned. The pass writes its keys and values to `kv`, which
+        has one pool per layer. The final norm is applied later, by `logits`, and only to the rows that need
         logits. The number of tokens that choose each expert is added to `expert_choices`.
         """
         ops, ranks, logits_attention = self.ops, self.ranks, inputs.logits_attention
@@ -200,7 +200,7 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Return the shape of one layer's keys in this rank's cache. Its values have the same shape."""
+        """Return the shape of the keys, and also of the values, of one layer in this rank's cache."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:

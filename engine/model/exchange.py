@@ -19,11 +19,12 @@ from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
 _AT_ONCE_BYTES = 16 << 20
-"""If a rank's columns of a tensor take more than this many bytes, they are filled in several steps."""
+"""If a rank's columns of a tensor exceed this size in bytes, they are copied to the parameter in several
+steps."""
 
 
 class Columns(NamedTuple):
-    """One rank's columns in a range of a tensor's rows."""
+    """One rank's columns of consecutive rows of a tensor."""
 
     first_row: int
     numbers: torch.Tensor

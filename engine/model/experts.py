@@ -36,7 +36,7 @@ class ExpertChoices:
 
 @dataclass(frozen=True, slots=True)
 class MixtureActivation:
-    """The activations of the routed experts and of the shared expert: the input of `MixtureDown`."""
+    """The input of `MixtureDown`: the activations of the routed experts and of the shared expert."""
 
     routed: ExpertActivation
     shared: Activation | None
@@ -132,8 +132,8 @@ class Mixture:
         return weight_shards
 
     def _expert_shards(self, name: str, index: int) -> list[WeightShard]:
-        """Return the shards of one expert's matrices. `index` is the expert's index on this rank; it is out
-        of range if another rank holds the expert."""
+        """Return the shards of one expert's matrices. `index` is the expert's index on this rank, and is out
+        of range if another rank has the expert."""
         hidden, width = self.experts.router.shape[1], self.config.intermediate_size
         shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
         if not 0 <= index < self.here.count:
@@ -141,8 +141,8 @@ class Mixture:
         part, start = self.here.width, self.here.start
         gate_up = expert_weight(self.experts.gate_up, index)
         down = expert_weight(self.experts.down, index)
-        # With whole experts, a rank reads complete rows. With slices, the ranks read different rows and
-        # exchange columns.
+        # A whole expert is read in complete rows. For slices, the ranks read different rows and exchange
+        # columns.
         dim = 0 if self.config.whole else 1
         return [
             WeightShard.of(f"{name}.{matrix}.weight", shapes[matrix], weight, of_dim, start)

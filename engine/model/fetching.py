@@ -2,8 +2,8 @@
 into pieces, which several threads read.
 
 A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large to keep
-Python's overhead low. Only a few are in flight at a time, so that data copied from the page cache is still in
-the CPU cache when the device reads it. Error messages name the file; if a read failed, they also name the
+Python's overhead low. Only a few pieces are read at a time, so that data copied from the page cache is still
+in the CPU cache when the device reads it. Error messages name the file; if a read failed, they also name the
 tensor.
 """
 
@@ -23,13 +23,14 @@ from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile, buffer_bytes
 
 READERS = 12
-"""Number of reader threads. This many saturate PCIe (55 GB/s) from the page cache, and keep disks busy."""
+"""Number of reader threads: enough to saturate PCIe (55 GB/s) when reading from the page cache, and to keep
+disks busy."""
 PIECE_BYTES = 4 << 20
 """Size of a piece in bytes. Must be a multiple of the page size."""
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a weight file. Raises CheckpointError with the reason if that fails."""
+    """Open a weight file. Raises CheckpointError if that fails."""
     try:
         return WeightFile(path)
     except OSError as error:
@@ -60,7 +61,7 @@ class FileBlock:
 
     @property
     def end(self) -> int:
-        """End of the block's last page, as an offset in the staging buffer."""
+        """Offset in the staging buffer at which the block's last page ends."""
         return self.start + buffer_bytes(self.rows.offset, self.rows.nbytes)
 
     def numbers(self, buffer: StagingBuffer) -> torch.Tensor:
@@ -87,7 +88,8 @@ class BatchRead:
         self._left = pieces
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._complete = threading.Lock()  # held until the last piece has been read; faster than an Event
+        # Held until the last piece has been read. A lock is faster than an Event.
+        self._complete = threading.Lock()
         self._complete.acquire()
 
     def wait(self) -> None:
@@ -151,7 +153,7 @@ class ReaderPool:
         return read
 
     def close(self) -> None:
-        """Stop the threads and wait for them to end. Pieces not yet started are skipped."""
+        """Stop the threads and wait for them to end. Pieces that have not been started are skipped."""
         self._stopped = True
         for _ in self._threads:
             self._pieces.put(None)
@@ -174,14 +176,14 @@ def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:
         raise unreadable(entry.file, error) from error
     if modified_ns != entry.modified_ns:
         raise CheckpointError(
-            f"{entry.file}: was modified while it was being read", "start again when the file is complete"
+            f"{entry.file} was modified while it was being read", "try again when the file is complete"
         )
 
 
 def _truncated(block: FileBlock) -> CheckpointError:
     entry, found = block.rows.entry, block.file.status().st_size
     return CheckpointError(
-        f"{entry.file}: is truncated: {block.rows.name} needs {entry.offset + entry.nbytes} bytes, but the "
+        f"{entry.file} is truncated: {block.rows.name} needs {entry.offset + entry.nbytes} bytes, but the "
         f"file has {found}",
         "download it again",
     )

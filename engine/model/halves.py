@@ -1,6 +1,6 @@
-"""Computes long passes in two halves, splitting their tokens. While one half's results are summed over the
-ranks, the device computes the other half. Tokens of the second half attend to keys and values of the first,
-so every layer computes the first half first.
+"""Splits the tokens of a long pass into two halves. While one half's results are summed over the ranks, the
+device computes the other half. Tokens of the second half attend to keys and values of the first, so every
+layer computes the first half first.
 """
 
 from __future__ import annotations

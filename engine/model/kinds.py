@@ -1,4 +1,4 @@
-"""The kinds of decoder layers."""
+"""Maps each kind of decoder layer to its class."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from engine.model.experts import ExpertsLayer
 from engine.model.layers import Layer
 
 LAYER_KINDS: dict[str, type[Layer]] = {DENSE: Layer, EXPERTS: ExpertsLayer}
-"""The class for each kind of layer. Keys are the possible values in `ModelConfig.layer_kinds`."""
+"""The class for each possible value in `ModelConfig.layer_kinds`."""

@@ -6,8 +6,8 @@ and kernel tuning all work on these classes, so a new kind of layer needs only a
 LAYER_KINDS.
 
 Each half of a layer (attention, and the MLP or experts) begins by normalising the residual, and ends with a
-linear layer whose result is added to the residual. The q, k and v weights are fused into one matrix, and gate
-and up into another.
+linear layer whose result is added to the residual. The q, k and v weights are fused into one matrix, and the
+gate and up weights into another.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LayerInput:
     """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
     For all other tokens, the layer computes only keys and values. None if all results are needed."""
     live: torch.Tensor | None = None
-    """One number per row of the layer's result: [rows] int64. A negative number marks a padding row, whose
-    expert choices are not counted. None if no choices are counted."""
+    """One number per row of the layer's result: [rows] int64. A negative number marks a padding row. Expert
+    choices are not counted for padding rows, or at all if this is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ParameterFactory:
         """Allocate a layer's weight `[outputs, inputs]`, or `[experts, outputs, inputs]`, with undefined
         values.
 
-        The matrix may consist of several tensors, or of a slice of one. Each tensor or slice begins at a
+        The matrix may consist of several tensors or of a slice of one. Each tensor or slice begins at a
         multiple of `row_part` rows and `column_part` columns, both in the matrix and in the checkpoint. A
         value of 0 means that, along that dimension, the matrix is one complete tensor.
         """
@@ -78,8 +78,8 @@ class ParameterFactory:
         values = self._empty(shape, torch.float8_e4m3fn)
         if not self.fp8_blocks:
             return Fp8Weight(values, self._empty(shape[:-1], torch.float32))
-        # Boundaries between ranks, or between tensors fused into one weight, may cut through a checkpoint's
-        # quantization block, which is then stored as several smaller blocks with the same scale.
+        # Boundaries between ranks, or between tensors fused into one weight, may split one of a checkpoint's
+        # quantisation blocks, which is then stored as several smaller blocks with the same scale.
         block = fp8_block(row_part), fp8_block(column_part)
         blocks = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
         return Fp8Weight(values, self._empty(blocks, torch.float32), block)
@@ -102,7 +102,7 @@ class WeightShard:
     dim: int = 0
     """Dimension along which the tensor is split. Along all others, `target` has the tensor's full size."""
     start: int = 0
-    """Index along `dim` at which the part begins."""
+    """Index along `dim` at which this rank's part begins."""
     scales: torch.Tensor | None = None
     """View of the row or block scales of `target` if it is e4m3, otherwise None. Values that are not e4m3 in
     the checkpoint are quantised on loading."""
@@ -112,13 +112,13 @@ class WeightShard:
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], weight: Weight, dim: int, start: int) -> WeightShard:
-        """Return the shard that fills a whole weight from a tensor's rows or columns."""
+        """Return the shard that fills all of `weight` from rows or columns of a tensor."""
         if isinstance(weight, Fp8Weight):
             return WeightShard(name, shape, weight.values, dim, start, weight.scales, weight.block)
         return WeightShard(name, shape, weight, dim, start)
 
     def part(self, whole: Any) -> Any:
-        """Return this rank's part of a tensor, or of anything that can be sliced like one."""
+        """Return this rank's part of `whole`, which is a tensor or can be sliced like one."""
         assert self.target is not None
         stop = self.start + self.target.shape[self.dim]
         return whole[self.start : stop] if self.dim == 0 else whole[:, self.start : stop]
@@ -176,15 +176,15 @@ class Linear:
     def after_norm(
         self, x: Residual, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the result of applying `rms_norm`, then the linear, to `x.values`. If `out` is given, the
-        result is written to it."""
+        """Apply `rms_norm`, then this linear layer, to `x.values`, and return the result. If `out` is given,
+        the result is written to it."""
         return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias, out)
 
     def add_to(
         self, residual: Residual, x: Activation, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
     ) -> Residual:
-        """Apply the linear to `x`, sum the results over the ranks, and return `residual` plus the sum. May
-        overwrite `residual`.
+        """Apply this linear layer to `x`, sum the results over the ranks, and return `residual` plus the sum.
+        May overwrite `residual`.
 
         `next_gain` and `eps` are the gain and epsilon of the next norm applied to the result; `next_gain` is
         None after the last layer.
@@ -380,7 +380,7 @@ class FeedForward(Protocol):
         """Return the checkpoint tensors that fill the parameters. Tensor names begin with `prefix`."""
 
     def pack(self) -> None:
-        """Same as `Layer.pack`."""
+        """See `Layer.pack`."""
 
 
 class Mlp:
@@ -430,7 +430,7 @@ class Layer:
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
         self.input_norm = factory.empty(config.hidden_size)
-        """Gain of the layer's first norm. The previous layer may fuse this norm with its last operation."""
+        """Gain of the layer's first norm, which may be fused with the previous layer's last operation."""
         self.attention = Attention(config, shard, factory, index)
         self.post_norm = factory.empty(config.hidden_size)
         self.mlp = self.feed_forward_type(config, shard, factory)

@@ -1,6 +1,6 @@
-"""Fills a decoder's weights by streaming safetensors files, or with random numbers.
+"""Fills a decoder's weights, either from safetensors files or with random numbers.
 
-On GPUs, each rank reads an equal part of the checkpoint (`engine.model.streaming`, `engine.model.exchange`).
+On GPUs, each rank reads an equal share of the checkpoint (`engine.model.streaming`, `engine.model.exchange`).
 The host needs only a ring of staging buffers. Conversion and FP8 quantisation run on the device.
 """
 
@@ -32,7 +32,7 @@ _FP8 = "F8_E4M3"
 _SCALE = "_scale"
 """Name suffix of a scale tensor with one scale for the whole FP8 weight or one per output."""
 _BLOCK_SCALE = "_scale_inv"
-"""Name suffix of a scale tensor with one scale per block. Despite the suffix, values are multiplied by these
+"""Name suffix of a scale tensor with one scale per block. Despite the name, values are multiplied by these
 scales, not divided."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 """Name suffixes of precomputed activation and KV cache scales, which are ignored because the engine computes
@@ -81,9 +81,9 @@ def load(
 def load_dummy(decoder: Decoder, seed: int, progress: ProgressCallback = no_progress) -> int:
     """Fill every weight with random numbers generated on the device, and return the weights' size in bytes.
 
-    Matrices are normally distributed with variance 1 / columns, norms are one, and biases are small. A tensor
-    depends only on its name, the seed, the dtype and the device type, so the ranks' slices form the same
-    model regardless of the number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
+    Matrices are normally distributed with variance 1 / columns, norm gains are 1, and biases are small. A
+    tensor depends only on its name, the seed, the dtype and the device type, so the model is the same for any
+    number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
     """
     done, reported_at = 0, 0.0
     with decoder.fit.explained():
@@ -128,14 +128,14 @@ def _check(
     unknown = [name for name in entries if name not in wanted and not _is_ignored(name, tied)]
     if unknown:
         raise CheckpointError(
-            f"{entries[unknown[0]].file}: {_names(unknown)} unknown to the model in config.json",
+            f"{entries[unknown[0]].file}: {_names(unknown)} not part of the model in config.json",
             _MISMATCH,
         )
     for name, shard in shards.items():
         entry = entries[name]
         if entry.shape != shard.shape:
             raise CheckpointError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json needs "
+                f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json requires "
                 f"{list(shard.shape)}",
                 _MISMATCH,
             )
@@ -193,7 +193,8 @@ def _fill(
 ) -> int:
     """Stream the checkpoint into all shards, and return the number of bytes read.
 
-    The stream and its buffers must not outlive this function, so that `_finish` can free their memory.
+    The stream and its buffers must not outlive this function, because `_finish` must be able to free their
+    memory.
     """
     device, ranks = decoder.device, decoder.ranks.size
     blocks = decoder.config.fp8_blocks

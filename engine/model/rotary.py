@@ -11,7 +11,7 @@ from kernels import rope as tables
 def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
     """Return the cos and sin table for positions below `length`: `[length, head_dim]` float32, on the CPU.
 
-    `length` is the maximum sequence length, which also determines the base of dynamic scaling
+    `length` is the maximum sequence length; it also determines the base of dynamic scaling
     (`engine.config.RopeConfig`). For the layout, see `kernels.rope.cos_sin_table`.
     """
     rope, head_dim = config.rope, config.head_dim

@@ -36,7 +36,7 @@ class TensorSlice:
 
     @property
     def row_bytes(self) -> int:
-        # Multiplying the shape's dimensions is slower, and there can be tens of thousands of tensors.
+        # This is faster than multiplying the dimensions, and there can be tens of thousands of tensors.
         shape = self.entry.shape
         return self.entry.nbytes // shape[0] if shape and shape[0] else self.entry.nbytes
 
@@ -56,8 +56,8 @@ class TensorSlice:
 
 
 def cut(whole: TensorSlice, block_bytes: int) -> Iterator[TensorSlice]:
-    """Split a non-empty slice into blocks of complete rows. A block has at most `block_bytes` bytes, unless a
-    single row is larger."""
+    """Split a non-empty slice into blocks of complete rows. Each block has at most `block_bytes` bytes,
+    unless a single row is larger."""
     rows = max(1, block_bytes // whole.row_bytes)
     for first in range(0, whole.rows, rows):
         yield replace(whole, first_row=whole.first_row + first, rows=min(rows, whole.rows - first))

@@ -1,4 +1,4 @@
-"""Staging buffers in host memory, through which weights are transferred to a device. For a GPU, they are
+"""Staging buffers in host memory for transferring weights to a device. For a GPU, the buffers are
 page-locked."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StagingBuffer:
         copies, start = [], 0
         for part in parts:
             copies.append(self._device_buffer[start : start + len(part)])
-            start += -(-len(part) // PAGE) * PAGE  # aligned and within the buffer
+            start += -(-len(part) // PAGE) * PAGE  # keeps the copy aligned and within the buffer
         self.copy(zip(parts, copies, strict=True))
         torch.cuda.current_stream(self._copy_stream.device).wait_event(self._copied)
         return copies
@@ -77,7 +77,7 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """Staging buffers in a single mapping of huge pages."""
+    """Several staging buffers, allocated as a single mapping of huge pages."""
 
     def __init__(self, count: int, buffer_bytes: int, device: torch.device) -> None:
         buffer_bytes = -(-buffer_bytes // PAGE) * PAGE

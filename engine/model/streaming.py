@@ -4,7 +4,7 @@ copied in batches, because a mixture-of-experts checkpoint has tens of thousands
 Several threads read blocks ahead of their use (`engine.model.fetching`) into a ring of staging buffers. They
 read through the page cache or directly from the disk (`engine.model.weight_file`). For a GPU, the buffers are
 page-locked, and some are filled while others are copied to the device. Values that need no conversion are
-copied straight to the parameters. Others are copied to device buffers, where the caller converts them.
+copied directly to the parameters. Other values are copied to device buffers, where the caller converts them.
 
 Unless a single row is larger than a block, the ring uses at most 144 MiB of host memory, and conversions use
 the same amount of GPU memory.
@@ -39,12 +39,12 @@ _CPU_BLOCK_BYTES = 4 << 20
 """Size in bytes of a block or batch on a CPU, small enough for a block and its conversion buffers to fit into
 the CPU cache."""
 _PIECES_AHEAD = 24
-"""Number of pieces read ahead. It exceeds the number of reader threads, so that one slow read does not stall
-all of them."""
+"""Number of pieces to read ahead. It exceeds the number of reader threads, so that one slow read does not
+stall the others."""
 _BESIDE = 2 * PAGE
 """Combined size in bytes of a block's first and last page, which the block may fill only partly."""
 _COPYING = 3
-"""Number of staging buffers that copies to a GPU may occupy at once."""
+"""Maximum number of staging buffers in use by copies to a GPU at the same time."""
 
 Fill = Callable[[TensorSlice, torch.Tensor], None]
 """Function called with rows and their values: `[rows, ...]` in the file's dtype on the device. The tensor is
@@ -56,7 +56,7 @@ before any slice is read."""
 
 
 def no_target(whole: TensorSlice) -> None:
-    """A `FindTarget` function that always returns None, so that every slice is passed to `Fill`."""
+    """Return None for every slice, so that `Fill` receives it (see `FindTarget`)."""
 
 
 def stream(
@@ -106,7 +106,7 @@ def stream(
 def _batches(
     slices: list[TensorSlice], block_bytes: int, files: dict[Path, WeightFile], find_target: FindTarget
 ) -> Iterator[list[FileBlock]]:
-    """Yield the blocks of all slices in order, in batches that each share a staging buffer."""
+    """Yield the blocks of all slices in order, in batches. The blocks of a batch share a staging buffer."""
     batch: list[FileBlock] = []
     for whole in slices:
         target = find_target(whole)

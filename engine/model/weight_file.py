@@ -17,15 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment, in bytes, of a direct read's file offset and memory address. Sufficient for any disk."""
+"""Alignment, in bytes, of the file offset and memory address of a direct read. It is sufficient for any
+disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Maximum size of the files kept in the page cache, as a fraction of free memory."""
 
 
 class WeightFile:
-    """An open weight file, which can be used by several threads. Raises OSError if the file cannot be
-    opened."""
+    """An open weight file. Thread-safe. The constructor raises OSError if the file cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -75,9 +75,9 @@ class WeightFile:
 
     def _is_cached(self, first: int, nbytes: int) -> bool | None:
         """Return whether the range is in the page cache, or None if unknown. Probes one page in each half of
-        the range. Probing an uncached page loads it into the cache, so pages are chosen at random to keep the
-        next start from probing the same ones. Two pages are probed, because a fast disk may load the first
-        one during its own probe.
+        the range. Probing an uncached page loads it into the cache. The pages are therefore chosen at random,
+        so that the next start probes different pages. Two pages are probed, because a fast disk may load the
+        first page while it is being probed.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))
@@ -100,8 +100,8 @@ def buffer_bytes(first: int, nbytes: int) -> int:
 
 
 def fits_page_cache(paths: Iterable[Path]) -> bool:
-    """Return whether the files together would take up at most half of the free memory. False if a file cannot
-    be read."""
+    """Return whether the files together would take up at most half of the free memory. Returns False if a
+    file cannot be read."""
     try:
         return sum(path.stat().st_size for path in paths) <= _MEMORY_SHARE * _available_bytes()
     except OSError:

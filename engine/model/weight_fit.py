@@ -20,7 +20,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class WeightFit:
-    """Compares the size of a rank's weights with its device's memory."""
+    """Compares the size of a rank's weights with the memory of its device."""
 
     config: ModelConfig
     shard: Shard
@@ -54,8 +54,8 @@ class WeightFit:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise WeightsTooLarge if a GPU runs out of memory in the `with` body, which allocates and fills
-        weights."""
+        """Raise WeightsTooLarge if a GPU runs out of memory in the body of the `with` statement, where
+        weights are allocated and filled."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -78,8 +78,8 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. A setting is suggested only if it would make the weights fit into
-        `most` bytes."""
+        """Return the possible remedies. A setting is suggested only if the weights would then fit into `most`
+        bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings: list[tuple[str, ModelDType, WeightsDType]]

@@ -169,7 +169,7 @@ def test_a_flood_is_read_in_portions_and_a_line_without_end_is_dropped(
 def test_the_newest_lines_of_all_processes_are_kept_and_long_ones_are_cut(lines: LogLines) -> None:
     log = logging.getLogger("appliance.core.test")
     log.warning("z" * (MAX_MESSAGE_CHARS + 5))
-    assert lines.page(LogQuery()).lines[-1].message == "z" * MAX_MESSAGE_CHARS + "… (5 more characters cut)"
+    assert lines.page(LogQuery()).lines[-1].message == "z" * MAX_MESSAGE_CHARS + "… (5 characters omitted)"
     for number in range(MAX_LINES + 10):
         log.warning("line %d", number)
     page = lines.page(LogQuery(limit=1000))

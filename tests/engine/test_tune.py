@@ -67,7 +67,7 @@ def test_errors_that_would_end_a_search_are_reported_before_it_begins(
     assert ended.value.code == 2
     assert "--rows contains 1000; use numbers from 1 to 256" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("[]")
-    assert said() == f"{tmp_path}/config.json: is not a JSON object; copy the file again"
+    assert said() == f"{tmp_path}/config.json is not a JSON object; copy the file again"
 
 
 def test_a_search_launches_nothing_that_was_not_compiled_and_writes_a_table() -> None:

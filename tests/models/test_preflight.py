@@ -99,7 +99,7 @@ def test_several_missing_shards_are_counted(model: Path) -> None:
 def test_a_truncated_weight_file_is_found_by_its_header(model: Path) -> None:
     size = (model / SHARD).stat().st_size
     os.truncate(model / SHARD, size - 1)
-    assert f"{model / SHARD}: is truncated: {size} bytes expected, {size - 1} found: download it again" in (
+    assert f"{model / SHARD} is truncated: expected {size} bytes, found {size - 1}: download it again" in (
         problem(model)
     )
 

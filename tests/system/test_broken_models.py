@@ -106,7 +106,7 @@ def test_a_defect_that_only_the_engine_finds_also_ends_the_start(broken: Path, t
     folders = "--run-dir", tmp_path / "run", "--state-dir", tmp_path / "state"
     done = run_appliance("serve", *folders, "--model", broken, "--kv-blocks", "50", OMP_NUM_THREADS="1")
     assert done.returncode == os.EX_CONFIG
-    assert "no model can be served: " in done.stderr and "config.json needs" in done.stderr
+    assert "no model can be served: " in done.stderr and "config.json requires" in done.stderr
 
 
 def test_a_broken_model_is_shown_as_failed_until_it_is_repaired_while_others_serve(

@@ -251,7 +251,7 @@ REFUSED = [
     ({"model_type": None}, "model_type is None; supported values: llama"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is ['LlamaForSequenceClass"),
     ({"architectures": 5}, "architectures is 5; supported values: llama"),
-    ({"hidden_size": None}, "hidden_size is missing; the model needs it"),
+    ({"hidden_size": None}, "hidden_size is missing, but this model requires it"),
     ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer of at least 1"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be an integer of at least 1"),
     ({"vocab_size": True}, "vocab_size is True; it must be an integer"),
@@ -265,7 +265,7 @@ REFUSED = [
     ({"dtype": ["float32"]}, "dtype is ['float32']; supported values: float32"),
     (
         {"quantization_config": ["fp8"]},
-        "quantization_config is ['fp8']; it must be an object with quant_method",
+        "quantization_config is ['fp8']; it must be an object that contains quant_method",
     ),
     *(
         (
@@ -288,8 +288,14 @@ REFUSED = [
     *(
         ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}, message)
         for groups, message in (
-            (None, "quantization_config.config_groups is None; it must be an object with an entry per group"),
-            ([{}], "quantization_config.config_groups is [{}]; it must be an object with an entry per group"),
+            (
+                None,
+                "quantization_config.config_groups is None; it must be an object with one entry per group",
+            ),
+            (
+                [{}],
+                "quantization_config.config_groups is [{}]; it must be an object with one entry per group",
+            ),
             (
                 {"a": 1},
                 "quantization_config.config_groups is {'a': 1}; the weights of group a must be an object",
@@ -334,7 +340,7 @@ def test_a_bad_field_is_refused_by_name(change: dict[str, Any], message: str, tm
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8 experts"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are only 8 experts"),
         (QWEN3_MOE | {"num_experts": 0}, "num_experts is 0; it must be an integer of at least 1"),
         (QWEN2_MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; it must be true or false"),
         (QWEN3_MOE | {"mlp_only_layers": [[1]]}, "mlp_only_layers is [[1]]; it must be a list of integers"),
@@ -364,17 +370,17 @@ def test_layer_types_must_fit(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
     for content, message in [
-        (None, "no such file"),
-        ("{", "is not JSON"),
-        ("[" * 10**6, "is not JSON"),
-        ("[1]", "is not a JSON object"),
+        (None, ": no such file"),
+        ("{", " is not valid JSON"),
+        ("[" * 10**6, " is not valid JSON"),
+        ("[1]", " is not a JSON object"),
     ]:
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(CheckpointError) as caught:
             read_config(tmp_path)
-        assert f"{tmp_path / 'config.json'}: {message}" in str(caught.value)
-    with pytest.raises(CheckpointError, match="no such folder; give the folder of a Hugging Face checkpoint"):
+        assert f"{tmp_path / 'config.json'}{message}" in str(caught.value)
+    with pytest.raises(CheckpointError, match="no such folder; specify a Hugging Face checkpoint folder"):
         read_config(tmp_path / "nowhere")
 
 

@@ -238,11 +238,11 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float()}),
-            f"{{file}}: tensor {SCALE} is unknown to the model in config.json",
+            f"{{file}}: tensor {SCALE} is not part of the model in config.json",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:, :32].contiguous()}),
-            f"{{file}}: {WEIGHT} has shape [96, 32], but config.json needs [96, 64]",
+            f"{{file}}: {WEIGHT} has shape [96, 32], but config.json requires [96, 64]",
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
@@ -250,7 +250,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({f"{WEIGHT}_zero_point": torch.zeros(96, 1)}),
-            f"{{file}}: tensor {WEIGHT}_zero_point is unknown",
+            f"{{file}}: tensor {WEIGHT}_zero_point is not part of the model",
         ),
     ],
     ids=[

@@ -189,7 +189,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(folder: Path) -> None:
     os.truncate(last.entry.file, needed - 4)
     with pytest.raises(CheckpointError) as caught:
         list(blocks)
-    assert f"{last.entry.file}: is truncated: {last.name} needs {needed} bytes" in str(caught.value)
+    assert f"{last.entry.file} is truncated: {last.name} needs {needed} bytes" in str(caught.value)
     assert f"the file has {needed - 4}; download it again" in str(caught.value)
 
 
@@ -201,7 +201,7 @@ def test_a_file_modified_after_its_header_was_read_is_refused(folder: Path, name
     os.utime(file, ns=(written, written + 1_000_000))
     with pytest.raises(CheckpointError) as caught:
         _drain(slices)
-    assert f"{file}: was modified while it was being read; start again" in str(caught.value)
+    assert f"{file} was modified while it was being read; try again" in str(caught.value)
 
 
 def test_a_file_modified_while_its_last_block_is_used_is_refused(folder: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_file_whose_modification_time_is_unknown_is_refused(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(WeightFile, "status", status)
-    with pytest.raises(CheckpointError, match=r"a\.safetensors: cannot be read \(Stale file handle\)"):
+    with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read \(Stale file handle\)"):
         _drain(slices)
 
 
@@ -276,7 +276,7 @@ def test_a_failing_disk_is_named_with_the_tensor(folder: Path) -> None:
 def test_a_missing_file_is_named(folder: Path) -> None:
     slices = _in_order(folder)
     (folder / "b.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"b\.safetensors: cannot be read \(No such file"):
+    with pytest.raises(CheckpointError, match=r"b\.safetensors cannot be read \(No such file"):
         _drain(slices)
 
 
