@@ -28,7 +28,7 @@ RefusalCode = Literal[
     "tenant_suspended",
 ]
 ExceededLimit = Literal["", "requests", "tokens"]
-"""The kind of limit that was exceeded, sent as `type` in OpenAI's error format. If "", the HTTP status
+"""The kind of limit that was exceeded, sent as `type` in OpenAI's error format. If empty, the HTTP status
 determines the type."""
 
 
@@ -40,12 +40,12 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     """Identities, keyed by the SHA-256 (hex) of the bearer key. None means that the key is no longer
     valid."""
     uids: dict[int, Identity] = {}
-    """Identities, keyed by the uid of a Unix socket's peer. `uids` and `gids`, unlike `keys`, always contain
+    """Identities, keyed by the uid of a Unix socket's peer. Unlike `keys`, `uids` and `gids` always contain
     all identities, not only changes."""
     gids: dict[int, Identity] = {}
     """Identities, keyed by group id, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """The identity of all other callers that the socket's file mode admits. If None, they are refused."""
+    """The identity of all other callers that have access to the socket. If None, they are refused."""
     whole: bool = True
 
 
@@ -60,7 +60,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     models: list[ServedModel]
     routes: list[Route] | None = None
     """The names that applications can use for models. They take effect when the message arrives, before new
-    models are loaded. If None, each model can be used only by its own name."""
+    models are loaded. If None, each model is available only under its own name."""
     max_held: int = 1000
     """Maximum number of requests per front process that may be waiting for a model to be loaded."""
     hold_timeout_s: float = 60.0
@@ -106,19 +106,21 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
     scope: bytes
     is_elsewhere: bool
-    """Whether another front process runs the request or keeps its answer. If so, the front process that gets
-    this reply must hand the connection over (`HandOver`). If not, it must run the request itself."""
+    """Whether another front process runs the request or keeps its answer. If so, the front process that
+    receives this reply must hand the connection over (`HandOver`). Otherwise, it must run the request
+    itself."""
     retry_of: str = ""
     """Request id of an earlier run whose answer is no longer kept, or an empty string."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
-    """The state of the request and token limits that are closest to exhaustion. None means no limit."""
+    """The state of the request limit and the token limit that are closest to exhaustion. None means that
+    there is no such limit."""
 
     limit_requests: int | None
     remaining_requests: int | None
     reset_requests_s: float | None
-    """Seconds until the whole limit is available again, assuming no further use."""
+    """Seconds until the full limit is available again, assuming that no more requests arrive."""
     limit_tokens: int | None
     remaining_tokens: int | None
     reset_tokens_s: float | None
@@ -142,9 +144,9 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request is refused, either at its first attempt or when it is resubmitted. After the refusal of a
-    first attempt, no `Settle` follows, because the core has already closed the request's row in the log.
-    After the refusal of a later attempt, `Settle` follows, because the client may have received part of the
+    """The request is refused, either on its first attempt or when it is resubmitted. No `Settle` follows the
+    refusal of a first attempt, because the core has already closed the request's row in the request log.
+    `Settle` does follow the refusal of a later attempt, because the client may have received part of the
     answer."""
 
     request_id: str
@@ -155,11 +157,11 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether a retry would fail too. If so, OpenAI's clients are told not to retry automatically."""
+    """Whether a retry would also fail. If so, OpenAI's clients are told not to retry automatically."""
     rate_limits: RateLimits | None = None
     falls_back: bool = False
     """Whether the request stays open because another model may be able to answer it (`Admit.may_fall_back`).
-    If so, the front process then sends either a new first attempt for the fallback model or `Settle`."""
+    If so, the front process sends either a new first attempt, for the fallback model, or `Settle`."""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -185,7 +187,7 @@ class AskProgress(msgspec.Struct, tag="ask_progress", frozen=True):
 
 
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
-    """Tells a front process to accept no more connections, finish its running answers within `grace_s`
+    """Tells a front process to stop accepting connections, finish the answers in progress within `grace_s`
     seconds, and exit."""
 
     grace_s: float

@@ -16,7 +16,7 @@ class FrontReady(msgspec.Struct, tag="front_ready", frozen=True):
 
 
 class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a request that are part of every message about its row in the request log."""
+    """The fields included in every message about a request's row in the request log."""
 
     request_id: str
     identity: Identity
@@ -34,23 +34,24 @@ class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
-    """Asks for permission to run a request. The reply has the same attempt number. It is either one
-    `Admitted`, sent when it is the request's turn, or one `Refused`. There is no reply if the front process
+    """Asks for permission to run a request. The reply, which has the same attempt number, is either
+    `Admitted`, sent when it is the request's turn, or `Refused`. There is no reply if the front process
     withdraws the request first, by sending `Settle`."""
 
     unit: str = ""
     """`ServedModel.name` of the model that the front process has chosen for the requested name. Empty if both
     names are the same."""
     attempt: int = 0
-    """The attempt's number: 0 for the first, and one more for each resubmission after a replica was lost."""
+    """Attempt number: 0 for the first attempt, increasing by one with each resubmission after the loss of a
+    replica."""
     submissions: int
-    """Number of `Submit` messages to be sent after admission: one per prompt or, after a replica was lost,
+    """Number of `Submit` messages to be sent after admission: one per prompt or, after the loss of a replica,
     one per unfinished sample."""
     num_seqs: int
     """Total number of sequences in all submissions."""
     prompt_tokens: int
-    """Total number of prompt tokens in all submissions. After a replica was lost, this includes the output
-    that was already generated. The core subtracts the total from the replica's token credit."""
+    """Total number of prompt tokens in all submissions. After the loss of a replica, this includes the output
+    that had already been generated. The core subtracts the total from the replica's token credit."""
     max_tokens: int
     """Maximum number of tokens to generate, summed over all samples."""
     prefixes: tuple[bytes, ...] = ()
@@ -60,21 +61,23 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     """Whether the front process can send the request to another model if this model cannot answer it
     (`Refused.falls_back`)."""
     may_lower: bool = False
-    """Whether the core may lower the limit (`Admitted.most_tokens`). True if the client has set no limit."""
+    """Whether the core may lower `max_tokens` (see `Admitted.most_tokens`). True if the client has not set a
+    limit."""
     asked_class: str = ""
     """Service class requested by the client, or "" for the default."""
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept, or an
     empty string."""
     deadline_ms: float | None = None
-    """Time limit for the complete answer, measured from `arrived_at`. None means no limit."""
+    """Time limit, in milliseconds, for the complete answer, measured from `arrived_at`. None means no
+    limit."""
     shadow_of: str = ""
     """The original request's tenant, if this request is a copy of a finished request. The copy may use this
     tenant's cached prefixes. The core does not log copies, and refuses a copy that cannot start
     immediately."""
     keep_alive_s: float | None = None
-    """How long, in seconds, the model stays loaded for the tenant without further requests. A negative value
-    means no limit. If None, the model's setting `idle_unload_s` applies."""
+    """How long, in seconds, the model stays loaded after the tenant's last request. A negative value means no
+    limit. If None, the model's `idle_unload_s` setting applies."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
@@ -88,8 +91,8 @@ class Claim(msgspec.Struct, tag="claim", frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front process no longer keeps an answer for this scope, so the next request with the same key runs
-    again."""
+    """The front process no longer keeps an answer for this scope, so the next request with the same key will
+    be run."""
 
     scope: bytes
 
@@ -113,7 +116,7 @@ class Taken(msgspec.Struct, tag="taken", frozen=True):
 
 
 class NotTaken(msgspec.Struct, tag="not_taken", frozen=True):
-    """The front process could not receive a connection's descriptors, because it has too many open files.
+    """The front process could not receive a connection's descriptors, because it had too many open files.
     None of the connection's bytes are lost. The core gives the connection to another front process, or sends
     it again after this process's next report."""
 
@@ -138,11 +141,11 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     delivered_tokens: int
     """Number of output tokens in the answer, all of which are billed."""
     ttft_ms: float | None = None
-    """Time from the request's arrival until the first token was written to the socket."""
+    """Time, in milliseconds, from the request's arrival until the first token was written to the socket."""
     itl_ms: float | None = None
-    """Mean time between tokens, after the first token."""
+    """Mean time, in milliseconds, between tokens after the first one."""
     e2e_ms: float
-    """Time from the request's arrival to the end of the answer."""
+    """Time, in milliseconds, from the request's arrival to the end of the answer."""
 
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
@@ -168,8 +171,7 @@ class Worked(msgspec.Struct, tag="worked", frozen=True):
 
 
 class ShadowMeasure(msgspec.Struct, array_like=True, frozen=True):
-    """An answer's timings and length. Times are in seconds, measured from when the request was sent to the
-    replica."""
+    """An answer's timings and length. Times are in seconds since the request was sent to the replica."""
 
     ttft_s: float
     e2e_s: float
@@ -196,7 +198,7 @@ class ShadowDone(msgspec.Struct, tag="shadow_done", frozen=True, kw_only=True):
 
 
 class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
-    """Request log data for a retry that got an earlier request's answer."""
+    """Request log data for a retry that received an earlier request's answer."""
 
     retry: Literal["joined", "repeated"]
     """"joined" if the earlier request was still running when the retry arrived."""
@@ -213,11 +215,12 @@ class RequestProgress(msgspec.Struct, array_like=True, frozen=True):
 
     request_id: str
     generated_tokens: int
-    """Output tokens that the front process has received, summed over all samples."""
+    """Number of output tokens that the front process has received, summed over all samples."""
     cached_tokens: int
-    """Prompt tokens found in the prefix cache, summed over the prompts for which output has arrived."""
+    """Number of prompt tokens found in the prefix cache, summed over the prompts for which output has
+    arrived."""
     ttft_s: float | None
-    """Time from the request's arrival to the first token, or None if there is no token yet."""
+    """Time, in seconds, from the request's arrival to the first token, or None before the first token."""
 
 
 class FrontProgress(msgspec.Struct, tag="front_progress", frozen=True):
@@ -240,13 +243,13 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
 
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
-    """A front process's state. A report is sent every half second. Further reports are sent before
+    """A front process's state. A report is sent every half second. Additional reports are sent before
     `FrontReady`, when routes have taken effect, and when requests begin to wait for a name whose model is not
     loaded."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
-    """Models whose chat templates have exceeded a limit since startup, each with how often that has happened
-    and which limit was exceeded last. These models are still served."""
+    """For each model with a chat template that has exceeded a limit since startup: how often that has
+    happened, and which limit was exceeded last. These models are still served."""
     configured: int = 0
     """`serial` of the latest `Configure` message applied."""
     routed: int = 0

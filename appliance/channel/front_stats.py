@@ -10,10 +10,10 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
 
     connections: int = 0
     busy_connections: int = 0
-    """Connections of authenticated clients on which a request is being answered. Local users and clients with
-    a valid key count as authenticated."""
+    """Connections from authenticated clients on which a request is being answered. Local users and clients
+    with a valid key count as authenticated."""
     max_connections: int = 0
-    """Maximum number of connections of authenticated clients: the configured limit, or less if file
+    """Maximum number of connections from authenticated clients: the configured limit, or less if file
     descriptors are scarce."""
     unauthenticated_connections: int = 0
     """Connections on which no request with a valid key has arrived yet."""
@@ -22,7 +22,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted_connections: int = 0
     """Connections without a valid key that were closed to make room for new connections."""
     cut_off_connections: int = 0
-    """Connections closed because their clients did not read the answers."""
+    """Connections closed because clients did not read their responses."""
     unreceived_connections: int = 0
     """Connections returned to the core because the process had too many open files to receive them."""
     refused_bodies: int = 0
@@ -30,11 +30,11 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     refused_heads: int = 0
     """Requests refused because unfinished request headers used too much memory."""
     refused_prompts: int = 0
-    """Requests refused because their tenant had too many prompts or conversations being processed."""
+    """Requests refused because their tenant had too many prompts or conversations in progress."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0
-    """Tokens sent in streams."""
+    """Tokens sent in streaming responses."""
     unauthenticated: int = 0
     """Requests denied because they had no valid key and did not come from a permitted user."""
     cpu_seconds: float = 0.0

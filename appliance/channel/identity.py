@@ -39,5 +39,5 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 SHADOW_IDENTITY = Identity(tenant="(shadow)", highest_class=BACKGROUND, default_class=BACKGROUND)
-"""The identity used for copies of requests (shadow traffic). No tenant can have this name, so no tenant is
-billed for the copies."""
+"""The identity used for copies of requests (shadow traffic). "(shadow)" is not a valid tenant name, so no
+tenant is billed for the copies."""

@@ -1,5 +1,5 @@
-"""Hashes of a prompt's prefixes. With these hashes, the core finds a replica that has probably cached one of
-the prefixes."""
+"""Hashes of a prompt's prefixes. The core uses them to find a replica that has probably cached one of the
+prefixes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.messages import pack_tokens
 
 LENGTHS = (64, 256, 1024, 4096)
 """Lengths, in tokens, of the hashed prefixes. The first is the size of a KV block. Hashing more prefixes
-would cost more time per request than a better choice of replica saves."""
+would take more time per request than a better choice of replica would save."""
 _HASH_BYTES = 8
 """Hash size in bytes. A small hash is sufficient, because a false match only sends a request to a replica
 that has not cached its prefix."""

@@ -42,8 +42,8 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     otherwise 1 (no penalty)."""
 
     def over(self, generation_config: Mapping[str, Any]) -> SamplingDefaults:
-        """Return these defaults, but take each unset value from the checkpoint's `generation_config.json` if
-        that contains a valid one."""
+        """Return these defaults, with unset values taken from the checkpoint's `generation_config.json` if it
+        contains valid ones."""
         hints = {field.name: field.type for field in msgspec.structs.fields(self)}
         found: dict[str, Any] = {}
         for name in _IN_CHECKPOINTS:

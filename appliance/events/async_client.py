@@ -33,9 +33,9 @@ _MAX_LINE_BYTES = 64 << 20
 
 
 class AsyncAdminClient:
-    """Calls the service in one run directory, on the running event loop. Each call opens a separate
-    connection, so any number of calls can run concurrently. Cancelling a call closes its connection. Raises
-    the same errors as `appliance.client.AdminClient`.
+    """Sends calls to the service that uses a given run directory. Each call opens a separate connection, so
+    any number of calls can run concurrently. Cancelling a call closes its connection. Raises the same errors
+    as `appliance.client.AdminClient`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class AsyncAdminClient:
                         yield value
                 if len(rest) > _MAX_LINE_BYTES:
                     raise ServiceNotRunningError(
-                        f"{self.socket} sent a line of more than {_MAX_LINE_BYTES} bytes: if the command "
+                        f"{self.socket} sent a line longer than {_MAX_LINE_BYTES} bytes: if the command "
                         "was updated, restart the service"
                     )
             if response.status != 200:

@@ -101,7 +101,7 @@ def _unreadable(reason: str) -> AdminError:
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the values of those fields whose changes cause a request to be sent again in full."""
+    """Return the values of the fields that cause a request to be sent again in full when they change."""
     return (
         one.state,
         one.phase,

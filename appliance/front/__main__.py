@@ -55,7 +55,7 @@ def main() -> int:
     return_freed_memory()
     return_memory_periodically()
     configure_logging(msgspec.convert(arguments.log_level, LogLevel), arguments.name)
-    # Processing a token creates no reference cycles, so run the garbage collector less often than its default
+    # Processing a token creates no reference cycles, so run the garbage collector less often than the default
     # of once per 700 new objects.
     gc.set_threshold(50_000, 20, 100)
     uvloop.run(run_front(socket.socket(fileno=arguments.channel)))

@@ -31,7 +31,7 @@ _DESCRIPTION = """\
 OpenAI-compatible API for the models of one server. On TCP, every request needs a key. On the Unix socket,
 the peer's uid identifies the user, and a valid key takes precedence. `x-appliance-class` (P0 to P3) or
 `service_tier` selects the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
-its answer cannot be completed in time. Every response contains the header `x-request-id`."""
+its answer cannot be completed in time. Every response contains an `x-request-id` header."""
 _MAX_CHARS_SHOWN = 100
 """Error messages quote at most this many characters of a path or method."""
 

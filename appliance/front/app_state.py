@@ -28,7 +28,7 @@ MAX_TEXT_BYTES = 16 << 20
 """Maximum total size, in bytes, of prompts waiting to be encoded. Tenants with waiting prompts get equal
 shares of this memory."""
 MAX_TEXT_WAIT_S = 30.0
-"""Time limit for encoding one request's prompts."""
+"""Time limit, in seconds, for encoding one request's prompts."""
 
 
 class Running(Protocol):
@@ -70,7 +70,7 @@ class AppState:
         self.active: dict[str, Running] = {}
         """Requests that are waiting for admission or running, by request id."""
         self.ready = False
-        self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
+        self.not_ready_reason = "this front process has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
         """Models that cannot answer requests, each with the reason."""
         self.refused_prompts = 0
@@ -94,8 +94,8 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Count tokens that were encoded or decoded without producing an answer against the caller's token
-        limits."""
+        """Deduct `tokens` from the caller's token limits, because they were encoded or decoded without
+        producing an answer."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 

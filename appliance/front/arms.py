@@ -10,11 +10,11 @@ from appliance.channel.served_models import Arm
 
 
 def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
-    """Return the arm of the split `name` that answers this caller's requests. Each arm gets callers in
-    proportion to its weight, by weighted rendezvous hashing (Thaler and Ravishankar 1998; weights as in
-    Schindelhauer and Schomaker 2005): each arm gets a score from a hash of the name, the caller and the arm's
-    target, and the arm with the highest score is chosen. Every front process therefore chooses the same arm
-    for a given caller, and changing one arm's weight moves callers only to or from that arm.
+    """Return the arm that answers this caller's requests for `name`. Each arm gets callers in proportion to
+    its weight, by weighted rendezvous hashing (Thaler and Ravishankar 1998; weights as in Schindelhauer and
+    Schomaker 2005): each arm gets a score from a hash of the name, the caller and the arm's target, and the
+    arm with the highest score is chosen. Every front process therefore chooses the same arm for a given
+    caller, and changing one arm's weight moves callers only to or from that arm.
     """
     return max(arms, key=lambda arm: _score(name, arm, caller))
 

@@ -18,7 +18,7 @@ _BYTES_PER_VALUE = 8
 _BYTES_PER_NAME = 32
 _BYTES_PER_CONTAINER = 128
 _BYTES_PER_FLOAT = 128
-"""Limits on a body's contents. A body may have one JSON value per 8 bytes of the maximum body size, one
+"""Limits on a body's contents. A body may have up to one JSON value per 8 bytes of the maximum body size, one
 object name per 32 bytes, one list or object per 128 bytes, and one number with a fraction or exponent per 128
 bytes. A maximum of 2 MiB allows 262,144 values, 65,536 names, 16,384 lists or objects, and 16,384 such
 numbers. Parsing runs on the event loop and takes about 0.1 µs per value, 0.2 µs per name, 0.3 µs per number
@@ -29,7 +29,7 @@ bytes has more than 250,000 tokens in 2 MiB.
 """
 
 _FREE_BYTES = 64 << 10
-"""Refused bodies up to this size do not count against the caller's token limits."""
+"""Refused bodies of up to this many bytes do not count against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
 """A refused body larger than `_FREE_BYTES` counts against the caller's token limits, as one token per
 `_BYTES_PER_TOKEN` bytes."""

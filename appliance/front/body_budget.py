@@ -73,7 +73,7 @@ class BodyReservation:
             self._bytes = size
 
     def release(self) -> None:
-        """Release the whole reservation. Further calls have no effect."""
+        """Release the whole reservation. Calling this again has no effect."""
         if self._bytes:
             self._budget.release(self._tenant, self._bytes)
             self._bytes = 0

@@ -76,7 +76,7 @@ def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
 
 
 def model_not_allowed(name: str) -> ApiError:
-    """Return the 403 error for a model not permitted by the caller's key."""
+    """Return the 403 error for a model that the caller's key does not permit."""
     return forbidden(
         f"this key does not permit the use of model {_shown(name)!r}; GET /v1/models lists the "
         "permitted models",
@@ -109,7 +109,7 @@ def refusal_error(message: Refused) -> ApiError:
 
 
 def engine_error(output: Output) -> ApiError:
-    """Return the error for a sample that ended on the replica without an answer."""
+    """Return the error for a sample that the engine ended without an answer."""
     message = output.error or "the engine ended this request without giving a reason"
     if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)

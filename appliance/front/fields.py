@@ -90,7 +90,7 @@ def _seconds(value: Any) -> float | None:
 
 
 class TextFormatField:
-    """The field `response_format`. Only the text format is supported."""
+    """The `response_format` field. Only the text format is supported."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "object",
@@ -111,7 +111,7 @@ class TextFormatField:
 
 
 class NoToolChoiceField:
-    """The fields `tool_choice` and `function_call`. Only "none" is supported."""
+    """The `tool_choice` or `function_call` field. Only "none" is supported."""
 
     json_schema: ClassVar[dict[str, Any]] = {"const": "none"}
 
@@ -127,7 +127,7 @@ class NoToolChoiceField:
 
 
 class ContentField(str):
-    """The content of a message: a string, or text parts."""
+    """The content of a message: a string, or a list of text parts."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [
@@ -160,7 +160,7 @@ class ContentField(str):
                 )
             text = part.get("text")
             if not isinstance(text, str):
-                raise FieldError(f"part {index} must have a string in its field 'text'")
+                raise FieldError(f"part {index} must have a string in its 'text' field")
             texts.append(text)
         return "\n".join(texts)
 
@@ -169,7 +169,7 @@ _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 
 
 class StopsField(tuple[str, ...]):
-    """The field `stop`: a string, or a list of strings."""
+    """The `stop` field: a string, or a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}]
@@ -183,7 +183,7 @@ class StopsField(tuple[str, ...]):
 
 
 class BadWordsField(tuple[str, ...]):
-    """The field `bad_words`: a list of strings."""
+    """The `bad_words` field: a list of strings."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "array",
@@ -213,7 +213,7 @@ def _strings(value: Any, kind: str, unit: str, max_count: int) -> tuple[str, ...
 
 
 class LogitBiasField(dict[int, float]):
-    """The field `logit_bias`: an object that maps token ids to numbers."""
+    """The `logit_bias` field: an object that maps token ids to numbers."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "object",
@@ -254,7 +254,7 @@ class TokenIdsField(list[int]):
 
 
 class AllowedTokenIdsField(list[int]):
-    """The field `allowed_token_ids`: a non-empty list of token ids."""
+    """The `allowed_token_ids` field: a non-empty list of token ids."""
 
     json_schema: ClassVar[dict[str, Any]] = {**_TOKEN_IDS, "minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS}
 
@@ -272,7 +272,7 @@ class AllowedTokenIdsField(list[int]):
 
 
 class PromptsField(list[str | list[int]]):
-    """The field `prompt`: a string, a list of strings, a list of token ids (one prompt), or a list of lists
+    """The `prompt` field: a string, a list of strings, a list of token ids (one prompt), or a list of lists
     of token ids."""
 
     json_schema: ClassVar[dict[str, Any]] = {
@@ -317,7 +317,7 @@ class PromptsField(list[str | list[int]]):
 
 
 class TemplateVariablesField(dict[str, Any]):
-    """The field `chat_template_kwargs`: any JSON object."""
+    """The `chat_template_kwargs` field: any JSON object."""
 
     json_schema: ClassVar[dict[str, Any]] = {"type": "object", "maxProperties": MAX_TEMPLATE_VARIABLES}
 

@@ -71,11 +71,12 @@ class Generation:
         self.prompt_tokens = task.prompt_tokens
         """Total number of tokens in all prompts."""
         self.completion_tokens = 0
-        """Answer tokens generated so far by all samples, excluding tokens after a stop string."""
+        """Number of answer tokens generated so far by all samples, excluding tokens after a stop string."""
         self.cached_tokens = 0
-        """Prompt tokens found in the prefix cache. A prompt is counted when its first output arrives."""
+        """Number of prompt tokens found in the prefix cache. A prompt is counted when its first output
+        arrives."""
         self.delivered_tokens = 0
-        """Output tokens written to the client. Updated by the response."""
+        """Number of output tokens written to the client. Updated by the response."""
         self.first_bytes_at: float | None = None
         """Monotonic time, in seconds, at which the stream's first bytes were written. Set by the response."""
         self._open = len(self.samples)
@@ -184,7 +185,7 @@ class Generation:
             self._fail(refusal)
             return
         except Exception:
-            log.exception("request %s: preparing it for the fallback failed", self.context.request_id)
+            log.exception("request %s could not be prepared for the fallback model", self.context.request_id)
             self.context.prepared()
             self._fail(refusal)
             return
@@ -301,7 +302,7 @@ class Generation:
     ) -> None:
         """Send the submissions one by one, no faster than the replica reads them, because each contains a
         whole prompt. The core has already counted every submission, so all of them must be sent. If the
-        request has already finished, each is cancelled right after it is sent.
+        request has already finished, each submission is cancelled immediately after it is sent.
         """
         attempt = self._attempt
         for submit, sink in submissions:
@@ -356,7 +357,7 @@ class Generation:
             self.on_end()
 
     def settle(self, status: int, error: str = "") -> None:
-        """Report the request's end to the core. Further calls have no effect."""
+        """Report the request's end to the core. Calling this again has no effect."""
         if self._settled:
             return
         self._settled = True

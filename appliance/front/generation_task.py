@@ -17,7 +17,7 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request. `cached_tokens` and `logprobs` are set when its first outputs arrive."""
+    """One prompt of a request. `cached_tokens` and `logprobs` are set when its first output arrives."""
 
     index: int
     token_ids: list[int]

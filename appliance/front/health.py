@@ -28,11 +28,13 @@ _MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": 
 def health_routes(state: AppState) -> list[ScopedRoute]:
     """Return the health routes."""
     health = _Health(state)
-    live = Operation("Report that this front is running", HealthDocument, tags=("health",), security=())
+    live = Operation(
+        "Report that this server process is running", HealthDocument, tags=("health",), security=()
+    )
     simple = live._replace(summary="Report whether the service is ready", errors={503: HealthDocument})
     ready = live._replace(
         summary="Report whether the service is ready to answer requests, with the reason if it is not",
-        description="Checks every model that is not drained. With the parameter `model`, which requires a "
+        description="Checks every model that is not drained. With the `model` parameter, which requires a "
         "key, only that model is checked.",
         errors={401: ErrorDocument, 404: HealthDocument, 503: HealthDocument},
         parameters=(_MODEL,),

@@ -29,7 +29,8 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Maximum number of characters that may be waiting for the thread. Further texts are dropped and counted."""
+"""Maximum number of characters that may be waiting for the thread. Any additional texts are dropped and
+counted."""
 MAX_REQUEST_CHARS = 4 << 20
 """Maximum number of characters stored per request. If the texts are longer, only the length of the rest is
 stored."""
@@ -84,8 +85,7 @@ class Keeper:
         if self._waiting_chars + transcript.chars > MAX_WAITING_CHARS:
             self.dropped += 1
             log.error(
-                "request %s: its prompts and answers are not stored, because too much text is waiting "
-                "to be stored",
+                "request %s: prompts and answers not stored, because too much text is waiting to be stored",
                 transcript.request_id,
             )
             return
@@ -101,7 +101,7 @@ class Keeper:
             loop = asyncio.get_running_loop()
             descriptor = await loop.run_in_executor(self._threads, _in_memory, transcript, self.rules)
         except Exception:
-            log.exception("request %s: its prompts and answers could not be stored", transcript.request_id)
+            log.exception("request %s: prompts and answers could not be stored", transcript.request_id)
             return
         finally:
             self._waiting_chars -= transcript.chars

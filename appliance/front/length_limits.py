@@ -74,7 +74,7 @@ def answer_limit(identity: Identity, requested: int | None, default: int | None,
 
 
 def too_many_to_show(param: str) -> ApiError:
-    """Return the 400 error for a text with more tokens than /tokenize can show."""
+    """Return the 400 error for a text with more tokens than /tokenize can return."""
     return invalid(
         param, f"has more than {MAX_TOKENS_SHOWN} tokens; split the text and send several requests"
     )
@@ -101,8 +101,9 @@ def truncated(
 
 
 def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLimit, param: str) -> int:
-    """Return the maximum number of tokens to generate after a prompt. `param` is the name of the prompt's
-    request field. Raises a 400 if the prompt is empty or leaves too few tokens for the answer."""
+    """Return the maximum number of tokens to generate after a prompt. `param` is the name of the request
+    field that contains the prompt. Raises a 400 if the prompt is empty or leaves too few tokens for the
+    answer."""
     if not token_ids:
         raise invalid(param, "is empty; send at least one token")
     requested, default = answer.requested, answer.default

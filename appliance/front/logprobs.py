@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two formats: the `content` list of chats and the parallel lists of
+"""Log probabilities in OpenAI's two formats: the `content` list of chat completions and the parallel lists of
 completions."""
 
 from __future__ import annotations

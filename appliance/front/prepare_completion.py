@@ -90,14 +90,14 @@ def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
         raise invalid(
             field,
             f"{prompts} prompts × {field} exceeds the limit of {MAX_SEQUENCES} answers; send fewer "
-            "prompts in a request",
+            "prompts per request",
         )
     biases = len(body.logit_bias or ())
     if prompts * biases > MAX_SENT_BIASES:
         raise invalid(
             "logit_bias",
             f"has {biases} tokens for {prompts} prompts, but tokens × prompts must be at most "
-            f"{MAX_SENT_BIASES}; send fewer prompts in a request",
+            f"{MAX_SENT_BIASES}; send fewer prompts per request",
         )
 
 
@@ -109,5 +109,5 @@ def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
         raise invalid(
             "echo",
             f"n × prompt tokens × (1 + logprobs) is {count}; with echo it may be at most {MAX_ECHOED}; "
-            "request fewer alternatives, or send fewer prompts in a request",
+            "request fewer alternatives, or send fewer prompts per request",
         )

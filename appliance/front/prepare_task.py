@@ -17,8 +17,8 @@ from appliance.text.stop import StopSet, StopStringsError
 from engine.messages import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
-"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many blocks
-the event loop for 40 ms."""
+"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding the maximum takes
+40 ms on the event loop."""
 MAX_ANSWER_LOGPROBS = 262_144
 """Maximum number of log probabilities of generated tokens in a non-streamed answer. They are held in memory
 until the answer is complete, and take about 200 bytes each."""
@@ -51,7 +51,7 @@ def count_prompt_tokens(context: RequestContext, tokens: int) -> None:
 
 def encoding_limit(body: GenerationRequest, limit: LengthLimit) -> LengthLimit | None:
     """Return the maximum number of tokens in a prompt before truncation, or None if `truncate_prompt_tokens`
-    will shorten it."""
+    will shorten the prompt."""
     return limit if body.truncate_prompt_tokens is None else None
 
 
@@ -174,5 +174,5 @@ def _check_sent_numbers(sampling: SamplingParams, prompts: int) -> None:
     if prompts * numbers > MAX_SENT_NUMBERS:
         raise invalid(
             "allowed_token_ids" if sampling.allowed_tokens else "bad_words",
-            f"is too long for {prompts} prompts; send fewer prompts in a request",
+            f"is too long for {prompts} prompts; send fewer prompts per request",
         )

@@ -37,9 +37,10 @@ log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
 _MEND_EVERY_S = 5.0
-"""How often, in seconds, the front retries loading models whose files could not be read."""
+"""Interval, in seconds, at which the front retries loading models whose files could not be read."""
 _ERROR_EVENT_GRACE_S = 1.0
-"""Seconds allowed, after the grace period, for sending error events to unfinished requests."""
+"""Time, in seconds, allowed after the grace period for sending error events to the clients of unfinished
+requests."""
 
 
 class FrontProcess:
@@ -55,7 +56,7 @@ class FrontProcess:
         self._latest: Configure | None = None
         self._configured = self._routed = 0
         self._unreceived = 0
-        """Connections whose descriptors could not be received."""
+        """Number of connections whose descriptors could not be received."""
         self._is_configured = False
         """Whether the first configuration has been applied."""
         self.ended = asyncio.Event()
@@ -102,7 +103,7 @@ class FrontProcess:
             except LookupError:
                 # The front cannot work without this channel, so it exits, and the core restarts it.
                 log.error(
-                    "too many open files to open the channel to replica %s: raise the limit of open files "
+                    "too many open files to open the channel to replica %s: raise the open file limit "
                     "(ulimit -n)",
                     message.replica,
                 )

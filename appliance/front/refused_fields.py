@@ -62,7 +62,7 @@ _TEMPLATE = (
 _TEMPLATE += "conversation in the client and send it to /v1/completions"
 _THINKING = "set the variables of the model's chat template with chat_template_kwargs"
 _SEARCH = "generate several answers with n, or use best_of in /v1/completions"
-_ADAPTERS = "ask the operator to serve the merged model under a separate name, and use that name in model"
+_ADAPTERS = "ask the operator to serve the merged model under a separate name, and set model to that name"
 _PROCESSORS = "use logit_bias, allowed_token_ids or bad_words"
 
 REFUSED = (

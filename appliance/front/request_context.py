@@ -1,4 +1,5 @@
-"""The context of one HTTP request in the front, from its head's arrival to the end of its response."""
+"""The context of one HTTP request in the front, from the arrival of the request head to the end of the
+response."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class RequestContext:
     """Memory reserved for the request's body."""
     asked_class: str = ""
     deadline_ms: float | None = None
-    """Time limit for the complete answer, measured from `arrived_at`."""
+    """Time limit, in milliseconds, for the complete answer, measured from `arrived_at`."""
     request_class: int | None = None
     """The service class, 0 to 3, or None until the body has been parsed."""
     model: str = ""

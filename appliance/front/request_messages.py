@@ -22,9 +22,8 @@ def admit_message(
 ) -> Admit:
     """Return the message that asks the core to admit the request.
 
-    On later attempts, only unfinished samples are counted, and the tokens that such a sample has already
-    generated count as part of its prompt. `send_prefixes` is true if the core can choose between several
-    replicas.
+    On later attempts, only unfinished samples are counted, and the tokens already generated for a sample
+    count as part of its prompt. `send_prefixes` is true if the core can choose between several replicas.
     """
     again = attempt > 0
     running = [sample for sample in samples if not sample.finish_reason]
@@ -58,9 +57,9 @@ def submit_messages(
     link: ReplicaClient,
     admitted: Admitted,
 ) -> Iterator[tuple[Submit, list[Sample]]]:
-    """Yield each submission to the replica, together with the samples it generates. The first attempt has one
-    submission per prompt. Later attempts have one per unfinished sample, and its prompt includes the tokens
-    that the sample has already generated."""
+    """Yield each submission to the replica, together with its samples. The first attempt has one submission
+    per prompt. Later attempts have one per unfinished sample, and its prompt includes the tokens already
+    generated for that sample."""
     n = task.samples
     if admitted.attempt:
         groups = [(sample.prompt, [sample]) for sample in samples if not sample.finish_reason]

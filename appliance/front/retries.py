@@ -57,8 +57,9 @@ class KeyedRun:
         self.held_bytes = _RUN_BYTES
         """This run's memory in bytes, which counts toward `RetryRules.max_bytes`."""
         self.timer = Timer()
-        """Timer that drops the run: at first, when the grace period after the last client's disconnect ends;
-        once the answer is stored, when the answer expires."""
+        """Timer that drops the run. While the run is in progress, it fires at the end of the grace period
+        that begins when the last client disconnects. Once the answer is stored, it fires when the answer
+        expires."""
         self.generation: Generation | None = None
         """The running generation, which continues after its client has disconnected."""
         self._retries = retries
@@ -78,7 +79,7 @@ class KeyedRun:
             self.leave(connection)
 
     async def send(self, to_client: Send, message: Message) -> None:
-        """Store a part of the response (an ASGI message), and send it to the first client."""
+        """Store part of the response (an ASGI message), and send it to the first client."""
         if message["type"] == "http.response.start":
             self._head = {**message}
         else:
@@ -86,7 +87,7 @@ class KeyedRun:
         await to_client(message)
 
     def record(self, data: bytes) -> None:
-        """Store a part of the response body."""
+        """Store part of the response body."""
         if self.is_kept:
             self._body += data
             self._retries.grew(self, len(data))

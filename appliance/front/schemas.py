@@ -83,27 +83,27 @@ class GenerationRequest(RequestStruct, kw_only=True):
     model: Annotated[ModelName, _about("Name of a served model, as listed by /v1/models.")]
     temperature: Annotated[
         Temperature | None,
-        _about("Sampling temperature. 0 selects greedy decoding. Default: the model's, otherwise 1."),
+        _about("Sampling temperature. 0 selects greedy decoding. Default: the model's value, otherwise 1."),
     ] = None
     top_p: Annotated[
         Fraction | None,
         _about(
             "Sample only from the most likely tokens, up to this cumulative probability. Default: the "
-            "model's, otherwise 1."
+            "model's value, otherwise 1."
         ),
     ] = None
     top_k: Annotated[
         TopK | None,
         _about(
             "Sample only from the most likely tokens, up to this number of tokens. With 0 or -1, sample "
-            "from all tokens. Default: the model's, otherwise all tokens."
+            "from all tokens. Default: the model's value, otherwise all tokens."
         ),
     ] = None
     min_p: Annotated[
         Fraction | None,
         _about(
             "Sample only from tokens whose probability is at least this fraction of the most likely "
-            "token's. Default: the model's, otherwise 0."
+            "token's. Default: the model's value, otherwise 0."
         ),
     ] = None
     n: Annotated[Samples | None, _about("Number of answers per prompt. Default 1.")] = None
@@ -121,22 +121,22 @@ class GenerationRequest(RequestStruct, kw_only=True):
     presence_penalty: Annotated[
         Penalty | None,
         _about(
-            "Subtracted from the logit of each token that occurs in the answer. Default: the model's, "
-            "otherwise 0."
+            "Subtracted from the logit of each token that occurs in the answer. Default: the model's "
+            "value, otherwise 0."
         ),
     ] = None
     frequency_penalty: Annotated[
         Penalty | None,
         _about(
-            "Subtracted from a token's logit once per occurrence in the answer. Default: the model's, "
-            "otherwise 0."
+            "Subtracted from a token's logit once per occurrence in the answer. Default: the model's "
+            "value, otherwise 0."
         ),
     ] = None
     repetition_penalty: Annotated[
         RepetitionPenalty | None,
         _about(
-            "Penalty for tokens that already occur in the prompt or the answer. Default: the model's, "
-            "otherwise 1 (no penalty)."
+            "Penalty for tokens that already occur in the prompt or the answer. Default: the model's "
+            "value, otherwise 1 (no penalty)."
         ),
     ] = None
     logit_bias: Annotated[
@@ -194,15 +194,15 @@ class GenerationRequest(RequestStruct, kw_only=True):
     ] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "priority", "scale"] | None,
-        _about("Selects the service class, as the header `x-appliance-class` does."),
+        _about("Selects the service class, like the `x-appliance-class` header."),
     ] = None
     keep_alive: Annotated[
         KeepAliveField | None,
         _about(
-            "How long the model stays loaded without further requests: a number of seconds, or a duration "
+            "How long the model stays loaded when it is idle: a number of seconds, or a duration "
             'such as "10m" or "1h30m". 0 unloads it after this request; a negative value keeps it loaded. '
             "Applies to the request's tenant until that tenant's next request for the model. Default: the "
-            "model's setting `idle_unload_s`."
+            "model's `idle_unload_s` setting."
         ),
     ] = None
 

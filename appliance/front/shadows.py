@@ -76,7 +76,7 @@ class ShadowTraffic:
             outcome = "dropped" if error.status == 503 else "failed"
             self._report(original, copy.unit, outcome)
         except Exception:
-            log.exception("request %s: copying it to %s failed", original.context.request_id, copy.unit)
+            log.exception("request %s could not be copied to %s", original.context.request_id, copy.unit)
             self._report(original, copy.unit, "failed")
         finally:
             self.running -= 1

@@ -30,7 +30,7 @@ output may take up a kilobyte."""
 
 _MAX_COST = 2048
 """Maximum cost of one flush. A flush of this cost takes about 10 ms. Each event, each log probability, and
-every 512 characters of echoed text costs 1."""
+every 512 characters of echoed text cost 1."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
