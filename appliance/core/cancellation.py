@@ -11,8 +11,8 @@ from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 
 _ENGINE_CANCEL_S = 2.0
-"""A front that fails to cancel a request within this time is considered hung, and the core cancels the
-request in the engine."""
+"""A front that fails to cancel a request within this many seconds is considered hung, and the core cancels
+the request in the engine."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class RequestCanceller:
     models: ModelManager
 
     def cancel(self, request_id: str, message: str) -> bool:
-        """Cancel a request and send its client this message. Return False if no request has this id."""
+        """Cancel a request and send `message` to its client. Return False if no request has this id."""
         if not self.requests.abort(request_id, message):
             return False
         asyncio.get_running_loop().call_later(_ENGINE_CANCEL_S, self.models.cancel, request_id)

@@ -1,5 +1,4 @@
-"""Detects system clock jumps, so that log entries are not removed by age after the clock has jumped to a
-wrong time."""
+"""Detects system clock jumps, so that a wrong time does not cause log entries to be removed too early."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from collections.abc import Callable
 
 MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""After a clock jump, no log entries are removed for this long. If the clock is corrected, removal resumes
-immediately."""
+"""After a clock jump, no log entries are removed for this many seconds. If the clock is corrected, removal
+resumes immediately."""
 
 
 def _steady() -> float:
@@ -29,8 +28,8 @@ class ClockGuard:
 
     @property
     def jump_s(self) -> float:
-        """How many seconds the system clock jumped, or 0 if it has not jumped within the last `HOLD_S`
-        seconds."""
+        """Number of seconds by which the system clock has jumped, or 0 if it has not jumped within the last
+        `HOLD_S` seconds."""
         now = self._steady()
         jump_s = self._wall() - now - self._offset_s
         if abs(jump_s) < MIN_JUMP_S:

@@ -28,7 +28,7 @@ DAY_S = 86400.0
 _MAX_BYTES = 64 << 20
 """Maximum size of one request's texts, in UTF-8 bytes."""
 _MAX_WAITING = 256
-"""Maximum number of requests whose texts are waiting to be read from memfds. Each one occupies a file
+"""Maximum number of requests whose texts are waiting to be read from memfds. Each request occupies a file
 descriptor."""
 
 
@@ -63,7 +63,7 @@ class ContentKeeper:
             if self._waiting >= _MAX_WAITING:
                 self.writer.count_dropped(1)
                 log.error(
-                    "request %s: its prompts and answers are not stored, because too many requests are "
+                    "request %s: prompts and answers not stored, because the texts of too many requests are "
                     "waiting to be stored",
                     message.request_id,
                 )
@@ -77,13 +77,13 @@ class ContentKeeper:
             texts = message.identity.log_policy == "full"
             if not self._log.keep(_content(message, part, texts) for part in parts):
                 log.error(
-                    "request %s: its prompts and answers are not stored, because too much data is "
+                    "request %s: prompts and answers not stored, because too much data is "
                     "waiting to be written to disk",
                     message.request_id,
                 )
         except Exception:
             self.writer.count_dropped(1)
-            log.exception("request %s: its prompts and answers could not be stored", message.request_id)
+            log.exception("request %s: prompts and answers could not be stored", message.request_id)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -97,7 +97,7 @@ class ContentKeeper:
         if not found:
             raise LookupError(
                 f"no prompts or answers are stored for request {request_id!r}: its tenant's log policy is "
-                "'metadata', or the retention period is over"
+                "'metadata', or the retention period has ended"
             )
         first = found[0]
         days = self._days(first.tenant)
@@ -121,8 +121,8 @@ class ContentKeeper:
     # ── removing ──
 
     def limits(self) -> tuple[dict[str, float | None], float | None]:
-        """Return the unix times before which contents are removed: a dict with one time per tenant, and a
-        time for deleted tenants. None means that contents are kept forever."""
+        """Return the unix times before which contents are removed: one for each tenant, as a dict, and one
+        for deleted tenants. None means that contents are kept forever."""
 
         def before(days: float) -> float | None:
             return time.time() - days * DAY_S if days else None

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _COUNT_WITHIN_S = 1.0
-"""Before the service stops, replicas have this long to report the last requests' token counts."""
+"""Maximum time, in seconds, to wait for replicas to report the last requests' token counts before the service
+stops."""
 
 
 @dataclass
@@ -50,15 +51,15 @@ class Controller:
     def start(self) -> None:
         """Start all processes. Connections are accepted once a front is ready."""
         self.fronts.publish_configuration()
-        # Start replicas before fronts, because they take longer.
+        # Start replicas first, because they take longer to start than fronts.
         self.models.start()
         self.fronts.start()
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service, then stop all processes. Once the event `hurry` is set, the drain no longer
-        waits for requests. New requests are refused until the drain is complete. On sockets that outlive the
-        service, new connections wait for the next startup.
+        """Drain the service, then stop all processes. Once the `hurry` event is set, the drain no longer
+        waits for requests. New requests are refused until the drain is complete. If a socket outlives the
+        service, new connections on it wait for the next startup.
         """
         self.listeners.begin_stop()
         await self.drains.stop(hurry)

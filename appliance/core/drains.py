@@ -7,8 +7,8 @@
 
 A drain begins by reporting "not ready". New requests are refused only after every front has applied that
 state and gateways have had time to notice. Requests that are running or waiting when a drain begins may
-finish; any left after the grace period end with an error. An operator's drain lasts until the operator
-resumes service. A service shutdown is a drain that is never resumed.
+finish; any still unfinished after the grace period end with an error. An operator's drain lasts until the
+operator resumes service. A service shutdown is a drain that is never resumed.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class DrainTools(NamedTuple):
     requests: RequestManager
     fronts: FrontConfiguration
     cancel: Callable[[str, str], bool]
-    """Cancels a request and sends its client this message. Returns False if no request has this id."""
+    """Cancels a request and sends a message to its client. Returns False if no request has this id."""
 
 
 class Drain:
-    """One drain, performed from start to finish by `run`. Cancelling its task cancels the drain."""
+    """One drain, performed from start to finish by `run`. To cancel the drain, cancel the task that runs
+    it."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Drain:
         return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Take over the progress of the drain `former`, but use this drain's grace period."""
+        """Take over the progress of an earlier drain, but use this drain's grace period."""
         if former.state != "drained":
             self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
@@ -148,8 +149,8 @@ class Drain:
         return self._tools.requests.state.finished(self.model)
 
     async def _poll(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds until `done` returns true or `hurry` is set. Return the last result
-        of `done`."""
+        """Wait until `done` returns true or `hurry` is set, but at most `timeout_s` seconds. Return the last
+        result of `done`."""
         deadline = time.monotonic() + timeout_s
         while not (result := done()) and time.monotonic() < deadline and not self._hurry.is_set():
             await asyncio.sleep(_POLL_S)
@@ -168,7 +169,7 @@ class Drains:
     ) -> None:
         """`settings` returns the current settings, and `models` returns the names of the served models."""
         self.stopping: Drain | None = None
-        """The shutdown drain, or None before the shutdown has begun."""
+        """The shutdown drain, or None before shutdown."""
         self._tools = tools
         self._settings = settings
         self._models = models
@@ -183,7 +184,8 @@ class Drains:
 
     @property
     def of_service(self) -> Drain | None:
-        """The drain of the whole service, either an operator's or the shutdown drain, or None."""
+        """The current drain of the whole service (an operator's or the shutdown drain), or None if there is
+        none."""
         return self.stopping or self._active.get(None)
 
     def of(self, model: str | None) -> Drain | None:
@@ -227,7 +229,7 @@ class Drains:
         return drain
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service for shutdown. Once the event `hurry` is set, the drain no longer waits for
+        """Drain the service for shutdown. Once the `hurry` event is set, the drain no longer waits for
         requests."""
         settings = self._settings()
         for task in self._tasks.values():

@@ -28,7 +28,7 @@ _REMOVE_EVERY_S = 5.0
 _REMOVE_ALERTS_EVERY_S = 60.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
-"""The pause after each batch lasts this many times as long as the batch. Removing rows thus takes at most a
+"""The pause after each batch lasts this many times as long as the batch, so removing rows takes at most a
 tenth of the database writer's time."""
 
 

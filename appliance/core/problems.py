@@ -14,7 +14,7 @@ _KEPT = 50
 
 
 class Problems:
-    """The most recent problems. A problem that occurs repeatedly is listed once."""
+    """The most recent problems. A problem that occurs repeatedly is listed only once."""
 
     def __init__(self) -> None:
         self.total = 0

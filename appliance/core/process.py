@@ -144,7 +144,8 @@ def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Install signal handlers, and return two events, set by the first and the second SIGTERM or SIGINT."""
+    """Install signal handlers, and return two events. The first SIGTERM or SIGINT sets the first event, and
+    the next one sets the second event."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:

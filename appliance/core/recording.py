@@ -109,8 +109,8 @@ class Recorder:
 
 
 def sampled_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the part of a snapshot to record as measurements, as JSON values. Requests, alerts, stalls and
-    KV blocks are recorded as details."""
+    """Return, as JSON values, the part of a snapshot that is recorded as measurements. Requests, alerts,
+    stalls and KV blocks are recorded as details."""
     sampled = msgspec.structs.replace(
         snapshot,
         requests=[],

@@ -50,7 +50,7 @@ APPLIED_HERE = frozenset({"models", "listen"})
 
 
 class ReloadError(Exception):
-    """Raised if the service currently cannot reload. The message gives the reason."""
+    """Raised if the service cannot currently reload its settings. The message gives the reason."""
 
 
 class LiveSettings:
@@ -85,7 +85,8 @@ class Reloader:
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def declared_in(self, model: str) -> str:
-        """Return where the settings declare a model, or an empty string if they do not contain it."""
+        """Return where the settings declare a model, or an empty string if the model is not in the
+        settings."""
         if model not in self.loaded.settings.models:
             return ""
         path = ("models", model)

@@ -58,8 +58,8 @@ class Service:
         checks: ModelChecks,
         broken: Mapping[str, str],
     ) -> None:
-        """The exit stack `held` closes everything opened here. `broken` maps each model with faulty files to
-        the problem. Raises SettingsError, ListenError or StoreError."""
+        """The `held` exit stack closes everything opened here. `broken` maps each model with faulty files to
+        a description of the problem. Raises SettingsError, ListenError or StoreError."""
         self.settings = LiveSettings(loaded.settings)
         self._state, self._started_at, self._clock = state, time.time(), ClockGuard()
         self._problems = _problems_at_start(loaded, state)
@@ -252,7 +252,7 @@ class Service:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service and shut it down. Once the event `hurry` is set, the drain no longer waits for
+        """Drain the service and shut it down. Once the `hurry` event is set, the drain no longer waits for
         requests. The admin API responds until all requests have finished."""
         log.info("stopping: running requests have %g s to finish", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
@@ -272,8 +272,8 @@ def _problems_at_start(loaded: Loaded, state: State) -> Problems:
     if state.former is not None and not state.former.stopped:
         problems.note(
             "service",
-            f"the previous run (process {state.former.pid}) was killed or crashed, possibly for lack of "
-            "memory; see the log and the kernel's log",
+            f"the previous run (process {state.former.pid}) was killed or crashed, possibly because it "
+            "ran out of memory; see the service's log and the kernel log",
         )
     for fault in fallback_faults(loaded, state.registry.current):
         problems.note(str(fault.place), f"{fault.description}: {fault.remedy}")

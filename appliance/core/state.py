@@ -47,10 +47,10 @@ class State(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
-    """Open the state in the directories named by the settings, and lock them for this service. Log rows left
-    open by an earlier run are closed. Raises RunDirError or StoreError. Because a migration, a recovery or a
-    slow disk can take a long time, the service manager is told to keep waiting, and the service's status
-    shows which database is being opened.
+    """Open the state in the directories named by the settings, and lock them for this service. Request log
+    rows left open by an earlier run are closed. Raises RunDirError or StoreError. Because a migration, a
+    recovery or a slow disk can take a long time, the service manager is told to keep waiting, and the
+    service's status shows which database is being opened.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))

@@ -14,7 +14,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""During long operations, the start timeout is repeatedly extended by this much."""
+"""During long operations, the start timeout is repeatedly extended by this many microseconds."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Manager:
         """Listening sockets opened by the service manager. Code that takes a socket from this list must close
         it."""
         self.watchdog_s = _watchdog_s(environ)
-        """Maximum interval between keep-alives, or None if the service manager expects none."""
+        """Maximum interval, in seconds, between keep-alives, or None if the service manager expects none."""
         self._socket: socket.socket | None = None
         address = environ.pop("NOTIFY_SOCKET", "")
         if address:
@@ -61,8 +61,8 @@ class Manager:
         return True
 
     async def wait_for(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result, repeatedly asking the service manager to wait
-        longer."""
+        """Run `work` in a thread and return its result. While it runs, repeatedly ask the service manager to
+        keep waiting."""
         working = asyncio.create_task(asyncio.to_thread(work))
         while not working.done():
             self.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US, WATCHDOG=1)

@@ -13,7 +13,7 @@ class ConnectionBalancer:
     """Assigns connections to the fronts in turn, skipping fronts that are full."""
 
     def __init__(self, fronts: Sequence[Front], note: NoteProblem) -> None:
-        """The caller may modify the list `fronts` at any time. `note` reports a problem to the operator."""
+        """The caller may modify `fronts` at any time. `note` reports a problem to the operator."""
         self._fronts = fronts
         self._next = 0
         self._waiting: deque[Untaken] = deque()
@@ -26,14 +26,16 @@ class ConnectionBalancer:
         return not self._waiting and any(front.takes_connections for front in self._fronts)
 
     def assign(self, *connections: Untaken) -> None:
-        """Give the waiting connections, and then the new `connections`, to fronts. If no front accepts
-        connections or too many files are open, the remaining ones wait until the next call."""
+        """Assign the waiting connections, and then the new ones, to fronts. If no front accepts connections
+        or too many files are open, the remaining connections wait until the next call."""
         self._waiting.extend(connections)
         while self._waiting and (front := self._next_front()) is not None:
             try:
                 front.give(self._waiting[0])
             except OSError as error:
-                self._shortage.report("accepted connections cannot be sent to a front, so they wait", error)
+                self._shortage.report(
+                    "accepted connections are waiting because they cannot be sent to a front process", error
+                )
                 return
             self._waiting.popleft()
 

@@ -22,7 +22,7 @@ class Claims:
         """For each claimed scope: the name of the owning front and the id of its request, which may have
         finished."""
         self._dropped: dict[bytes, str] = {}
-        """Scopes whose answers were dropped, oldest first, each with its request's id."""
+        """For each scope with a dropped answer, oldest first: the id of its request."""
 
     def claim(self, front: str, claim: Claim) -> Claimed:
         """Answer a front's claim: the front must run the scope's request unless another front has already

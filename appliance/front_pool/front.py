@@ -42,18 +42,18 @@ _MAX_UNREAD_BYTES = 64 << 10
 _MAX_UNTAKEN = 12
 """Maximum number of connections that have been sent to a front but not yet taken by it. This is less than
 half of the descriptors that a front keeps free (`RESERVED_DESCRIPTORS`): while the front takes this many
-connections, the descriptors of as many closed connections may still be open. A connection handed over by
-another front carries a second descriptor, which is closed once the request has been read from it. If many
-such connections use up the reserve, the front returns the connections it cannot receive (`NotTaken`). The
-maximum is also at most an eighth of the core's descriptor limit, because the core keeps duplicates of each
-connection's descriptors, and the kernel counts descriptors in a channel against the same limit.
+connections, the descriptors of an equal number of closed connections may still be open. A connection handed
+over by another front carries a second descriptor, which is closed once the request has been read from it. If
+many such connections use up the reserve, the front returns the connections it cannot receive (`NotTaken`).
+The maximum is also at most an eighth of the core's descriptor limit, because the core keeps duplicates of
+each connection's descriptors, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
-"""The core stops sending connections to a front that has sent no message for this long. Fronts normally
-report twice a second."""
+"""The core stops sending connections to a front that has sent no message for this many seconds. Fronts
+normally report twice a second."""
 _SLOW_START_S = 30.0
-"""A front that takes longer than this to start is reported as a problem. Reading a model's tokenizer takes
-about two seconds."""
+"""A front that takes longer than this many seconds to start is reported as a problem. Reading a model's
+tokenizer takes about two seconds."""
 
 
 class Untaken:
@@ -106,7 +106,7 @@ class Front:
         self._ready_at: float | None = None
         self._last_sign = 0.0
         self._given = 0
-        """Connections given to the current process."""
+        """Number of connections given to the current process."""
         self._untaken: dict[int, Untaken] = {}
         """Connections given to the process but not yet read by it, keyed by connection number."""
         self._max_untaken = _max_untaken()
@@ -229,7 +229,7 @@ class Front:
         return untaken
 
     def begin_stop(self, grace_s: float) -> None:
-        """Let the front process finish its running answers and exit. It is not restarted."""
+        """Let the front process finish the answers in progress and exit. It is not restarted."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -326,7 +326,7 @@ class Front:
             self._events.front_problem(
                 self,
                 "a file descriptor could not be received because too many files are open: raise the "
-                "limit of open files (ulimit -n)",
+                "open file limit (ulimit -n)",
             )
         return taken
 
@@ -373,11 +373,11 @@ class Front:
         if self._starting_s > _SLOW_START_S:
             return (
                 f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "
-                "templates are still loading; the front is killed and restarted after load_timeout_s = "
+                "templates are still loading; the process is killed and restarted after load_timeout_s = "
                 f"{self.load_timeout_s:g}"
             )
         if self.operator_state == "silent":
-            return f"no report for {self._silent_s:.0f} s: the front gets no new connections"
+            return f"no report for {self._silent_s:.0f} s: the process gets no new connections"
         return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:
@@ -390,8 +390,8 @@ class Front:
             )
         if 0 < report.max_connections < self.max_connections:
             return (
-                f"the limit of open files allows only {report.max_connections:,} connections, fewer "
-                f"than limits.max_connections = {self.max_connections:,}: raise the limit of open files "
+                f"the open file limit allows only {report.max_connections:,} connections, fewer "
+                f"than limits.max_connections = {self.max_connections:,}: raise the open file limit "
                 "(ulimit -n)"
             )
         return ""

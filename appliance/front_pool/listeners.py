@@ -241,7 +241,7 @@ class Listeners:
         if name not in known:
             raise ListenError(
                 f"the service manager passed {name}, but the service's sockets are "
-                f"{' and '.join(known)}: change ListenStream= or the setting run_dir so that the paths "
+                f"{' and '.join(known)}: change ListenStream= or the run_dir setting so that the paths "
                 "match"
             )
         if known[name] == "api":

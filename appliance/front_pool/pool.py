@@ -8,7 +8,7 @@
              FrontRequests, configuration(), keep(), note(), on_availability()
 
 In this diagram, calls go down. Messages from fronts go up, through the `FrontRequests` protocol and the
-callbacks passed to the pool. The pool does not depend on requests. All it stores about a replica is the name
+callbacks passed to the pool. The pool does not depend on requests. All it stores about a replica is its name
 and a function that opens a channel.
 """
 
@@ -154,7 +154,7 @@ class FrontPool:
             front.check()
 
     def set_count(self, count: int) -> None:
-        """Change the number of fronts to `count`. Surplus fronts finish their running answers and then
+        """Change the number of fronts to `count`. Surplus fronts finish the answers in progress and then
         exit."""
         settings = self._settings()
         staying = [front for front in self.fronts if front not in self._leaving]

@@ -16,20 +16,20 @@ _MINUTE_S = 60.0
 _REFUSALS = {
     "refused_connections": (
         "connections are refused because the limit of {max_connections:,} connections, or the limit for one "
-        "tenant, has been reached; raise limits.max_connections, the number of fronts, or the limit of open "
-        "files (ulimit -n)"
+        "tenant, has been reached; raise limits.max_connections, the number of front processes, or the "
+        "open file limit (ulimit -n)"
     ),
     "evicted_connections": (
         "the number of connections without a valid key has reached limits.max_unauthenticated_connections; "
         "each new one replaces the oldest connection from the address with the most connections"
     ),
     "cut_off_connections": (
-        "connections were closed because their clients did not read the answers; the front's log lists "
-        "client addresses"
+        "connections were closed because clients did not read their responses; the log of this front process "
+        "lists client addresses"
     ),
     "unreceived_connections": (
         "connections cannot be received because too many files are open; they wait or are given to another "
-        "front; raise the limit of open files (ulimit -n)"
+        "front process; raise the open file limit (ulimit -n)"
     ),
     "refused_bodies": (
         "requests are refused because the bodies of unfinished requests use too much memory; see "
@@ -77,6 +77,6 @@ class RefusalWatch:
         if report.unauthenticated - self._denials_before >= MANY_DENIALS:
             yield (
                 "denials",
-                f"at least {MANY_DENIALS} requests within a minute had no valid key; the front's log "
-                "lists client addresses",
+                f"at least {MANY_DENIALS} requests within a minute had no valid key; the log of this front "
+                "process lists client addresses",
             )

@@ -27,6 +27,6 @@ class ShortageReport:
         if self._latest_at is None or now - self._latest_at > _SAME_SHORTAGE_S:
             self._note(
                 self._location,
-                f"{operation} ({shortage.strerror}): raise the limit of open files (ulimit -n)",
+                f"{operation} ({shortage.strerror}): raise the open file limit (ulimit -n)",
             )
         self._latest_at = now

@@ -268,7 +268,7 @@ def test_connections_keep_waiting_while_too_many_files_are_open() -> None:
         assert front.got == 3
         assert balancer.open
         (problem,) = problems
-        assert "raise the limit of open files" in problem
+        assert "raise the open file limit" in problem
         assert held() <= before
 
     asyncio.run(scenario())
@@ -296,8 +296,8 @@ def test_refusals_are_reported_once_a_minute(monkeypatch: pytest.MonkeyPatch) ->
     (told,) = watch.problems(report(refused_connections=10, unauthenticated=150))
     assert "connections are refused" in told
     (told,) = watch.problems(report(refused_connections=10, unauthenticated=150, cut_off_connections=3))
-    assert "did not read the answers" in told
+    assert "did not read their responses" in told
     counts = {"refused_connections": 10, "unauthenticated": 150, "cut_off_connections": 4}
     assert not list(watch.problems(report(**counts)))
     (told,) = watch.problems(report(**counts, unreceived_connections=1))
-    assert "raise the limit of open files" in told
+    assert "raise the open file limit" in told

@@ -345,8 +345,8 @@ def test_a_front_with_few_descriptors_left_holds_fewer_connections(small: Target
             60,
             "the front to notice",
         )
-        assert "raise the limit of open files" in front["detail"]
-        assert any("raise the limit of open files" in finding for finding in small.doctor())
+        assert "raise the open file limit" in front["detail"]
+        assert any("raise the open file limit" in finding for finding in small.doctor())
         with idle(small.unix, 100), idle(small.tcp, 100):
             for _ in range(20):
                 assert small.answers_local_users()

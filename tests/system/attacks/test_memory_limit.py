@@ -68,7 +68,7 @@ def test_processes_killed_for_lack_of_memory_are_replaced_and_the_cause_is_repor
     group.kill(core, spared=[*limited.replica()["pids"], limited.status()["fronts"][0]["pid"]])
     assert limited.process.wait(60) == -signal.SIGKILL
     limited.start()
-    told = f"the previous run (process {core}) was killed or crashed, possibly for lack of memory"
+    told = f"the previous run (process {core}) was killed or crashed, possibly because it ran out of memory"
     assert any(told in one["description"] for one in limited.status()["problems"])
     assert any(told in text for text in doctor(limited, "warning"))
     assert answer(limited)
