@@ -17,14 +17,14 @@ from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.levels import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
-"""Maximum ratio of a tenant's waiting requests to the queue's free places, so that no single tenant can fill
-the queue (Choudhury and Hahne's dynamic threshold, 1998)."""
+"""Maximum ratio of a tenant's waiting requests to the queue's remaining capacity. It prevents a single tenant
+from filling the queue (Choudhury and Hahne's dynamic threshold, 1998)."""
 _MAX_RETRY_S = 120.0
-"""Longest retry delay that OpenAI's clients honour."""
+"""Longest retry delay, in seconds, that OpenAI's clients honour."""
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
-"""A refused client is told to retry when this fraction of the queue is expected to have been served."""
+"""The retry delay sent to a refused client is the expected time to serve this fraction of the queue."""
 _RUN_MARGIN = 1.2
 """Safety factor for predicted run times, because the replica may slow down while it generates the answer."""
 _PREDICTION_MARGIN = 1.5
@@ -35,7 +35,7 @@ _HOPELESS = 0.85
 time."""
 _MIN_MARGIN_S = 0.02
 _SEARCH_EVERY_S = 0.25
-"""Maximum interval between searches for dispatchable requests."""
+"""Maximum interval, in seconds, between searches for dispatchable requests."""
 
 
 FALLBACK_CODES: frozenset[RefusalCode] = frozenset(
@@ -46,7 +46,7 @@ request."""
 
 
 class Refusal(NamedTuple):
-    """Why a request is refused, as sent to the client."""
+    """The reason for refusing a request, as sent to the client."""
 
     status: int
     code: RefusalCode
@@ -81,8 +81,8 @@ class Waiting(NamedTuple):
 def refusal(
     request: Request, model: ModelTraffic, tenants: Tenants, waiting: Waiting, now: float, *, held: bool
 ) -> Refusal | None:
-    """Return a refusal, or None if the request may wait. If `held` is set, an admission pause will hold the
-    request for an indefinite time. If the request has a deadline that can be met, its `begin_by` and
+    """Return a refusal, or None if the request may wait. `held` means that an admission pause will hold the
+    request for an indefinite time. If the request must wait but can meet its deadline, its `begin_by` and
     `promised_s` are set.
     """
     tenant = tenants.of(request.tenant)
@@ -135,8 +135,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the request's maximum use in its tenant's and key's quotas. Return a refusal if any quota would
-    be exceeded."""
+    """Reserve the request's maximum usage in the quotas of its tenant and key. Return a refusal if any quota
+    would be exceeded."""
     first = request.first
     held = quotas.reserve(
         request.tenant,
@@ -291,8 +291,8 @@ def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusa
 
 
 def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """Return a refused client's retry delay in seconds: the expected time to serve `_DRAINED_PART` of the
-    queue. If waiting times cannot be predicted, the estimate is based on how long the oldest request has
+    """Return the retry delay for a refused client, in seconds: the expected time to serve `_DRAINED_PART` of
+    the queue. If waiting times cannot be predicted, the estimate is based on how long the oldest request has
     waited."""
     return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 

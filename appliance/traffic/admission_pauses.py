@@ -27,15 +27,15 @@ class AdmissionPauses:
         """The held requests, in order of arrival."""
 
     def begin(self, model: str | None, pause: AdmissionPause) -> None:
-        """Pause admission to `model`, replacing its current pause, if any."""
+        """Pause admission for `model`, replacing any current pause."""
         self._by_model[model] = pause
 
     def end(self, model: str | None) -> None:
-        """End the pause of `model`, if any."""
+        """End the pause for `model`, if there is one."""
         self._by_model.pop(model, None)
 
     def of(self, model: str) -> AdmissionPause | None:
-        """Return the pause that applies to requests for `model`, or None if they are admitted."""
+        """Return the pause that applies to requests for `model`, or None if such requests are admitted."""
         return self._by_model.get(None) or self._by_model.get(model)
 
     # ── held requests ──
@@ -55,7 +55,7 @@ class AdmissionPauses:
         return self._held.pop(request.request_id, None) is not None
 
     def held(self, model: str | None = None) -> list[Request]:
-        """Return the requests held for `model`, or for all models if it is None, in order of arrival."""
+        """Return the held requests for `model` (None for all models) in order of arrival."""
         return [request for request in self._held.values() if model in (None, request.unit)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:
@@ -66,6 +66,6 @@ class AdmissionPauses:
 
     @property
     def held_since(self) -> float | None:
-        """When the oldest held request began to wait, or None if no request is held."""
+        """Time at which the oldest held request began to wait, or None if no request is held."""
         first = next(iter(self._held.values()), None)
         return None if first is None else first.queued_at

@@ -25,7 +25,7 @@ class Rate:
 def rate_of(quota: Quota, limit: str) -> Rate | None:
     """Return the refill rate for one of `RATE_LIMITS`, or None if the quota does not set that limit. A
     per-minute limit's capacity is the amount refilled in `burst_s` seconds; a daily limit's is a full day's
-    amount. The capacity is at least one request, because no request could run otherwise.
+    amount. The capacity is at least one request, because otherwise no request could run.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:
@@ -40,9 +40,9 @@ class Bucket:
     """One rate limit of a tenant or key. The bucket refills continuously up to its capacity.
 
     A request takes the maximum amount that it may use, and later returns the unused part. If the bucket has
-    been full in between, less is returned, so that the level is never higher than if the unused part had not
-    been taken. In any period, requests therefore use at most the capacity plus that period's refill, no
-    matter how much they reserve.
+    been full in the meantime, less is returned, so that the level never exceeds what it would have been if
+    the unused part had never been taken. In any period, requests therefore use at most the capacity plus that
+    period's refill, no matter how much they reserve.
 
     `level` is negative only after a crash, if requests had used more than was recorded.
     """
@@ -65,7 +65,7 @@ class Bucket:
 
     @property
     def settled(self) -> float:
-        """The level there would be if no in-flight request held anything."""
+        """The level that the bucket would have if in-flight requests returned everything they hold."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
@@ -83,7 +83,7 @@ class Bucket:
         self.level = min(self.level, rate.capacity)
 
     def take(self, amount: float) -> int:
-        """Take this amount for a request, and return the serial number to pass to `settle`. Call `refill`
+        """Take `amount` for a request, and return the serial number to pass to `settle`. Call `refill`
         first."""
         number = self._peaks.take(self.level)
         self.level -= amount
@@ -103,16 +103,16 @@ class Bucket:
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Return the time in seconds until the bucket contains this amount, or inf if it never can."""
+        """Return the time in seconds until the bucket contains `amount`, or inf if it never will."""
         if amount > self.rate.capacity:
             return math.inf
         return max(0.0, (amount - self.level) / self.rate.per_s)
 
 
 class Peaks:
-    """A bucket's highest level since each unsettled take. A *take* is an amount taken for a request. Only
-    takes lower the level, so each peak occurs just before a take. A peak is kept until the level reaches it
-    again, and at most one peak is kept per unsettled take.
+    """Tracks a bucket's highest level since each unsettled take. A *take* is an amount taken for a request.
+    Only takes lower the level, so each peak occurs just before a take. A peak is kept until the level reaches
+    it again, and at most one peak is kept per unsettled take.
     """
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
@@ -131,7 +131,7 @@ class Peaks:
         """Level at each peak, in descending order."""
 
     def take(self, level: float) -> int:
-        """Begin a take and return its serial number. `level` is the bucket's level before the take."""
+        """Register a take and return its serial number. `level` is the bucket's level before the take."""
         number = self._takes
         self._takes += 1
         if self._open:
@@ -146,8 +146,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Settle a take. `unused` is the part of it that was not used. Return the highest level since the
-        take, or -inf if there was no later take."""
+        """Settle a take. `unused` is the amount that was taken but not used. Return the highest level since
+        the take, or -inf if there was no later take."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf

@@ -14,7 +14,7 @@ is no longer waiting."""
 
 
 class Checks:
-    """Waiting requests, ordered by their next check time."""
+    """Waiting requests, ordered by the time of their next check."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Request] = {}

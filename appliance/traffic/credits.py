@@ -58,7 +58,7 @@ class CreditAccount:
         self._returned_seqs = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
         self._waiting_seqs = [0] * LEVELS
-        """Sequences waiting for a slot as of the replica's last report, by level."""
+        """Number of sequences waiting for a slot at each level, as of the replica's last report."""
         self._available: dict[float, _Availability] = {}
         """Cached availability, keyed by the reserved fraction of slots. Cleared when the account changes."""
         self.kv_tokens = 0
@@ -75,12 +75,12 @@ class CreditAccount:
 
     @property
     def available_slots(self) -> int:
-        """Slots not occupied by sequences that were dispatched and have not finished."""
+        """Number of slots not occupied by sequences that were dispatched and have not finished."""
         return self.slots - sum(self._spent_seqs) + sum(self._returned_seqs)
 
     @property
     def available_tokens(self) -> int:
-        """The lowest-priority class's token credit."""
+        """Token credit of the lowest-priority level."""
         return self.tokens_left(LEVELS - 1)
 
     def tokens_left(self, level: int) -> int:
@@ -89,7 +89,7 @@ class CreditAccount:
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return how many slots are reserved for urgent requests if the reserved fraction is `share`."""
+        """Return how many slots are reserved for urgent requests if `share` is the reserved fraction."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
@@ -100,17 +100,17 @@ class CreditAccount:
         return self._availability(share).free[level]
 
     def free_levels(self, share: float) -> int:
-        """Return the levels that have a free slot if the fraction `share` of all slots is reserved, as a bit
-        mask: bit `l` stands for level `l`."""
+        """Return a bit mask of the levels that would still have a free slot if the fraction `share` of all
+        slots were reserved. Bit `l` stands for level `l`."""
         return self._availability(share).free_levels
 
     def slot_levels(self, share: float) -> int:
-        """Return the levels that have a free slot or would have one after preempting lower-priority
-        sequences, as a bit mask like `free_levels`."""
+        """Return a bit mask, as for `free_levels`, of the levels that have a free slot or could get one by
+        preempting lower-priority sequences."""
         return self._availability(share).slot_levels
 
     def open_levels(self, share: float) -> int:
-        """Return the levels at which the replica accepts a request, as a bit mask like `free_levels`."""
+        """Return a bit mask, as for `free_levels`, of the levels at which the replica accepts requests."""
         return self._availability(share).open_levels
 
     def _availability(self, share: float) -> _Availability:
@@ -140,8 +140,8 @@ class CreditAccount:
         occupied_at_most = {end: self._occupied_at_most(running[:end], spare) for end in _SLICE_ENDS}
 
         def free(level: int, end: int) -> int:
-            """Return how many slots are free for a level after preempting the sequences of level `end` and
-            all lower-priority levels."""
+            """Return how many slots would be free for a level after preempting all sequences of level `end`
+            and of lower-priority levels."""
             occupied = before[end] - (waiting_before[end] - waiting_before[min(level + 1, end)])
             tier = TIERS[level]
             return self.slots - spare[tier] - min(occupied, occupied_at_most[end][tier])
@@ -184,7 +184,7 @@ class CreditAccount:
         self.long_run_rates.learn(report)
 
     def spend(self, level: int, seqs: int, tokens: int) -> None:
-        """Subtract the credit for a submission sent to the replica."""
+        """Deduct the credit for a submission sent to the replica."""
         self._spent_seqs[level] += seqs
         self._spent_tokens[level] += tokens
         self._available.clear()

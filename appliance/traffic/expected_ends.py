@@ -7,7 +7,7 @@ import heapq
 from appliance.traffic.request import Request
 
 MIN_RUN_S = 0.1
-"""Minimum expected run time."""
+"""Minimum expected run time, in seconds."""
 
 
 class ExpectedEnds:

@@ -44,9 +44,9 @@ class Ticket(Generic[Item]):
     """Expected service, in tokens weighted by cost."""
     prompt_tokens: int
     output_tokens: float
-    """Expected output tokens, summed over all samples."""
+    """Expected number of output tokens over all samples."""
     num_seqs: int = 1
-    """Number of samples, summed over all prompts."""
+    """Total number of samples over all prompts."""
     begin_by: float | None = None
     """Time by which the request must start to meet its deadline, as promised on admission."""
     waiting: bool = False
@@ -76,12 +76,13 @@ class QueuedTokens:
 
 
 class _Reach(NamedTuple):
-    """The urgency of a tenant's first request, and of its requests that may overtake others."""
+    """The urgencies that determine a tenant's place in the serving order."""
 
     first: int
     """Urgency of the tenant's first request."""
     overtaking: int
-    """Highest urgency among the tenant's waiting requests if only a few of them have it; otherwise 0."""
+    """Highest urgency among the tenant's waiting requests, or 0 if more than a few of them are that
+    urgent."""
 
 
 _NO_REACH = _Reach(0, 0)
@@ -89,7 +90,7 @@ _NO_REACH = _Reach(0, 0)
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[Item]):
-    """One tenant's waiting requests of one service class."""
+    """One tenant's waiting requests in one service class."""
 
     tenant: str
     weight: float
@@ -104,24 +105,24 @@ class _Line(Generic[Item]):
     reach: _Reach = _NO_REACH
     """The tenant's `_Reach` when the valid heap entry was added."""
     urgent: dict[int, Timeline[Ticket[Item]]] = field(default_factory=dict)
-    """The waiting requests that are urgent while the tenant is light, by urgency."""
+    """Waiting requests that are urgent while the tenant is light, keyed by urgency."""
 
     def first(self, urgency: int) -> Ticket[Item] | None:
-        """Return the first request with at least this urgency."""
+        """Return the first request with at least the given urgency."""
         if not urgency:
             return self.tickets.first()
         firsts = [tickets.first() for number, tickets in self.urgent.items() if number >= urgency]
         return min((one for one in firsts if one is not None), key=_due, default=None)
 
     def count(self, urgency: int) -> int:
-        """Return the number of waiting requests with at least this urgency."""
+        """Return the number of waiting requests with at least the given urgency."""
         if not urgency:
             return len(self.tickets)
         return sum(len(tickets) for number, tickets in self.urgent.items() if number >= urgency)
 
     def before(self, due: float, urgency: int) -> tuple[float, float]:
-        """Return the total prompt and output tokens of requests with at least this urgency that are due no
-        later than `due`."""
+        """Return the total prompt and output tokens of requests that have at least the given urgency and are
+        due no later than `due`."""
         if not urgency:
             return self.tickets.before(due)
         both = [tickets.before(due) for number, tickets in self.urgent.items() if number >= urgency]
@@ -147,8 +148,7 @@ class FairQueue(Generic[Item]):
         self.tenants = 0
         """Number of tenants in the serving order."""
         self.floor = 0.0
-        """The lowest virtual token counter among the waiting tenants at the time a request was last
-        served."""
+        """The lowest virtual token counter among the waiting tenants when a request was last served."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by the
@@ -163,7 +163,7 @@ class FairQueue(Generic[Item]):
         """Number of prompt tokens that fit in one step."""
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool) -> None:
-        """Queue a request from a tenant with this weight."""
+        """Queue a request from a tenant with the given weight."""
         line = self._lines.get(ticket.tenant)
         if line is None:
             line = self._lines[ticket.tenant] = _Line(ticket.tenant, weight, light, self.floor)
@@ -183,13 +183,13 @@ class FairQueue(Generic[Item]):
             self._extract(line, ticket)
 
     def next(self, urgency: int = 0, *, only_reserved: bool = False) -> Ticket[Item] | None:
-        """Return the next request with at least this urgency.
+        """Return the next request with at least the given urgency.
 
         An urgent request may overtake earlier, less urgent requests of its own tenant, and tenants with a
-        lower counter. It may overtake only as long as few of its tenant's requests are at least as urgent. It
-        may overtake other tenants only if its own tenant has received no more than its fair share plus one
-        step's tokens. If `only_reserved` is set, the fair share is ignored, because the only free slots are
-        reserved ones, which non-urgent requests cannot use.
+        lower counter. Overtaking is allowed only while few of the tenant's requests are at least as urgent.
+        To overtake other tenants, the request's own tenant must also have received no more than its fair
+        share plus one step's tokens. If `only_reserved` is set, the fair share is ignored, because the only
+        free slots are reserved ones, which non-urgent requests cannot use.
         """
         least, line = _first(self._orders[0]), _first(self._orders[urgency])
         if least is None or (line is not None and line.counter <= least.counter):
@@ -228,7 +228,7 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Remove a waiting request because it is about to start, and charge its tenant for the prompt."""
+        """Remove a waiting request that is about to start, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         # If the request is urgent, it may have overtaken the tenant with the lowest counter.
         least = _first(self._orders[0])
@@ -288,8 +288,8 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Put a key's parked requests back into the serving order, those due earliest first. `most` limits
-        their number; None means that all of them are put back."""
+        """Put a key's parked requests back into the serving order, those due earliest first. `most` is the
+        maximum number of requests to put back (None for all)."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):
             parked = line.parked[key_id]
@@ -305,9 +305,9 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float, *, urgency: int = 0) -> tuple[float, float]:
-        """Return how many prompt and output tokens will be served before the request of this tenant that is
-        due at `due`: the tokens of the tenant's earlier requests and, in proportion to the tenants' weights,
-        the tokens of other tenants' requests. The result never exceeds the total of all waiting requests. An
+        """Return how many prompt and output tokens will be served before the tenant's request that is due at
+        `due`: the tokens of the tenant's earlier requests and, in proportion to the tenants' weights, the
+        tokens of other tenants' requests. The result never exceeds the total of all waiting requests. An
         urgent request overtakes other tenants' requests and its own tenant's less urgent ones.
         """
         total = self.backlog
@@ -344,7 +344,7 @@ class FairQueue(Generic[Item]):
             if line.counter <= self.floor:
                 del self._lines[line.tenant]
 
-    # ── the tenants' lines ──
+    # ── each tenant's waiting requests ──
 
     def _insert(self, line: _Line[Item], ticket: Ticket[Item]) -> None:
         line.tickets.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)

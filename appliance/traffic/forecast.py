@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from appliance.traffic.credits import CreditAccount
 
 _BUSY_SHARE = 0.95
-"""Fraction of slots that are busy while requests wait. It is below 1 because a free slot is filled only one
-or two steps later."""
+"""Fraction of slots that are busy while requests wait. It is below 1 because a slot stays free for one or two
+steps before it is filled."""
 
 
 class Forecast:
@@ -80,8 +80,8 @@ class Forecast:
         self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return how long, in seconds, the replicas together take to serve this many tokens with all slots
-        busy."""
+        """Return the time in seconds that the replicas together need to serve the given numbers of tokens
+        with all slots busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
@@ -89,7 +89,7 @@ class Forecast:
         return max(slots_s, prompts_s / self._replicas)
 
     def running_s(self, prompt_tokens: float, output_tokens: float, more_slots: float) -> float:
-        """Return a request's run time in seconds. `output_tokens` is the length of its answer, and
+        """Return a request's predicted run time in seconds. `output_tokens` is the length of its answer, and
         `more_slots` is the expected increase in busy slots per replica."""
         more_slots = max(0.0, min(more_slots, self.slots_each - self._running))
         step_s = min(self.step_s + more_slots * self._slot_slope_s, max(self._full_step_s, self.step_s))
@@ -100,12 +100,12 @@ class Forecast:
 
     @property
     def slots_busy(self) -> float:
-        """Busy slots per replica."""
+        """Mean number of busy slots per replica."""
         return self._running
 
     @property
     def slots_each(self) -> float:
-        """Number of slots per replica."""
+        """Mean number of slots per replica."""
         return self._slots / self._replicas if self._replicas else 0.0
 
     @property
@@ -115,8 +115,8 @@ class Forecast:
 
 
 def _full_step_s(account: CreditAccount, busy: float, prompt_tokens: float) -> float:
-    """Return the step time with this many busy slots and prompt tokens: the measured time or the sum of a
-    step's predicted parts, whichever is longer."""
+    """Return the step time for the given numbers of busy slots and prompt tokens: the measured time or the
+    sum of a step's predicted parts, whichever is longer."""
     rates = account.rates
     computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)
     return max(rates.step_at(busy), rates.decode_s(busy) + computed * rates.prompt_token_s)

@@ -213,7 +213,7 @@ class RequestLifecycle:
             self.dispatch(self._state.models[account.model])
 
     def leave_replica(self, request: Request, account: CreditAccount, *, exited: bool = False) -> None:
-        """Record that the request is no longer running on the replica. If `exited` is set, the replica has
+        """Record that the request is no longer running on the replica. Set `exited` if the replica has
         exited."""
         del request.dispatched[account]
         if request.dispatched:
@@ -243,8 +243,8 @@ class RequestLifecycle:
                 self.dispatch(models[name])
 
     def _charge(self, request: Request) -> None:
-        """Charge the tenant for the request's tokens. If a replica was lost, their number is unknown until
-        the request is settled."""
+        """Charge the tenant for the request's tokens. If a replica was lost, the number of tokens is unknown
+        until the request is settled."""
         model = self._state.models.get(request.unit)
         if model is not None and (request.settled is not None or not request.counts_unknown):
             model.charge(request, request.service(self.rules.output_weight))

@@ -20,7 +20,7 @@ _DONE = (
     "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""The highest load-shedding step if class P0, P1 or P2, respectively, is overloaded."""
+"""For each of the classes P0, P1 and P2, the highest load-shedding step that its overload can cause."""
 _RELIEVED = 0.5
 """An overload ends when all waiting times are below this fraction of their overload limits."""
 
@@ -34,7 +34,7 @@ class LoadShedder:
         self._reason = ""
         self._direction = 0
         self._since = 0.0
-        """When an overload last began or ended or the step last changed, whichever is latest."""
+        """Time of the latest change: an overload began or ended, or the step changed."""
 
     @property
     def reason(self) -> str:
@@ -53,8 +53,8 @@ class LoadShedder:
                 goal = given_up
                 name = CLASS_NAMES[number]
                 self._reason = (
-                    f"the service is overloaded, because {name} requests would wait {wait_s:.1f} s, "
-                    f"and the limit is {most_s:g} s"
+                    f"the service is overloaded because {name} requests would wait {wait_s:.1f} s "
+                    f"(limit: {most_s:g} s)"
                 )
             relieved = relieved and wait_s <= _RELIEVED * most_s
         over = self.step > goal and (goal > CALM or relieved)
@@ -66,7 +66,7 @@ class LoadShedder:
             self._since = now
 
     def refuses(self, request_class: int, wait_s: float | None, rules: QueueRules) -> bool:
-        """True if load shedding refuses a new request of this class with a predicted waiting time of
+        """True if load shedding refuses a new request of the given class with a predicted waiting time of
         `wait_s`."""
         if request_class >= len(_MAX_STEP):
             return self.step >= REFUSE_BACKGROUND

@@ -106,7 +106,7 @@ class ModelTraffic:
         return len(self._running)
 
     def waiting(self) -> list[Request]:
-        """Return every waiting request."""
+        """Return all waiting requests."""
         return [*self.resumed.values(), *self.stranded.values(), *self.queue]
 
     def set_rules(self, rules: QueueRules) -> None:
@@ -156,7 +156,7 @@ class ModelTraffic:
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
         """Update the queue order after the weight, limits or usage of a tenant have changed. Put the tenant's
         requests back into the serving order. If `key_id` names one of the tenant's keys, also put back that
-        key's parked requests. `most` limits their number; None means that all of them are put back."""
+        key's parked requests. `most` is the maximum number of parked requests to put back (None for all)."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
@@ -166,17 +166,17 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def open_levels(self) -> int:
-        """Return the levels that at least one replica currently accepts, as a bit mask: bit `l` stands for
+        """Return a bit mask of the levels that at least one replica currently accepts. Bit `l` stands for
         level `l`."""
         return self._levels(CreditAccount.open_levels)
 
     def _free_levels(self) -> int:
-        """Return the levels for which any replica has a free slot."""
+        """Return a bit mask of the levels for which any replica has a free slot."""
         return self._levels(CreditAccount.free_levels)
 
     def _slot_levels(self) -> int:
-        """Return the levels for which any replica has a free slot or could free one by preempting
-        sequences."""
+        """Return a bit mask of the levels for which any replica has a free slot or could free one by
+        preempting sequences."""
         return self._levels(CreditAccount.slot_levels)
 
     def _levels(self, of_account: Callable[[CreditAccount, float], int]) -> int:
@@ -232,8 +232,9 @@ class ModelTraffic:
         return level_of(number, urgency_of(admit.prompt_tokens, self._max_step_prompt_tokens))
 
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
-        """True if the tenant's requests of this class may be urgent. P0 requests always may. P1 requests may
-        if the tenant has few running sequences, not counting a resumed request's `resumed_seqs`."""
+        """True if the tenant's requests of the given class may be urgent. P0 requests may always be urgent.
+        P1 requests may be urgent if the tenant has few running sequences, not counting a resumed request's
+        `resumed_seqs`."""
         if request_class != INTERACTIVE:
             return request_class == REAL_TIME
         return tenant.use.seqs.get(self.name, 0) - resumed_seqs < self._light_slots
@@ -276,10 +277,10 @@ class ModelTraffic:
         return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
-        """Return the replica that should run this request, or None if no replica has credit for this level.
-        Among the replicas with nearly the most free slots, choose the one that has probably cached the
-        longest prefix of the prompt. Exclude replicas on which the request has already run: its front has
-        lost its channel to them, even if the core has not noticed yet."""
+        """Return the replica that should run the request, or None if no replica has credit for `level`. Among
+        the replicas with nearly the most free slots, choose the one that has probably cached the longest
+        prefix of the prompt. Exclude replicas on which the request has already run: its front has lost its
+        channel to them, even if the core has not noticed yet."""
         share = self._reserved_share()
         fit = {
             account: account.free_slots(level, share)
@@ -411,7 +412,7 @@ class ModelTraffic:
         return self.forecast.known and bool(self.accounts)
 
     def expect_load(self, request: Request) -> None:
-        """Count a new request in the offered load, even if it is subsequently refused."""
+        """Add a new request to the offered load, even if the request is subsequently refused."""
         if self.forecast.known:
             self._load.offer(self._serving_s(request))
 
@@ -424,8 +425,8 @@ class ModelTraffic:
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """For each class, return the predicted waiting time, in seconds, of a request that joins the end of
-        its queue, or None if unknown."""
+        """Return, for each class, the predicted waiting time in seconds of a request that joins the end of
+        the queue, or None if unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -454,13 +455,13 @@ class ModelTraffic:
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return how long, in seconds, this request delays other requests with a promised start.
+        """Return the delay, in seconds, that this request causes for other requests with a promised start.
         Higher-priority classes and requests without deadlines keep their share of the service."""
         share = self._load.share_left(request.request_class, _MAX_PROMISED)
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
     def first_credit_s(self, level: int, now: float) -> float:
-        """Return the time in seconds until a replica has credit for this level."""
+        """Return the time in seconds until a replica has credit for `level`."""
         if self.open_levels() >> level & 1:
             return 0.0
         if self._slot_levels() >> level & 1:
@@ -476,8 +477,8 @@ class ModelTraffic:
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Return how long it takes, in seconds, to serve all requests queued in higher-priority classes and
-        then this many tokens of the class."""
+        """Return the time in seconds to serve all requests queued in higher-priority classes, followed by the
+        given numbers of tokens of the class."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

@@ -34,8 +34,8 @@ class ModelUses:
             use.used_at = now
 
     def leaves_at(self, idle_s: float, loaded_at: float, not_before: float) -> float:
-        """Return when the model is to be unloaded if no more requests arrive, or infinity if never. A model
-        stays loaded as long as any tenant's use requires it.
+        """Return the time at which to unload the model if no more requests arrive, or infinity to keep it
+        loaded. A model stays loaded as long as any tenant's use requires it.
 
         - `idle_s` is the time to live for tenants whose latest request set no `keep_alive`, or infinity.
         - `loaded_at` is when the model began to load. Earlier uses do not count.

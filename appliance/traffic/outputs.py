@@ -17,7 +17,7 @@ _BUCKET = math.log(1.15)
 _BEYOND = 0.01
 """Fraction of answers that may be longer than `likely_most` predicts."""
 _KEPT = 2000.0
-"""All counts are halved when the histogram's total weight exceeds this."""
+"""All counts are halved when the histogram's total weight exceeds this value."""
 _FEW = 20.0
 """Determines the safety factor of `likely_most`: with this many answers in the histogram, the result is twice
 the longest answer. With more answers, the factor approaches 1."""
@@ -63,11 +63,11 @@ class OutputLengths:
         self._count(tokens)
 
     def expected(self, max_tokens: float) -> float:
-        """Return the expected length of an answer with this token limit."""
+        """Return the expected length of an answer with the token limit `max_tokens`."""
         return self.used_up * max_tokens + (1.0 - self.used_up) * min(max_tokens, self.mean)
 
     def likely_most(self, max_tokens: float) -> float:
-        """Return a length that few answers with this token limit exceed."""
+        """Return a length that only a few answers with the token limit `max_tokens` exceed."""
         if self.others < _ENOUGH or self.used_up > _OF_THE_NEW:
             return max_tokens
         return min(max_tokens, self._likely_most)
@@ -89,14 +89,14 @@ class OutputLengths:
 
 
 def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
-    """Return the expected length of an answer with this token limit, based on the tenant's answers
-    (`lengths`) if enough of them have finished, otherwise on all tenants' answers (`of_all`)."""
+    """Return the expected length of an answer with the token limit `max_tokens`. It is based on the tenant's
+    answers (`lengths`) if enough of them have finished, otherwise on all tenants' answers (`of_all`)."""
     known = lengths if lengths.known else of_all
     return known.expected(max_tokens) if known.known else min(max_tokens, UNKNOWN_TOKENS)
 
 
 def most_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
-    """Return a length that few answers with this token limit exceed, based on the tenant's answers if enough
-    of them have finished, otherwise on all tenants' answers."""
+    """Return a length that only a few answers with the token limit `max_tokens` exceed. It is based on the
+    same answers as the result of `expected_tokens`."""
     known = lengths if lengths.known else of_all
     return known.likely_most(max_tokens) if known.known else min(max_tokens, _UNKNOWN_MAX_TOKENS)

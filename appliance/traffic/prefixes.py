@@ -16,7 +16,7 @@ class ComputedPrefixes:
         self._known: dict[tuple[str, bytes], None] = {}
 
     def add(self, tenant: str, hashes: Sequence[bytes]) -> None:
-        """Remember the prefixes, given as hashes, of a prompt that the replica computes."""
+        """Remember the prefix hashes of a prompt that the replica computes."""
         for one in hashes:
             self._known.pop((tenant, one), None)
             self._known[tenant, one] = None

@@ -1,8 +1,8 @@
 """Determines the order in which one model's waiting requests are dispatched:
 
 1. Requests that must start now to meet a deadline promised on admission.
-2. Requests of a class that has waited too long. They receive up to the class's reserved share of the service,
-   so that no class starves.
+2. Requests of a class whose oldest request has waited too long. They receive up to the class's reserved share
+   of the service, so that no class starves.
 3. Requests of the highest-priority class that has waiting requests.
 
 `FairQueue` determines the order within a class.
@@ -24,8 +24,8 @@ from store.policies import BACKGROUND, CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""How many requests with a promised start to consider. One is not enough, because requests of tenants at
-their limits are skipped."""
+"""Maximum number of requests with a promised start to consider. One is not enough, because requests of
+tenants at their limits are skipped."""
 
 
 class Next(NamedTuple, Generic[Item]):
@@ -69,9 +69,9 @@ class RequestQueue(Generic[Item]):
         return self._lengths[request_class]
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
-        """Queue a request from a tenant with this weight. If the request has a promised start
-        (`Ticket.begin_by`), `promised_s` is how long, in seconds, the request delays others with a promised
-        start."""
+        """Queue a request from a tenant with the given weight. If the request has a promised start
+        (`Ticket.begin_by`), `promised_s` is the delay, in seconds, that it causes for other requests with a
+        promised start."""
         number = ticket.request_class
         self.classes[number].push(ticket, weight, light)
         self._length += 1
@@ -151,7 +151,8 @@ class RequestQueue(Generic[Item]):
                 self._owed[lower] = 0.0
 
     def oldest(self, request_class: int) -> float | None:
-        """Return when a class's oldest waiting request was queued, or None if none is waiting."""
+        """Return the time at which a class's oldest waiting request was queued, or None if no request is
+        waiting."""
         arrivals = self._arrivals[request_class]
         while arrivals and not arrivals[0].waiting:
             arrivals.popleft()
@@ -160,7 +161,7 @@ class RequestQueue(Generic[Item]):
     # ── dispatch order ──
 
     def _best_level(self) -> int:
-        """Return the highest-priority level at which a request may be waiting, or LEVELS if none is
+        """Return the highest-priority level at which a request may be waiting, or LEVELS if no request is
         waiting."""
         for number, fair in enumerate(self.classes):
             if fair.tenants:

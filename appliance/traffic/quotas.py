@@ -27,11 +27,11 @@ MIN_ANSWER_TOKENS = 16
 """Minimum answer length. Without `max_tokens`, an answer is limited to the tokens left in the quota. If fewer
 than this are left, the request is refused."""
 MAX_USEFUL_WAIT_S = 120.0
-"""Longest retry delay that OpenAI's clients honour. If the quota takes longer to refill, a retry would
-fail."""
+"""Longest retry delay, in seconds, that OpenAI's clients honour. If the quota takes longer to refill, a retry
+would fail."""
 
 Name = tuple[QuotaScope, str]
-"""A quota's scope, and the tenant's name or key's id."""
+"""A quota's scope, and the name of the tenant or the id of the key."""
 
 
 class Account:
@@ -80,7 +80,7 @@ class Reservation:
         self.tokens = prompt_tokens + max_tokens
         """Number of tokens reserved or, after `Quotas.settle`, charged."""
         self.max_tokens = max_tokens
-        """Limit on generated tokens, summed over all samples."""
+        """Maximum number of generated tokens over all samples."""
         self.taken = taken
         """The buckets from which the amount was taken, each with the serial number returned by
         `Bucket.take`."""
@@ -94,7 +94,7 @@ class Shortage:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """Time in seconds until the bucket contains the requested amount, or inf if it never can."""
+        """Time in seconds until the bucket contains the requested amount, or inf if it never will."""
 
     @property
     def kind(self) -> ExceededLimit:
@@ -121,7 +121,7 @@ class Shortage:
         # A reservation may be held for so long that its tokens have since been refilled. Refilled tokens no
         # longer count as used.
         reserved = min(used, math.ceil(bucket.held))
-        held = f" ({reserved} of these by unfinished requests)" if reserved else ""
+        held = f" ({reserved} reserved by unfinished requests)" if reserved else ""
         return (
             f"rate limit reached for {head}, used {used}{held}, requested {self._needed}: try again in "
             f"{duration(self.wait_s)}"
@@ -147,7 +147,7 @@ class Quotas:
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply these tenants' and keys' quotas. Unchanged quotas keep their levels."""
+        """Apply the quotas of tenants and keys. Unchanged quotas keep their levels."""
         if policies is self._policies:
             return
         self._policies = policies
@@ -192,9 +192,9 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Reserve a request's maximum use. If any bucket contains too little, reserve nothing and return the
-        shortage. `max_tokens` limits the output tokens of all samples together. If `may_lower` is set, the
-        client set no limit, so `max_tokens` may be lowered to the number of tokens remaining, by the same
+        """Reserve a request's maximum usage. If any bucket contains too little, reserve nothing and return
+        the shortage. `max_tokens` limits the output tokens of all samples together. If `may_lower` is set,
+        the client set no limit, so `max_tokens` may be lowered to the number of tokens remaining, by the same
         amount for each sample.
         """
         self._asked = True
@@ -391,8 +391,8 @@ def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used]
     moment = min(at, now)
     left = bucket.rate.capacity if level is None else level
     for one in used:
-        # These reservations were made before `at`, but are not reflected in the stored level. Subtract them
-        # before the refill is capped.
+        # Reservations made before `at` are not reflected in the stored level, so subtract them before the
+        # refill is capped.
         if one.at > moment:
             later = min(one.at, now)
             left = min(bucket.rate.capacity, left + (later - moment) * bucket.rate.per_s)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from engine.rank_messages import Report
 
 _HALF_LIFE_S = 2.0
-"""Default half-life. Admission must notice quickly when a replica becomes slower."""
+"""Default half-life, in seconds. Admission must notice quickly when a replica becomes slower."""
 _ENOUGH_S = 0.1
 """Total measured step time, in seconds, after which measurements replace the prediction."""
 FIRST_STEPS = 16
-"""Warm-up steps of each kind to ignore after a replica has started. They are slow because kernels are being
-loaded, memory is being allocated, and caches are empty."""
+"""Number of warm-up steps of each kind to ignore after a replica has started. They are slow because kernels
+are being loaded, memory is being allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
 """Minimum variance of the batch size. Below this, the time that each additional sequence adds to a step
 cannot be measured."""
@@ -33,7 +33,7 @@ class DecayingMean:
         self.weight = 0.0
 
     def add(self, value: float, weight: float, keep: float) -> None:
-        """Add a value, multiplying the weights of all earlier ones by `keep` (0 to 1)."""
+        """Add a value, and multiply the weights of all earlier values by `keep` (0 to 1)."""
         self.value = self.value * keep + value
         self.weight = self.weight * keep + weight
 
@@ -57,9 +57,9 @@ class _FirstSteps:
 
 
 class ReplicaRates:
-    """A replica's times per step and per prompt token. `step_s` is the mean step time, including the prompts
-    computed in the step. A running sequence therefore waits this long for each token. `prompt_token_s` is the
-    time that a prompt token adds to a step.
+    """A replica's times per step and per prompt token. `step_s` is the mean step time, including the time for
+    prompts computed in the step. A running sequence therefore waits this long for each token.
+    `prompt_token_s` is the time that a prompt token adds to a step.
     """
 
     def __init__(self, half_life_s: float = _HALF_LIFE_S) -> None:
@@ -84,7 +84,7 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds for the step time and for the time that a prompt token adds to it; 0 if unknown.
+        """Set lower bounds for the step time and for the time that a prompt token adds to it (0 if unknown).
         They are used until enough steps have been measured."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
@@ -115,7 +115,7 @@ class ReplicaRates:
 
     def step_at(self, size: float) -> float:
         """Return the step time with `size` sequences: the recent mean, scaled from the recent batch size to
-        this one."""
+        `size`."""
         now = self.decode_s(self.running)
         return self.step_s * max(1.0, self.decode_s(size) / now) if now > 0 else self.step_s
 
@@ -167,7 +167,7 @@ class ReplicaRates:
         return max(mean_s + slope * (size - mean_size), 0.1 * mean_s)
 
     def _keep(self, seconds: float) -> float:
-        """Return the factor by which the weights of earlier measurements are multiplied after this busy
+        """Return the factor by which to multiply the weights of earlier measurements after `seconds` of busy
         time."""
         # Annotated because mypy infers Any for `**` of two floats.
         kept: float = 0.5 ** (seconds / self._half_life_s)

@@ -1,6 +1,6 @@
-"""Remembers the last few minutes' requests, so that they can be replayed with different limits
-(`appliance.traffic.what_if`). The request log lacks some of what a replay needs, such as the output limit
-requested by the client."""
+"""Remembers the requests of the last few minutes, so that they can be replayed with different limits
+(`appliance.traffic.what_if`). The request log lacks some of the information that a replay needs, such as the
+output limit requested by the client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from store.quotas import QuotaLevels
 KEPT_S = 900.0
 """Requests that finished more than this many seconds ago are forgotten."""
 NOTED_EVERY_S = 60.0
-"""Interval at which quota levels are recorded. A replay can begin only at a recorded time."""
+"""Interval, in seconds, at which quota levels are recorded. A replay can begin only at a recorded time."""
 MAX_RECENT = 20_000
 """Maximum number of remembered requests. Each takes about 200 bytes."""
 
@@ -37,11 +37,11 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     prompt_tokens: int
     cached_tokens: int = 0
     max_tokens: int
-    """Limit on output tokens, summed over all samples, before any quota lowered it."""
+    """Maximum number of output tokens over all samples, before any quota lowered it."""
     may_lower: bool
     deadline_ms: float | None = None
     output_tokens: int | None = None
-    """Generated tokens, summed over all samples, or None if the request never ran."""
+    """Number of generated tokens over all samples, or None if the request never ran."""
     status: int
     """HTTP status, or 0 while the request is unfinished."""
     ttft_ms: float | None = None
@@ -66,15 +66,15 @@ class RecentRequests:
         ended.append((now, self._encode(past(request))))
 
     def note(self, quotas: Quotas, now: float) -> None:
-        """Record the levels, at unix time `now`, of all partly used quotas. Do nothing if levels were
-        recorded less than `NOTED_EVERY_S` seconds ago."""
+        """Record the levels of all partly used quotas at unix time `now`. Do nothing if levels were recorded
+        less than `NOTED_EVERY_S` seconds ago."""
         if not self._levels or now - self._levels[-1][0] >= NOTED_EVERY_S:
             self._levels.append((now, quotas.used_levels(now)))
 
     def start(self, since: float) -> tuple[float, list[QuotaLevels]]:
         """Return the first unix time after `since` at which a replay can begin, and the quota levels at that
-        time. If there is no such time, return the latest earlier one. Raises LookupError if the service has
-        just started."""
+        time. If there is no such time, return the latest time before `since` instead. Raises LookupError if
+        the service has just started."""
         if len(self._ended) == MAX_RECENT:
             since = max(since, self._ended[0][0])
         if not self._levels:

@@ -9,7 +9,7 @@ _MAX_KEPT = 512
 
 
 class RecentTtft:
-    """Times to first token of the requests that finished within the last minute (at most the newest 512)."""
+    """Times to first token of the requests that finished within the last minute (at most the 512 newest)."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_MAX_KEPT)

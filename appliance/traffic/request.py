@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class OnReplica:
-    """The part of a request running on one replica."""
+    """The submissions of a request that run on one replica."""
 
     __slots__ = ("began_each", "charged_each", "level", "seqs", "submissions", "tokens")
 
@@ -53,7 +53,7 @@ class Request:
         self.admit = admit
         """The latest attempt's `Admit` message."""
         self.asked_max_tokens = admit.max_tokens
-        """Limit on output tokens, summed over all samples, before any quota lowered it."""
+        """Maximum number of output tokens over all samples, before any quota lowered it."""
         self.unit = admit.unit or admit.model
         """The request manager's name for the model that answers the request. The requested name,
         `first.model`, may be an alias or the name of a model with several versions."""
@@ -86,7 +86,7 @@ class Request:
         self.begin_by: float | None = None
         """Latest start time that still meets the request's deadline, as promised on admission."""
         self.promised_s = 0.0
-        """How long, in seconds, this request delays others with a promised start."""
+        """The delay, in seconds, that this request causes for other requests with a promised start."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
@@ -101,7 +101,7 @@ class Request:
         """Maximum number of cache tokens that the request may occupy. While the request runs, this number and
         `running_seqs` count toward the tenant's usage."""
         self.expected_tokens = 0.0
-        """Expected output tokens, summed over all samples."""
+        """Expected number of output tokens over all samples."""
         self.charged = 0.0
         """Service charged to the tenant for this request so far."""
 
@@ -146,9 +146,9 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """Tokens charged to the quotas when the request ends: the prompt and the delivered tokens, or 0 if
-        the request never ran. If the front died, the generated tokens are charged instead of the delivered
-        ones. If their number is unknown too, the whole reservation is charged.
+        """Number of tokens charged to the quotas when the request ends: the prompt and the delivered tokens,
+        or 0 if the request never ran. If the front died, the generated tokens are charged instead of the
+        delivered ones. If their number is unknown too, the whole reservation is charged.
         """
         if self.reservation is None or self.settled is None:
             return 0
@@ -178,10 +178,10 @@ class Request:
 
     @property
     def tokens_to_prefill(self) -> int:
-        """Tokens that a replica must compute before it can generate the request's next output tokens: the
-        prompts and, if the request was resumed, the earlier output of its unfinished samples. A resumed
-        request has a separate submission for each sample, but its samples share their prompt in the prefix
-        cache."""
+        """Number of tokens that a replica must compute before it can generate the request's next output
+        tokens: the prompts and, if the request was resumed, the earlier output of its unfinished samples. A
+        resumed request has a separate submission for each sample, but its samples share their prompt in the
+        prefix cache."""
         if not self.admit.attempt:
             return self.admit.prompt_tokens
         emitted = max(0.0, self.most_each * self.admit.num_seqs - self.admit.max_tokens)
@@ -196,8 +196,8 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Output tokens known to have been generated. If a replica was lost, at least as many as were
-        delivered."""
+        """Number of output tokens known to have been generated. If a replica was lost, this is at least the
+        number of delivered tokens."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.counts_unknown else self.generated_tokens
 

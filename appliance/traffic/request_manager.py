@@ -4,9 +4,9 @@ contains the request manager's data, and `RequestLifecycle` implements the state
 `appliance.traffic.admission` decides whether a new request may wait, `queue` decides the order, and `model`
 predicts how long requests will wait.
 
-When a request is accepted, its maximum use is reserved in its quotas before it waits. A waiting request is
-therefore never refused because of a quota, and concurrent requests never exceed a quota. The unused part is
-returned once, when the request is closed.
+When a request is accepted, its maximum usage is reserved in its quotas before it starts waiting. A waiting
+request is therefore never refused because of a quota, and concurrent requests never exceed a quota. The
+unused part is returned when the request is closed.
 
 The request manager does no I/O and needs no event loop; clocks are passed to it. Its methods may be called in
 any order.
@@ -111,9 +111,9 @@ class RequestManager:
         self._lifecycle.dispatch_all()
 
     def pause_admission(self, model: str | None, reason: str, *, hold: bool = False) -> None:
-        """Stop admitting new requests to `model`, or to every model if `model` is None. New requests are
-        refused, or held until `resume_admission` is called. Requests that are already waiting or running are
-        not affected."""
+        """Stop admitting new requests for `model`, or for every model if `model` is None. New requests are
+        refused or, if `hold` is set, held until `resume_admission` is called. Requests that are already
+        waiting or running are not affected."""
         self.state.pauses.begin(model, AdmissionPause(reason, hold))
         self._release_held()
 
@@ -153,11 +153,11 @@ class RequestManager:
     # ── models and replicas ──
 
     def add_model(self, name: str, version: str) -> None:
-        """Accept requests for this model."""
+        """Start accepting requests for a model."""
         self.state.models[name] = ModelTraffic(name, version, self._lifecycle.rules, self.state.tenants)
 
     def remove_model(self, name: str) -> None:
-        """Stop accepting requests for this model, and refuse its waiting requests. The model must have no
+        """Stop accepting requests for a model, and refuse its waiting requests. The model must have no
         replicas."""
         state = self.state
         waiting = [*state.models[name].waiting(), *state.pauses.held(name)]
@@ -178,15 +178,15 @@ class RequestManager:
         self.state.models[name].failure = None
 
     def fail_model(self, name: str, reason: str) -> None:
-        """Refuse the model's waiting and new requests. None of its replicas can start until an operator has
-        fixed the cause, `reason`."""
+        """Refuse the model's waiting and new requests, because none of its replicas can start. `reason` is
+        the cause, which an operator must fix."""
         model = self.state.models[name]
         model.failure = reason
         for request in model.waiting():
             self._lifecycle.refuse(request, failed_model(request.first.model, reason))
 
     def add_replica(self, account: CreditAccount) -> None:
-        """Start dispatching requests to this replica, which must be ready and connected to every front."""
+        """Start dispatching requests to a replica, which must be ready and connected to every front."""
         model = self.state.models[account.model]
         model.accounts.append(account)
         model.learned()
@@ -385,7 +385,7 @@ class RequestManager:
         if request is None or request.front != front or request.settled is not None:
             # The request was already refused, or its channel to the replica broke, before this message
             # arrived.
-            log.debug("request %s: %s reported its end again", settle.request_id, front)
+            log.debug("request %s: %s reported the end of the request again", settle.request_id, front)
             return
         was_queued = request.queued_at is not None
         self._lifecycle.stop_waiting(request)

@@ -21,10 +21,10 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     tokens: _Count = 8 << 20
     """Maximum total number of prompt tokens in all waiting requests."""
     timeout_s: _Seconds = 120.0
-    """A request that has waited this long is refused with 503. A new request whose expected waiting time is
-    longer is refused immediately."""
+    """A request that has waited for this many seconds is refused with 503. A new request whose expected
+    waiting time is longer is refused immediately."""
     targets_ms: tuple[_Factor, _Factor, _Factor] = (100.0, 1000.0, 10_000.0)
-    """Target waiting times of the service classes P0, P1 and P2. P3 has no target."""
+    """Target waiting times, in milliseconds, of the service classes P0, P1 and P2. P3 has no target."""
     output_weight: _Weight = 2.0
     """Weight of an output token in fair sharing. A prompt token has weight 1."""
     ageing: _Factor = 5.0
@@ -52,6 +52,6 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
         return float("inf")
 
     def late_s(self, request_class: int) -> float:
-        """Return the waiting time in seconds after which a request of this class counts as late. P3 has the
-        same value as P2."""
+        """Return the waiting time in seconds after which a request of a class counts as late. The value
+        for P3 is the same as for P2."""
         return self.ageing * self.targets_ms[min(request_class, len(self.targets_ms) - 1)] / 1e3

@@ -45,11 +45,11 @@ class ServiceLoad:
         self._ticked_at: float | None = None
 
     def start(self, request_class: int, service_s: float) -> None:
-        """Count the service needed by a started request."""
+        """Add the service needed by a started request to the outstanding service of its class."""
         self._taken_s[request_class] += service_s
 
     def offer(self, service_s: float) -> None:
-        """Count the service needed by a new request."""
+        """Add the service needed by a new request to the offered load."""
         self._offered_s += service_s
 
     def tick(self, now: float) -> None:
@@ -76,7 +76,7 @@ class ServiceLoad:
 
 
 class StartedTokens:
-    """Running means of recently started requests' token counts."""
+    """Running means of the token counts of recently started requests."""
 
     def __init__(self) -> None:
         self.tokens_per_seq = 0.0
@@ -84,7 +84,7 @@ class StartedTokens:
         self.output_tokens = 0.0
 
     def add(self, admit: Admit, expected_tokens: float) -> None:
-        """Count a request that is starting, and its expected number of output tokens."""
+        """Update the means with a request that is starting."""
         per_seq = (admit.prompt_tokens + expected_tokens) / max(1, admit.num_seqs)
         known = self.tokens_per_seq or per_seq
         self.tokens_per_seq = known + _OF_THE_NEW * (per_seq - known)

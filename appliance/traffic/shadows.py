@@ -38,9 +38,11 @@ class ShadowSums:
     greedy: int = 0
     """Number of compared requests with greedy sampling and the same prompt tokens for both models."""
     greedy_tokens: int = 0
-    """Answer tokens of the requests counted in `greedy`, taking the longer of each request's two answers."""
+    """Number of answer tokens of the requests counted in `greedy`. For each request, only the longer of the
+    two answers counts."""
     equal_tokens: int = 0
-    """Tokens before the two answers first differ, summed over the requests counted in `greedy`."""
+    """Number of tokens before the first difference between the two answers, summed over the requests counted
+    in `greedy`."""
 
 
 class ShadowResults:

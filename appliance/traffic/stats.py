@@ -18,10 +18,10 @@ class ModelStats(NamedTuple):
 
     name: str
     waiting: list[int]
-    """Requests waiting for their first dispatch, by class."""
+    """Number of requests waiting for their first dispatch, by class."""
     oldest_wait_s: list[float]
     resuming: int
-    """Requests that have lost their replica and are waiting to continue."""
+    """Number of requests that have lost their replica and are waiting to continue."""
     running: int
     overload_step: int
     """The current load-shedding step; 0 if there is no overload."""
@@ -36,7 +36,7 @@ class TenantStats(NamedTuple):
     waiting_tokens: int
     running: int
     service: float
-    """Tokens served in requests that have finished since startup, weighted by cost."""
+    """Number of tokens served in requests that have finished since startup, weighted by cost."""
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
@@ -61,8 +61,8 @@ def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return each class's status, combined over all models. The waiting time is the longest of any
-    model's."""
+    """Return each class's status, combined over all models. The waiting time is the longest among the
+    models."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []

@@ -12,7 +12,7 @@ from store.policies import KeyRecord, Policies, Quota, QuotaScope, TenantRecord
 Record = TypeVar("Record", TenantRecord, KeyRecord)
 
 _SEEN_S = 60.0
-"""A tenant that sent a request within this time is expected to send more."""
+"""A tenant that has sent a request within this many seconds is expected to send more."""
 _NO_LIMITS = Quota()
 
 
@@ -26,7 +26,7 @@ class Use:
         self.queued_tokens = 0
         self.running = 0
         self.seqs: dict[str, int] = {}
-        """Sequences running on replicas, by model."""
+        """Number of sequences running on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
         """Maximum number of cache tokens that the running sequences may occupy, by model."""
 
@@ -64,7 +64,7 @@ class Use:
             self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
 
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
-        """True if this quota allows running a request that may occupy up to `kv_tokens` cache tokens.
+        """True if the quota allows running a request that may occupy up to `kv_tokens` cache tokens.
         `kv_total` is the KV cache capacity of all the model's replicas, in tokens, or 0 if unknown. If no
         request for the model is running, any request may run."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
@@ -185,12 +185,12 @@ class Tenants:
             outputs.learn(tokens, max_tokens)
 
     def count_answer(self, name: str, sign: int) -> None:
-        """Count the start (`sign` 1) or end (`sign` -1) of an answer to this tenant."""
+        """Count the start (`sign` 1) or end (`sign` -1) of an answer to a tenant."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.running += sign
 
     def saw(self, name: str, now: float) -> None:
-        """Record the arrival of a request from this tenant."""
+        """Record the arrival of a request from a tenant."""
         self._seen[name] = now
         self._seen.move_to_end(name)
         self.forget_unseen(now)
@@ -216,7 +216,7 @@ class Tenants:
 
 
 def _different(before: Mapping[str, Record], after: Mapping[str, Record]) -> Iterator[Record]:
-    """Yield the names of records that were added, removed or changed."""
+    """Yield the records that were added, removed or changed."""
     for one, other in ((before, after), (after, before)):
         for name, record in one.items():
             # Most records are the same objects as before, because a change creates new objects only for the

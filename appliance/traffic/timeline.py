@@ -107,8 +107,7 @@ class Promises(Generic[Item]):
                 yield promise[3]
 
     def add(self, time: float, serial: int, work_s: float, item: Item) -> None:
-        """Add an item that must begin by the time `time` and takes `work_s` seconds. `serial` must be
-        unique."""
+        """Add an item that must begin by `time` and takes `work_s` seconds. `serial` must be unique."""
         at = self._block_of((time, serial))
         block = self._blocks[at]
         insort(block, (time, serial, work_s, item))
@@ -168,8 +167,8 @@ class Promises(Generic[Item]):
 
 
 def _demand(promises: Iterable[_Promise], work: float) -> tuple[float, float]:
-    """Return these promises' total work and minimum slack, in seconds. The total includes `work` seconds of
-    preceding work. A promise's slack is its time minus all work that precedes it."""
+    """Return the total work and the minimum slack of the promises, in seconds. The total includes `work`
+    seconds of preceding work. A promise's slack is its time minus all work that precedes it."""
     slack = float("inf")
     for time, _, work_s, _ in promises:
         if time - work < slack:

@@ -1,10 +1,11 @@
-"""Replays the last few minutes' requests with different limits, before an operator changes them. The replay
-runs the real request manager in simulated time, once with the current limits and once with the new ones, on
-replicas that are as fast as they were in those minutes (`appliance.traffic.simulated_replica`). The
-difference between the two runs is applied to the recorded outcome (`appliance.traffic.what_if_outcomes`). The
-replay assumes that clients would send the same requests at the same times, and that a refused request would
-have received an answer as long as one of the same tenant's other answers. The replay runs in a separate
-process (`python -m appliance.traffic.what_if`), because it takes seconds.
+"""Replays the requests of the last few minutes with different limits, before an operator applies those
+limits. The replay runs the real request manager in simulated time, once with the current limits and once with
+the new ones, on replicas that are as fast as they were in those minutes
+(`appliance.traffic.simulated_replica`). The difference between the two runs is applied to the recorded
+outcome (`appliance.traffic.what_if_outcomes`). The replay assumes that clients would send the same requests
+at the same times, and that a refused request would have received an answer as long as one of the same
+tenant's other answers. The replay runs in a separate process (`python -m appliance.traffic.what_if`), because
+it takes seconds.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from store.requests import RequestRow
 MAX_REPLAY_S = 60.0
 """Time limit for a replay, in seconds."""
 _TICK_S = 0.25
-"""Interval at which the request manager updates its predictions, as in the service."""
+"""Interval, in seconds, at which the request manager updates its predictions, as in the service."""
 _REPORT_S = 0.5
 _SETTLE_S = 600.0
-"""How long a replay continues after the last arrival, so that its requests can end."""
+"""Time, in seconds, for which a replay continues after the last arrival, so that its requests can end."""
 _STRIDE = 7919
 """Stride for picking answer lengths from a list of known ones. It is prime, so that the lengths are picked
 from the whole list."""
@@ -135,7 +136,7 @@ class _Replay:
         self._manager.add_front(_FRONT)
 
     def run(self, policies: Policies, requests: Sequence[_Replayed]) -> None:
-        """Replay the requests with these limits, and store each request's result in the request."""
+        """Replay the requests with the given limits, and store each request's result in the request."""
         given, manager = self._given, self._manager
         manager.set_policies(policies)
         manager.state.quotas.restore(QuotaState(levels=_levels(given, policies)), given.since)
@@ -296,7 +297,7 @@ def replay(given: ReplayInput) -> QuotaForecast:
 
 
 def _run(given: ReplayInput, policies: Policies, chosen: Sequence[PastRequest]) -> list[_Replayed]:
-    """Replay the requests with these limits."""
+    """Replay the requests with the given limits."""
     requests = _prepared(chosen)
     _Replay(given).run(policies, requests)
     return requests
@@ -358,7 +359,7 @@ def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
 
 
 def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
-    """Return the quota levels at the start of the replay under these limits. If a limit has changed, its
+    """Return the quota levels at the start of the replay under the given limits. If a limit has changed, its
     level is scaled so that the same fraction of the limit remains."""
     found = []
     present = Policies(given.tenants, given.keys)
@@ -379,7 +380,8 @@ def _quota(policies: Policies, scope: QuotaScope, name: str) -> Quota:
 
 
 def main() -> None:
-    """Replay the input on standard input, and print the forecast as msgpack."""
+    """Read a replay's input from standard input, run the replay, and write the forecast to standard output as
+    msgpack."""
     given = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayInput)
     sys.stdout.buffer.write(msgspec.msgpack.encode(replay(given)))
 

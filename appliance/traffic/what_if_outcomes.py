@@ -1,5 +1,5 @@
 """Summarises replays for `appliance.traffic.what_if`, and predicts outcomes under new limits by applying the
-differences between two replays to what was recorded."""
+differences between two replays to the recorded results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.history.forecasts import Outcome, TenantForecast
 OVER_QUOTA = 429
 OVERLOADED = 503
 _COUNTED = (200, OVER_QUOTA, OVERLOADED)
-"""Requests with another recorded status were cancelled or failed, so they have no latency to compare."""
+"""Requests with any other recorded status were cancelled or failed, so they have no latency to compare."""
 
 
 class RequestResult(NamedTuple):

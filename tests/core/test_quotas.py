@@ -83,7 +83,7 @@ def test_the_prompt_and_the_maximum_output_are_reserved(time: Time) -> None:
     shortage = short(of, 10, 90)
     assert (shortage.kind, shortage.wait_s, shortage.useful) == ("tokens", pytest.approx(12), True)
     assert shortage.message == (
-        "rate limit reached for tokens per minute of tenant 'acme': limit 250, used 200 (200 of these by "
+        "rate limit reached for tokens per minute of tenant 'acme': limit 250, used 200 (200 reserved by "
         "unfinished requests), requested 100: try again in 12s"
     )
     taken(of, 10, 40)
