@@ -152,7 +152,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
         if operator == "**":
             if max(abs(left), abs(right)) > 1000:
                 raise jinja2.TemplateError(
-                    f"the chat template computes {left} ** {right}, whose result is too large"
+                    f"the chat template computes {left} ** {right}, and the result is too large"
                 )
         else:
             for sequence, times in ((left, right), (right, left)):
@@ -180,7 +180,7 @@ class _PlainNamespace(jinja2.utils.Namespace):
 def _refuse_internal(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.TemplateError(
-            f"the chat template sets the attribute {name!r} of a namespace; use a name without a "
+            f"the chat template sets the {name!r} attribute of a namespace; use a name without a "
             "leading underscore"
         )
 

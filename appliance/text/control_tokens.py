@@ -68,8 +68,8 @@ class ControlTokens:
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
         """Return whether a special token's text occurs in `text`. Yields between steps."""
-        # Search for the first two characters of each special token. This is fast, and hardly any text
-        # contains these pairs.
+        # First, search for just the first two characters of each special token. This search is fast, and it
+        # suffices for nearly all texts.
         if not any(beginning in text for beginning in self._beginnings):
             return False
         for begin in range(0, len(text), _WINDOW_CHARACTERS):
@@ -183,7 +183,7 @@ class Shield:
 
 
 class _RenamedCopy:
-    """A copy of a tokenizer whose special tokens have secret names."""
+    """A copy of a tokenizer in which the special tokens have secret names."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
         """Raises ValueError if a token would get a different id in the copy. Errors from the tokenizers

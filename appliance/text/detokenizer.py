@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
     `decode` method of `tokenizers`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete, or "" while a character is incomplete."""
+        """Return the text completed by the given tokens, or "" while a character is incomplete."""
 
     def finish(self) -> str:
         """Return U+FFFD if a character is still incomplete at the end of the stream, otherwise "". Call this
@@ -93,7 +93,7 @@ class TableDetokenizer:
 
     def _strip(self, text: str) -> str:
         spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
-        # While the stream has produced only spaces, drop the next text's leading spaces, too.
+        # While the stream has produced only spaces, also drop the leading spaces of the next text.
         self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
         return text[spaces:]
 

@@ -1,4 +1,5 @@
-"""Encodes texts in short steps that release the GIL, stopping at a maximum number of tokens."""
+"""Encodes texts in short steps that release the GIL, and stops once a maximum number of tokens is
+exceeded."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class TextMemory:
 
     @contextmanager
     def reserved(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes for the tenant while the context is active. Raises `TooMuchWorkError` if the
-        tenant would exceed its share."""
+        """Count `size` bytes toward the tenant's share while the context is active. Raises `TooMuchWorkError`
+        if the tenant would exceed its share."""
         size += _MIN_BYTES
         used = self._used.get(tenant, 0)
         share = self._max_bytes // len(self._used.keys() | {tenant})
@@ -176,11 +176,12 @@ class _Lane:
 
 
 class WorkPool:
-    """Processes texts in two threads, one for short and one for long work. Must be used on one event loop.
+    """Processes texts in two threads, one for short jobs and one for long jobs. Must be used on one event
+    loop.
 
-    Each piece of work is a generator that yields after each step and returns its result. The steps of
-    different tenants alternate. Short work therefore waits for at most one short step per other tenant,
-    however much long work there is.
+    Each job is a generator that yields after each step and returns its result. The steps of different tenants
+    alternate. A short job therefore waits for at most one short step per other tenant, regardless of the
+    number of long jobs.
     """
 
     def __init__(self, max_wait_s: float) -> None:

@@ -43,7 +43,7 @@ Python takes to start."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory limit for the templates. The process itself needs another 30 MB."""
 MAX_WAIT_S = 30.0
-"""A conversation that has waited this long, in seconds, for its turn is refused."""
+"""Maximum time, in seconds, that a conversation waits for its turn before it is refused."""
 
 _ALARM_GRACE_S = 5.0
 """Delay, in seconds, from the parent's time limit to the alarm in the child process. The alarm kills a child
@@ -231,7 +231,8 @@ class _Child:
             )
         self._background = background
         self._compiles = False
-        """Whether the latest message asked the process to compile templates rather than render."""
+        """Whether the latest message asked the process to compile templates rather than to render a
+        conversation."""
         self._reply: asyncio.Future[FromWorker] | None = None
         self._channel: Channel[FromWorker] = Channel(ours, FromWorker, 5 * MAX_RENDERED_CHARACTERS)
         self._channel.listen(self._take, self._disconnected)
@@ -243,7 +244,7 @@ class _Child:
 
     async def ask(self, message: ToWorker, limit_s: float) -> str:
         """Send a message and return the text in the reply. If there is no reply within `limit_s` seconds, the
-        process is killed. Raises `ChatTemplateError` in that case, and if the reply is an error."""
+        process is killed. Raises `ChatTemplateError` in that case, and also if the reply is an error."""
         self._compiles = isinstance(message, Compile)
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)

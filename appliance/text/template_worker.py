@@ -44,7 +44,7 @@ def main() -> int:
     """Reply to messages until the channel is closed."""
     parser = argparse.ArgumentParser(prog="python -m appliance.text.template_worker", description=__doc__)
     parser.add_argument(
-        "--channel", type=int, required=True, help="file descriptor of the channel to the front"
+        "--channel", type=int, required=True, help="file descriptor of the channel to the front process"
     )
     parser.add_argument("--memory", type=int, required=True, help="memory limit of the process in bytes")
     parser.add_argument(

@@ -81,8 +81,8 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
 
 
 def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer, pre-tokenizer or decoder, as written in `tokenizer.json`. A
-    sequence's steps are in its `name` field."""
+    """Return the steps of a normalizer, pre-tokenizer or decoder, as written in `tokenizer.json`. `name` is
+    the field that contains the steps of a `Sequence`."""
 
     def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
         return (
