@@ -29,7 +29,7 @@ class Converter:
         self.faults: list[Fault] = []
 
     def settings(self, table: Mapping[str, Any]) -> Settings:
-        """Convert all settings. A setting with an invalid value gets its default."""
+        """Convert all settings. A setting with an invalid value falls back to its default."""
         table = dict(table)
         models, prices, groups = (table.pop(name, {}) for name in ("models", "prices", "groups"))
         settings = self._table(table, Settings, ()) or Settings()
@@ -80,7 +80,7 @@ class Converter:
             if fields[name].required and name not in table:
                 self.add(
                     (*path, name),
-                    f"the setting {name!r} is missing from {dotted(path) or 'the file'}",
+                    f"{name!r} is missing from {dotted(path) or 'the file'}",
                     f"add {name}",
                 )
         complete = all(name in values for name in names if fields[name].required)

@@ -79,8 +79,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tensor_parallel_size: Processes = 1
     """Number of ranks per replica. Each rank uses one GPU."""
     expert_parallel: bool = False
-    """Whether each rank of a mixture-of-experts model holds a subset of the experts in full. Otherwise, each
-    rank holds a slice of every expert."""
+    """Whether each rank of a mixture-of-experts model holds some of the experts in full. If not, each rank
+    holds a slice of every expert."""
     max_model_len: Positive | None = None
     """Maximum sequence length in tokens, including prompt and output. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64
@@ -161,12 +161,12 @@ class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     """Total host memory in GB (10^9 bytes) that models on the CPU may use, as predicted by `appliance models
     fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
     sleeping_memory_gb: NonNegativeGigabytes = 0.0
-    """Host memory in GB (10^9 bytes) for the weights of sleeping models. A GPU model whose weights fit within
-    this limit is put to sleep instead of being unloaded automatically, and its next request wakes it. When
-    the limit is reached, the least recently used sleeping models are unloaded. The memory is page-locked. 0
-    disables sleeping: models are always unloaded."""
+    """Host memory in GB (10^9 bytes) for the weights of sleeping models. Instead of being unloaded
+    automatically, a GPU model whose weights fit within this limit is put to sleep, and its next request wakes
+    it. When the limit is reached, the least recently used sleeping models are unloaded. The memory is
+    page-locked. 0 disables sleeping: models are always unloaded."""
     min_residence_s: Seconds = 10.0
-    """A model is not evicted until this many seconds after it started loading. A busy model may be evicted
+    """A model is not evicted within this many seconds of the start of loading. A busy model may be evicted
     only after requests for another model have waited this long. Once they have waited 5 s longer, any model
     may be evicted."""
 
@@ -175,8 +175,8 @@ class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Access to the sockets in the run directory."""
 
     uids: Literal["owner", "any"] | list[UserId] = "owner"
-    """Users who may use `api.sock` without a key: "owner" (the service's user and root), "any" (all users
-    that the file mode permits), or a list of numeric user ids, in addition to the service's user and root."""
+    """Users who may use `api.sock` without a key, in addition to the service's user and root: "owner" (no
+    other users), "any" (all users that the file mode permits), or a list of numeric user ids."""
     api_mode: SocketMode = "0660"
     """Octal file mode of `api.sock`. If systemd creates the socket, its mode comes from `SocketMode=` in the
     unit instead."""
@@ -201,8 +201,8 @@ class QueueSettings(QueueRules, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 class IdempotencySettings(RetryRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Requests with an `Idempotency-Key`. A retry joins the running request or receives the same answer.
-    Answers are kept only in memory."""
+    """Requests with an `Idempotency-Key`. A retry joins the original request if it is still running, and
+    otherwise receives the same answer. Answers are kept only in memory."""
 
 
 class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -262,9 +262,9 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     repeated exits, a replica is not restarted for a while: see [models.md](models.md#replicas)."""
 
     max_deaths: Positive = 5
-    """Number of exits within `window_s` after which a replica is not restarted for a while. It is restarted
-    after `retry_s` seconds, when the model's files change, or when an operator runs `appliance models
-    retry`."""
+    """Number of exits within `window_s` seconds after which a replica is not restarted for a while. It is
+    restarted after `retry_s` seconds, when the model's files change, or when an operator runs `appliance
+    models retry`."""
     window_s: PositiveSeconds = 60.0
     """Number of seconds for which an exit counts towards `max_deaths`. Only time spent serving is counted, so
     the limit also catches a replica that repeatedly exits during a slow load."""

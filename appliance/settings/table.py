@@ -38,7 +38,7 @@ def as_table(loaded: Loaded) -> Configuration:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
-    """Yield the settings that differ. If a setting exists only before or only after the change, its other
+    """Yield the settings that differ. If a setting exists only before or only after the change, the missing
     value is None. If a model was added or removed, only its folder is listed."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()

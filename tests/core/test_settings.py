@@ -97,7 +97,7 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
         ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' is not valid: write 'auto', "),
         ("[models.a]\nfolder = '.'\nquantization = 'int8'", "quantization = 'int8' is not valid: write "),
         ("[models.a]\nfolder = '.'\nkv_cache_dtype = 'e5m2'", "kv_cache_dtype = 'e5m2' is not valid: "),
-        ("[models.a]\nmax_num_seqs = 3", "the setting 'folder' is missing from models.a: add folder"),
+        ("[models.a]\nmax_num_seqs = 3", "'folder' is missing from models.a: add folder"),
         ("[models.'a b']\nfolder = '.'", "and begin with a letter or digit"),
         ("models = 3", "models = 3 is not valid: write [models.NAME]"),
         ("[unix]\napi_mode = 'rw'", "unix.api_mode = 'rw' is not valid: write an octal file mode"),
