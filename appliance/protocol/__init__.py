@@ -58,7 +58,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Degradation(msgspec.Struct, frozen=True, kw_only=True):
-    """A feature, such as a GPU or resource limits, that the settings request but the replica runs without."""
+    """A feature that the settings request but the replica runs without, such as a GPU or resource limits."""
 
     description: str
     remedy: str
@@ -76,9 +76,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     load: LoadStatus | None = None
     """Progress of loading the model, or None if the replica is not loading."""
     pids: list[int] = msgspec.field(default_factory=list)
-    """One per rank."""
+    """Process ids, one per rank."""
     devices: list[str] = msgspec.field(default_factory=list)
-    """One per rank."""
+    """Devices, one per rank."""
     backend: str = ""
     dtype: ModelDType | Literal[""] = ""
     """Data type used for computation."""
@@ -88,9 +88,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     """Data type of the KV cache: the same as `dtype`, or "fp8"."""
     tensor_parallel_size: int = 1
     freed_bytes: int = 0
-    """Memory released by a sleeping replica."""
+    """Memory released by a sleeping replica, in bytes."""
     host_bytes: int = 0
-    """Host memory that holds a sleeping GPU replica's weights."""
+    """Host memory that holds the weights of a sleeping GPU replica, in bytes."""
     sleeps: int = 0
     """Number of times that the replica went to sleep."""
     wakes: int = 0
@@ -156,16 +156,16 @@ class ScalingChange(msgspec.Struct, kw_only=True):
 
 
 class ScalingStatus(msgspec.Struct, kw_only=True):
-    """The scaling status of a model whose replica count depends on its load."""
+    """The scaling status of a model with a load-dependent number of replicas."""
 
     replicas: int
     """The target number of replicas."""
     min_replicas: int
     max_replicas: int
     demand: float
-    """The load, measured in replicas: a load of 1.5 would fully use one and a half replicas."""
+    """The load, measured in replicas: a load of 1.5 would keep one and a half replicas fully busy."""
     expected: float
-    """The load expected at the time when a replica started now would be ready."""
+    """The load expected by the time that a newly started replica would be ready."""
     reason: str = ""
     """Explanation of the expected load."""
     refusal: str = ""
@@ -196,7 +196,7 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     if there is none."""
     replicas: list[ReplicaStatus] = []
     scaling: ScalingStatus | None = None
-    """How the number of replicas follows the load. Null if it is fixed."""
+    """How the number of replicas follows the load. Null if the number is fixed."""
 
 
 class Configuration(msgspec.Struct, kw_only=True):
@@ -244,7 +244,7 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     started_at: float
     """When the drain began, in unix seconds."""
     elapsed_s: float
-    """Seconds since the drain began or, if it is complete, its duration."""
+    """Seconds since the drain began or, once it is complete, the total duration of the drain."""
     running: int
     queued: int
     """Number of accepted requests that have not started. The drain is complete once no request is running or
@@ -277,11 +277,11 @@ class InFlight(msgspec.Struct, kw_only=True):
     front: str
     replica: str
     attempt: int | None
-    """Attempt number. None for a past request whose attempt is unknown."""
+    """Attempt number. None for a past request if the number is unknown."""
     age_s: float
     prompt_tokens: int
     max_tokens: int | None
-    """The request's token limit. None for a past request whose limit is unknown."""
+    """The request's token limit. None for a past request if the limit is unknown."""
 
 
 class LimitUsage(msgspec.Struct, kw_only=True):
@@ -361,7 +361,7 @@ class Contents(msgspec.Struct, kw_only=True):
     created_at: float
     """When the request arrived, in unix seconds."""
     goes_at: float | None
-    """When the contents will be removed under the current policy, in unix seconds. None means never."""
+    """Unix time at which the contents will be removed under the current policy. None means never."""
     texts: list[KeptText]
 
 

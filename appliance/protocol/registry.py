@@ -69,9 +69,9 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     """Number of the version's replicas that are loaded or being loaded."""
     devices: list[str] = []
     memory_bytes: int = 0
-    """Memory used by the weights and KV caches of the version's replicas."""
+    """Memory used by the weights and KV caches of the version's replicas, in bytes."""
     expires_at: float | None = None
-    """When the version will be unloaded if no more requests arrive, in unix seconds. Null means never."""
+    """Unix time at which the version will be unloaded if no more requests arrive. Null means never."""
     shares: dict[str, float] = {}
     """For each name with a split that includes this version, the fraction of the name's requests that this
     version receives."""
@@ -124,8 +124,8 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     aliases: list[str] = []
     """Additional names of the model or of one of its versions."""
     split: dict[str, float] = {}
-    """Weights of the models and versions between which the requests for this model are split. Empty if the
-    default version gets all of them."""
+    """Relative weights of the models and versions among which the requests for this model are split. Empty if
+    the default version gets all of them."""
     shadows: list[ShadowStatus] = []
     """Shadows of the model's name and its aliases."""
     versions: list[RegisteredVersion]

@@ -53,7 +53,7 @@ class QueueStats(msgspec.Struct, kw_only=True):
     refused: int
     """Number of requests refused by the core."""
     ended: int
-    """Number of requests that have ended and whose row in the request log is closed."""
+    """Number of requests that have ended and have a closed row in the request log."""
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
@@ -96,7 +96,7 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """Number of rows not yet accepted by the database. They are added to the chain once the database accepts
     them."""
     spooled_since: float | None = None
-    """When the oldest row not yet accepted by the database was spooled, in unix seconds."""
+    """Unix time at which the oldest row not yet accepted by the database was spooled."""
     places: list[str] = []
     """Files that contain rows not yet accepted by the database."""
     in_memory: int = 0
@@ -130,7 +130,7 @@ class Problem(msgspec.Struct, kw_only=True):
     at: float
     """When the problem last occurred, in unix seconds."""
     where: str
-    """Where the problem occurred: in a front process, replica, database or socket."""
+    """Name of the front process, replica, database or socket in which the problem occurred."""
     description: str
     count: int = 1
 
@@ -139,7 +139,7 @@ class CurrentProblem(msgspec.Struct, kw_only=True):
     """A current problem and its remedy."""
 
     where: str
-    """Where the problem occurs: in a model, replica, front process or database, or in "audit" or "log"."""
+    """Name of the model, replica, front process or database with the problem, or "audit" or "log"."""
     description: str
     remedy: str
 
