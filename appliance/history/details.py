@@ -24,12 +24,13 @@ DETAIL_BYTES_PER_S = 16 << 10
 _SAVED_BYTES = 1 << 20
 """Maximum number of bytes that small frames can leave unused for a later, larger frame."""
 _WHOLE_EVERY = 30
-"""At least one in this many consecutive frames is a full frame, so a reader must decode at most this many."""
+"""Every sequence of this many consecutive frames contains a full frame, so a reader never has to decode more
+frames than this."""
 _NO_BLOCKS: Mapping[str, BlockMap] = {}
 
 
 class RecordedDetails(NamedTuple):
-    """A snapshot's details after decoding a frame."""
+    """A snapshot's details, decoded from a frame."""
 
     at: float
     requests: list[UnfinishedRequest]

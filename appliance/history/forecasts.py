@@ -32,7 +32,7 @@ class TenantForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuotaForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect that new limits would have had, found by replaying the last few minutes' requests."""
+    """The effect that new limits would have had, found by replaying the requests of the last few minutes."""
 
     since: float
     until: float

@@ -47,7 +47,9 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
     if not since < until:
         raise PastError("the slice ends before it begins: swap the two times")
     if until - since > MAX_INCIDENT_S:
-        raise PastError(f"a slice is at most {MAX_INCIDENT_S / 3600:g} h long: select a shorter time span")
+        raise PastError(
+            f"a slice can be at most {MAX_INCIDENT_S / 3600:g} h long: select a shorter time span"
+        )
     try:
         with IncidentWriter(path, MAX_INCIDENT_BYTES) as writer:
             samples = _samples(past, writer, since, until)

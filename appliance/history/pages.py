@@ -12,9 +12,9 @@ from appliance.snapshot import Snapshot
 from store.alerts import AlertRow
 
 MAX_POINTS = 2000
-"""Maximum number of points in time in a response of `GET /telemetry`."""
+"""Maximum number of points in time in a `GET /telemetry` response."""
 MAX_VALUES = 200_000
-"""Maximum number of values in a response of `GET /telemetry`."""
+"""Maximum number of values in a `GET /telemetry` response."""
 MAX_STORED_ROWS = 200
 """Maximum number of stored samples in a page."""
 
@@ -46,8 +46,8 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
     last: float
     """Time of the newest recorded sample."""
     details: bool
-    """Whether unfinished requests and alerts were recorded at `at`. If not, they are derived from the request
-    and alert logs, and some values, such as the number of tokens so far, are null."""
+    """Whether unfinished requests and alerts were recorded at the time `at`. If not, they are derived from
+    the request and alert logs, and some values, such as the number of tokens so far, are null."""
     snapshot: Snapshot
 
 

@@ -69,7 +69,7 @@ class PastReader:
         try:
             details = decode_details(self._telemetry.details(sample.at)) if fine else None
             snapshot = msgspec.convert(sample.tree(), Snapshot)
-        except ValueError as error:  # from decode_details, or a ValidationError
+        except ValueError as error:  # raised by decode_details, or a ValidationError
             raise StoreError(
                 f"the sample at {_local(sample.at)} is in a different format ({error}): read it with the "
                 "appliance version that recorded it"

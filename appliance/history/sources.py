@@ -57,7 +57,7 @@ class PastSource(Protocol):
     """A source of the recorded history. All methods can raise PastError."""
 
     label: str
-    """The source's name in the console's header, such as the run directory or the file name."""
+    """The source's name, as shown in the console's header, such as the run directory or the file name."""
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
         """Return the service state at a given time."""

@@ -1,5 +1,5 @@
-"""Anonymous memory files (memfd). Large byte strings are transferred to another process by passing such a
-file's descriptor."""
+"""Anonymous memory files (memfd). Large byte strings are passed to another process by sending the descriptor
+of such a file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 
 
 def new_memory(name: str, data: bytes) -> int:
-    """Create a memory file with these bytes, and return its descriptor, which the caller must close. `name`
-    is shown only in /proc. Raises OSError."""
+    """Create a memory file that contains the given bytes, and return its descriptor, which the caller must
+    close. `name` is shown only in /proc. Raises OSError."""
     descriptor = os.memfd_create(name)
     try:
         view = memoryview(data)

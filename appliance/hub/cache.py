@@ -41,7 +41,7 @@ class RepositoryCache:
         return self.folder / "snapshots" / commit
 
     def received_bytes(self, files: Iterable[RemoteFile]) -> int:
-        """Return how many bytes of these files have been received."""
+        """Return how many bytes of the given files have been received."""
         received = 0
         for file in files:
             size = file.size if self.blob(file).exists() else _size(self.partial(file))
@@ -59,8 +59,8 @@ class RepositoryCache:
         if needed_bytes + RESERVE_BYTES > free:
             raise HubError(
                 f"{self._repository} needs {_exact(needed_bytes)} on the disk that holds {self.root}, but "
-                f"only {_exact(free)} are free, of which {of_bytes(RESERVE_BYTES)} must stay free: free disk "
-                "space, or choose a folder on another disk with --cache-dir"
+                f"only {_exact(free)} are free, of which {of_bytes(RESERVE_BYTES)} must stay free: free up "
+                "disk space, or choose a folder on another disk with --cache-dir"
             )
 
     def complete(self, file: RemoteFile) -> None:
@@ -106,8 +106,8 @@ class RepositoryCache:
 @contextmanager
 def as_owner(root: Path) -> Iterator[None]:
     """While the context is active, create files in `root` with that folder's owner and group. Root acts as
-    the folder's owner, so that the service's user can read the files, and links that this user may have
-    placed in the folder cannot redirect root's writes to other files. For other users, files stay
+    the folder's owner, so that the service's user can read the files. This also prevents links that this user
+    may have placed in the folder from redirecting root's writes to other files. For other users, files stay
     group-writable if they inherit the folder's group (set-group-ID), because every operator must be able to
     continue a pull.
     """

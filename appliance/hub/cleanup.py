@@ -14,7 +14,7 @@ _FOLDER = "models--"
 
 
 def in_hub_cache(folder: Path) -> bool:
-    """Return whether the folder is a commit's folder in a hub cache."""
+    """Return whether `folder` is a commit's snapshot folder in a hub cache."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith(_FOLDER)
 
 

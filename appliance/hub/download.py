@@ -186,7 +186,7 @@ class Download:
         if free < RESERVE_BYTES:
             raise HubError(
                 f"the disk that holds {self._cache.root} has only {of_bytes(free)} free: the received part "
-                "is kept; free disk space, then run the same command again to resume"
+                "is kept; free up disk space, then run the same command again to resume"
             )
 
     def _count(self, count: int) -> None:
@@ -195,7 +195,7 @@ class Download:
 
 
 class _Stopped(Exception):
-    """Raised in a download's threads once it has been stopped."""
+    """Raised in the threads of a download once the download has been stopped."""
 
 
 class _Partial:

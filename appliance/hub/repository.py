@@ -178,8 +178,8 @@ def _no_safetensors(name: str, paths: Iterable[str]) -> str:
 def _checked(listing: Listing, file: RemoteFile) -> RemoteFile:
     if file.size < 0 or not _DIGEST.fullmatch(file.digest):
         raise HubError(
-            f"the hub lists {file.path} of {listing.reference.repository} without size or checksum: use "
-            "another $HF_ENDPOINT"
+            f"the hub lists {file.path} of {listing.reference.repository} without a size or checksum: "
+            "use another $HF_ENDPOINT"
         )
     return file
 
