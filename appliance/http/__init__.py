@@ -1,8 +1,8 @@
 """The HTTP/1.1 server used by the front processes, the admin API and the metrics listener. It serves sockets
-bound or accepted by the core. A custom asyncio protocol drives the ASGI application, and httptools (llhttp)
-does the parsing. The protocol adds features that ASGI servers lack: the peer's identity (`SO_PEERCRED`), time
-limits for headers, bodies and writes, per-client limits on bytes and connections, and a direct way to write a
-stream (`Connection.write_chunk`).
+that the core has bound or accepted. A custom asyncio protocol drives the ASGI application, and httptools
+(llhttp) does the parsing. The protocol adds features that ASGI servers lack: the peer's identity
+(`SO_PEERCRED`), time limits for headers, bodies and writes, per-client limits on bytes and connections, and a
+direct way to write a stream (`Connection.write_chunk`).
 """
 
 from appliance.http.connection import Connection

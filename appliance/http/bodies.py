@@ -36,7 +36,6 @@ class SizedBody:
         self.complete = not length
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Implements `Body.feed`."""
         content = data[: self._left]
         self._left -= len(content)
         self.complete = not self._left
@@ -60,7 +59,6 @@ class ChunkedBody:
         self._parser.feed_data(_CHUNKED_HEAD)
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Implements `Body.feed`."""
         window = self._tail + data
         fed = len(self._tail)
         while fed < len(window) and not self.complete:

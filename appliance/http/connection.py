@@ -330,7 +330,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.pool is not None:
             self.pool.mark_busy(self)
         if self._parser.received and not self.authenticated:
-            # Only known clients may send further requests before the first is answered.
+            # Only known clients may send more requests before the first one is answered.
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
@@ -468,7 +468,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── writing, within a time limit ──
 
     def pause_writing(self) -> None:
-        """Start timing the client's reads, because the transport's buffer is full."""
+        """Start the write timer, because the transport's buffer is full."""
         self.writable = False
         self._may_write.clear()
         self._write_limit.start()

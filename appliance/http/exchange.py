@@ -115,7 +115,7 @@ class Exchange:
     # ── called by the ASGI application ──
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next ASGI event: part of the body, or a disconnect by the client."""
+        """Return the next ASGI event: part of the body, or a client disconnect."""
         while not (self._disconnected or self.complete):
             if self._content or (self.request_complete and not self._end_delivered):
                 content = b"".join(self._content)
@@ -163,7 +163,7 @@ class Exchange:
         says_close = False
         for name, value in message.get("headers", ()):
             if _CONTROL_CHARACTER.search(value):
-                raise RuntimeError(f"the header {name!r} has a control character in its value")
+                raise RuntimeError(f"the value of the header {name!r} contains a control character")
             lowered = name.lower()
             if lowered == b"content-length":
                 self._length_left = int(value)

@@ -174,9 +174,9 @@ def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, boo
 def _check_host(headers: list[tuple[bytes, bytes]], version: str) -> None:
     hosts = sum(name == b"host" for name, _ in headers)
     if hosts > 1:
-        raise RequestError(400, "the header Host was sent more than once: send it once", "invalid_host")
+        raise RequestError(400, "the Host header was sent more than once: send it once", "invalid_host")
     if not hosts and version == "1.1":
-        raise RequestError(400, "the header Host is missing: HTTP/1.1 requires it", "invalid_host")
+        raise RequestError(400, "the Host header is missing: HTTP/1.1 requires it", "invalid_host")
 
 
 def _connection_options(headers: list[tuple[bytes, bytes]]) -> set[bytes]:

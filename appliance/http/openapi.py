@@ -33,7 +33,7 @@ class Operation(NamedTuple):
 
 
 class DescribedRoute(Protocol):
-    """The properties of a route that the OpenAPI document needs."""
+    """The attributes of a route from which the OpenAPI document is built."""
 
     operation: Operation | None
     methods: set[str] | None
@@ -48,8 +48,8 @@ def openapi_document(
     description: str = "",
     schema_hook: Callable[[type], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return an OpenAPI document for all routes with an operation. `schema_hook` returns the JSON schema of a
-    type unknown to msgspec."""
+    """Return an OpenAPI document for all routes that have an `operation`. `schema_hook` returns the JSON
+    schema of a type unknown to msgspec."""
     described = [(route, route.operation) for route in routes if route.operation is not None]
     types = {
         kind: None

@@ -26,7 +26,7 @@ class Pool:
     def __init__(self) -> None:
         self.limit = 0
         self.evicted = 0
-        """Connections closed to make room for others."""
+        """Number of connections closed to make room for others."""
         self._members: dict[Occupant, str] = {}
         """Each connection's tenant, or "" while it has none."""
         self._by_tenant: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class Pool:
 
     @property
     def busy(self) -> int:
-        """Number of connections whose request is being answered."""
+        """Number of connections with a request that is being answered."""
         return len(self._members) - len(self._waiting)
 
     @property

@@ -44,7 +44,7 @@ class RequestMemory:
 
     def __init__(self) -> None:
         self.refused = 0
-        """Requests refused to free memory."""
+        """Number of requests that were refused to free memory."""
         self._sizes: dict[HeadHolder, int] = {}
         self._total = 0
 

@@ -18,7 +18,7 @@ TURN_S = 0.002
 the previous iteration's duration divided by this time, but at least 1 and at most `MAX_TURNS_PER_PASS`."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
-"""Maximum average share of the event loop's time that turns charged to one budget may take."""
+"""Maximum share of the event loop's time, on average, that the turns charged to one budget may take."""
 BURST_S = 0.1
 """Event loop time, in seconds, that a budget may use without pausing after it has been idle for a while."""
 MAX_CHARGE_S = 0.004
