@@ -22,9 +22,9 @@ _LATE_SHARE = 0.5
 """A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
 """Late first tokens trigger scaling only if the demand uses at least this share of each replica. At lower
-demand, the cause is long prompts, and another replica would not help."""
+demand, they are caused by long prompts, and another replica would not help."""
 _AHEAD_S = 30.0
-"""How far beyond a new replica's startup time the load is predicted, in seconds."""
+"""The load is predicted this many seconds beyond a new replica's startup time."""
 REFUSED_S = 60.0
 """How long to wait before trying again to add a replica that did not fit into memory."""
 
@@ -57,7 +57,7 @@ class ModelLoad(NamedTuple):
     ttft_s: float | None
     """99th percentile of recent times to first token, or None if there were no requests."""
     load_s: float
-    """Time from a replica's start to readiness."""
+    """Time from starting a replica until it is ready."""
 
 
 class Decision(NamedTuple):
@@ -118,7 +118,8 @@ class Autoscaler:
         return Decision(needed, self.expected.reason)
 
     def _late(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return the decision to add one replica if requests are late and no replica is being started."""
+        """If requests are late, return the decision to add one replica, unless one is already being
+        started."""
         full = load.replicas >= rules.max_replicas or load.ready < load.replicas
         if full or now - self._refused_at < REFUSED_S:
             return None

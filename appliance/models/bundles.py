@@ -52,7 +52,7 @@ class Bundles:
     ) -> None:
         """`settings` is a function that returns the current settings."""
         self.incomplete: set[tuple[str, ...]] = set()
-        """Partly loaded bundles, whose remaining models are loaded next."""
+        """Partly loaded bundles. Their remaining models are loaded next."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -91,7 +91,7 @@ class Bundles:
         ]
 
     def times(self, unit: str) -> UnitTimes:
-        """Return the times at which the model was loaded and used. The caller may modify them."""
+        """Return the model's `UnitTimes`, which the caller may modify."""
         return self._times.setdefault(unit, UnitTimes(used_at=self._clock()))
 
     def note_load(self, unit: str) -> None:
@@ -131,8 +131,8 @@ class Bundles:
         return leaves and self.occupies_memory(unit)
 
     def leaves_at(self, unit: str) -> float:
-        """Return the time at which the model's time to live ends if no more requests arrive, or infinity if
-        it never ends."""
+        """Return when the model's time to live expires if no more requests arrive, or infinity if it never
+        expires."""
         times, settings = self.times(unit), self._manager.settings_of(unit)
         idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
         traffic = self._requests.state.models.get(unit)
@@ -227,8 +227,8 @@ class Bundles:
         return 0 if settings is None else (await self._manager.shortage_of(unit, settings)).bytes
 
     async def measure(self, bundles: list[Bundle], wanted: str) -> list[Bundle]:
-        """Predict how much memory the models on the CPU need. Return the bundles, each with the memory that
-        unloading it would make available to the model `wanted`."""
+        """Return copies of the bundles in which `memory_bytes` is the memory that unloading the bundle would
+        make available to the `wanted` model. The memory of models on the CPU is predicted."""
         settings = {
             unit: one
             for bundle in bundles
@@ -245,9 +245,9 @@ class Bundles:
     def _memory_bytes(self, unit: str, wanted: str) -> int:
         """Return the memory, in bytes, that unloading `unit` would make available to `wanted`.
 
-        If `wanted` is asleep, only memory on its own GPUs counts, because it wakes on these GPUs. If `unit`
-        is asleep, unloading it frees its host memory (if `wanted` runs on the CPU) or the GPU memory that its
-        processes still hold (if `wanted` runs on GPUs).
+        If `wanted` is asleep, only memory on its own GPUs counts, because it wakes up on those GPUs. If
+        `unit` is asleep, unloading it frees its host memory (if `wanted` runs on the CPU) or the GPU memory
+        that its processes still hold (if `wanted` runs on GPUs).
         """
         asleep = self._manager.is_parked_asleep(wanted)
         gpus = {gpu for one in self._manager.of(wanted) for gpu in one.resources.gpus} if asleep else set()

@@ -88,7 +88,7 @@ def _not_a_folder(path: Path) -> FolderFault:
         return FolderFault(f"{str(path)!r} is a file, not a folder", f"use {_EXPECTED}")
     if hidden_by_unit(path):
         return FolderFault(
-            f"the service cannot see {str(path)!r}, because its unit hides /home and /root",
+            f"the service cannot see {str(path)!r}, because its systemd unit hides /home and /root",
             "move the model to a directory such as /srv/models, or use the drop-in models-in-home.conf",
         )
     return FolderFault(f"the folder {str(path)!r} does not exist", f"use {_EXPECTED}")

@@ -14,8 +14,8 @@ _MAX_GROWTH = 2.0
 """The trend's prediction is capped at this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
-"""The prediction also considers yesterday's demand, from the current time of day until this many seconds
-after the time of day being predicted."""
+"""The prediction also considers the demand of the previous day, from the current time of day until this many
+seconds after the predicted time of day."""
 
 
 class Demand(NamedTuple):
@@ -27,7 +27,7 @@ class Demand(NamedTuple):
 
 
 class DemandForecast:
-    """Records a model's demand and predicts the future demand. All times are in seconds on one monotonic
+    """Records a model's demand and predicts its future demand. All times are in seconds on one monotonic
     clock."""
 
     def __init__(self) -> None:

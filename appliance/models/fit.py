@@ -16,8 +16,8 @@ from engine import sizing
 from engine.messages import BLOCK_TOKENS, KvDType, ModelDType, WeightsDType
 
 _LENGTHS = (1024, 4096, 16_384, 65_536)
-"""Sequence lengths, in tokens, for which the number of concurrent sequences is shown. It is also shown for
-the maximum length."""
+"""The number of concurrent sequences is shown for these sequence lengths, in tokens, and for the maximum
+length."""
 
 
 class UnfitError(Exception):
@@ -96,8 +96,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_memory() -> MachineMemory:
-    """Return this machine's memory. This function calls NVML and reads from the kernel, so it must not run on
-    the event loop."""
+    """Return this machine's memory. This function may block, so it must not run on the event loop."""
     import psutil
 
     return MachineMemory(
@@ -117,7 +116,7 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
     if on_gpu and len(memory.gpus) < ranks:
         needed = "one GPU" if ranks == 1 else f"{ranks} GPUs"
         raise UnfitError(
-            f"tensor_parallel_size = {ranks} needs {needed}, but {len(memory.gpus)} are available",
+            f"tensor_parallel_size = {ranks} needs {needed}, but the machine has {len(memory.gpus)}",
             f"lower tensor_parallel_size to {len(memory.gpus)}" if memory.gpus else 'set device = "cpu"',
         )
     gpus = _gpus(memory.gpus, ranks, chosen) if on_gpu else []
@@ -198,8 +197,7 @@ def shortage_beside(
     - `limit_bytes`: the maximum total memory of all replicas on the CPU, if there is a limit.
 
     On a GPU, the replica must get as much memory as if it had the GPU to itself. Otherwise, its KV cache
-    would be smaller for its entire lifetime. This function calls NVML and reads from the kernel, so it must
-    not run on the event loop.
+    would be smaller for its entire lifetime. This function may block, so it must not run on the event loop.
     """
     memory = read_memory()
     chosen = chosen or range(min(len(memory.gpus), model.tensor_parallel_size))
@@ -236,7 +234,7 @@ def shortage_beside(
 
 def shortage_to_wake(needs: Iterable[tuple[Sequence[int], int]]) -> MemoryShortage:
     """Return how much GPU memory is missing to wake sleeping replicas. `needs` lists each replica's GPUs and
-    the memory it has released, summed over its ranks. This function calls NVML, so it must not run on the
+    the memory it has released, summed over its ranks. This function may block, so it must not run on the
     event loop."""
     needed: Counter[int] = Counter()
     for numbers, freed_bytes in needs:

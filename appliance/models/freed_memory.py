@@ -46,8 +46,8 @@ def held_reason(
     processes_on_gpus: GpuProcesses = gpu_processes,
 ) -> str:
     """Wait at most `within_s` seconds for a stopped replica's memory to be freed. Return a description of the
-    memory still held, with a remedy, or an empty string if all of it was freed. This function reads from the
-    kernel and calls NVML, so it must not run on the event loop.
+    memory still held, with a remedy, or an empty string if all of it was freed. This function blocks, so it
+    must not run on the event loop.
 
     `pids` holds the process ids of the replica's ranks. Each rank leads a session that also contains the
     processes it starts. In a container, NVML may list no processes or use the host's process ids. In both

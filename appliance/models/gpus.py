@@ -1,6 +1,6 @@
 """Finds NVIDIA GPUs through NVML, which creates no CUDA context and therefore uses no GPU memory. If a GPU is
-split into MIG instances, the instances are listed instead, and each can run a rank like a separate GPU. GPUs
-and instances share one numbering, in the order of the machine's GPUs."""
+split into MIG instances, the instances are listed instead, and each of them can run a rank as if it were a
+separate GPU. GPUs and instances share one numbering, in the order of the machine's GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GpuReport(NamedTuple):
 
 
 def find_gpus() -> GpuReport:
-    """Query NVML. An empty report means that the machine has no NVIDIA driver."""
+    """Return the GPUs reported by NVML. The report is empty if the machine has no NVIDIA driver."""
     import pynvml
 
     try:

@@ -49,8 +49,8 @@ from appliance.traffic.request_manager import RequestManager
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_LOADS = 2
-"""Number of failed starts after which loading a registered version is considered to have failed. A second
-attempt is worthwhile, because the first also fails if another process has not freed its memory yet."""
+"""Loading a registered version fails after this many failed starts. A second attempt is worthwhile, because
+the first one may have failed only because another process had not freed its memory yet."""
 
 
 class ModelManager:
@@ -297,8 +297,9 @@ class ModelManager:
             await self._changes.ended(unit)
 
     async def stay_asleep(self, unit: str) -> bool:
-        """If the model is parked and is asleep or going to sleep, unpark it but leave it asleep, so that only
-        `sleeping.wake` can wake it. The model must have no requests. Return whether it is asleep."""
+        """If the model is parked and either asleep or going to sleep, unpark it but leave it asleep. After
+        that, only `sleeping.wake` can wake it. The model must have no requests. Return whether it is
+        asleep."""
         while self._is_to_sleep(unit) and self._changes.in_progress(unit):
             await self._changes.ended(unit)
         if not self.is_parked_asleep(unit):
@@ -313,8 +314,8 @@ class ModelManager:
         return bool(replicas) and all(replica.sleeping.asleep for replica in replicas)
 
     def parked_host_bytes(self) -> dict[str, int]:
-        """Return the host memory occupied by each parked model's weights. Includes only models that are
-        asleep or going to sleep."""
+        """Return the host memory occupied by the weights of each parked model that is asleep or going to
+        sleep."""
         return {
             unit: sum(replica.weight_bytes for replica in self.of(unit))
             for unit, parked in self._parked.items()
@@ -327,16 +328,17 @@ class ModelManager:
         return parked is not None and parked.asleep
 
     def is_parked(self, unit: str) -> bool:
-        """True if the model accepts requests although it has no awake replicas or soon will have none."""
+        """True if the model accepts requests even though it has no awake replicas, or will soon have none."""
         return unit in self._parked
 
     def accepts_early(self, unit: str) -> bool:
-        """True if the model accepts requests although it is not in memory: it is parked, or it was parked and
-        is now being loaded or woken."""
+        """True if the model accepts requests even though it is not in memory: it is parked, or it was parked
+        and is now being loaded or woken."""
         return unit in self._parked or unit in self._returning
 
     def settings_of(self, unit: str) -> ModelSettings | None:
-        """Return the settings of a loaded, parked or loading model, or None for any other."""
+        """Return the settings of a model that is loaded, parked or being loaded, or None for any other
+        model."""
         return self._wanted.get(unit)
 
     def loaded(self, unit: str) -> bool:
@@ -409,7 +411,8 @@ class ModelManager:
     # ── autoscaling (ScaledModels) ──
 
     def scalable(self) -> dict[str, ModelSettings]:
-        """Return the settings of all models, except those that are asleep or whose replicas are changing."""
+        """Return the settings of all models, except those that are asleep or have a change to their replicas
+        in progress."""
         asleep = {replica.model for replica in self.replicas if replica.sleeping.begun}
         units = self.models.keys() - asleep - self._parked.keys()
         return {

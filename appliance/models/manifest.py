@@ -1,6 +1,6 @@
 """Manifests of model folders: each file's size and SHA-256. Creating a manifest reads all files completely.
-Checking one reads at most `_WHOLE_BYTES` of each file, unless its modification time has changed. Neither may
-be done on the event loop.
+Checking one reads at most `_WHOLE_BYTES` of each file, or the whole file if its modification time has
+changed. Neither may be done on the event loop thread.
 
 For large files, only samples of the contents are compared. They reveal that a file has been replaced by
 another one of the same size, because training changes every part of the weights. They do not reveal a change
@@ -22,8 +22,8 @@ from store.models import ModelFile
 _READERS = 4
 """Number of files hashed concurrently. Hashing releases the GIL."""
 _WHOLE_BYTES = 32 << 20
-"""Maximum size of a file that is fully compared with the manifest before each replica start. For larger
-files, only the size and samples are compared."""
+"""Files up to this size are compared with the manifest in full before each replica start. For larger files,
+only the size and samples are compared."""
 _SAMPLES, _SAMPLE_BYTES = 32, 64 << 10
 """Number and size of the samples of a large file: 2 MiB in total, regardless of the file's size. The first
 sample is at the beginning of the file, the last one at its end, and the others at equal distances between
@@ -105,8 +105,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _name(path: Path) -> str:
-    """Return a file's name as stored in the manifest: valid text, even if the file's name is not valid
-    UTF-8."""
+    """Return a file's name as stored in the manifest, with bytes that are not valid UTF-8 escaped."""
     return os.fsencode(path.name).decode(errors="backslashreplace")
 
 

@@ -21,7 +21,7 @@ def node_of_bus(bus: str, root: Path = _PCI) -> int:
 
 def cpus_near(nodes: set[int], root: Path = _NODES) -> tuple[int, ...]:
     """Return the CPUs of these NUMA nodes that this process may use. The set is empty if a node is unknown,
-    if the machine has only one node, or if this process may use none of the CPUs."""
+    if the machine has only one node, or if this process may use none of those CPUs."""
     if -1 in nodes or len(list(root.glob("node[0-9]*"))) < 2:
         return ()
     near: set[int] = set()

@@ -179,9 +179,9 @@ class OnDemand:
     # ── requests ──
 
     def wanted(self, name: str) -> None:
-        """Begin to accept requests for a version that is asleep or not loaded, because requests for it are
-        waiting in a front. Fronts call this repeatedly while requests wait, so a call may be ignored while an
-        operation is in progress."""
+        """Start accepting requests for a version that is asleep or not loaded, because some are waiting in a
+        front. Fronts call this repeatedly while requests wait, so a call may be ignored while an operation is
+        in progress."""
         target = self._routing.target_of(name)
         if target is None:
             return
@@ -277,7 +277,7 @@ class OnDemand:
             await self._introduce_member(wanted, unknown[0])
             return
         if not unit:
-            return  # The unloaded models are still being removed from memory.
+            return  # The bundle's models are still being removed from memory.
         step = next_step(
             self._clock(),
             wanted,
@@ -375,8 +375,8 @@ class OnDemand:
 
     async def _free_memory(self, unit: str, settings: ModelSettings) -> None:
         """Unload idle models until `unit` fits into memory or no more models can be unloaded. If `unit` is
-        asleep and its GPUs cannot provide enough memory to wake it, but other GPUs can provide enough to load
-        it, unload it first."""
+        asleep, its GPUs may not have enough memory to wake it while other GPUs have enough to load it. In
+        that case, unload it first."""
         wanted = Bundle((unit,), waiting_since=self._clock())
 
         async def next_towards(shortage: MemoryShortage, target: str) -> Step:

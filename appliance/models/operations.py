@@ -47,8 +47,8 @@ class ModelOperations:
         note: Callable[[str, str], None],
         model_flags: Mapping[str, Any],
     ) -> None:
-        """`note` reports a problem to the operator. `model_flags` holds the command-line options for models,
-        which apply to versions without the corresponding setting."""
+        """`note` reports a problem to the operator. `model_flags` holds command-line options, which are the
+        defaults for the settings of all versions."""
         self.registry = registry
         self.failures = routing.failures
         """Models and versions whose latest load failed, with the reasons."""
@@ -262,7 +262,7 @@ class ModelOperations:
         if reason := self._fronts.problem_with(unit):
             raise LoadError(f"{unit} could not be loaded by {reason}")
         if not in_time:
-            raise LoadError(f"the fronts did not read the tokenizer of {unit} within {_FRONTS_WITHIN_S:g} s")
+            raise LoadError(f"the front processes did not read {unit}'s tokenizer in {_FRONTS_WITHIN_S:g} s")
 
     def settings_of(self, folder: str, settings: Mapping[str, Any]) -> ModelSettings:
         """Return a version's settings, with the command-line options as defaults."""
@@ -304,8 +304,8 @@ class ModelOperations:
 
     async def bring_back(self, unit: str) -> None:
         """Load or wake a model that accepts requests without being loaded. If this fails, raise LoadError and
-        leave the model unloaded, without sleeping replicas. However, if the model is from the settings and is
-        waiting for corrected files, its replicas keep waiting."""
+        leave the model unloaded, without sleeping replicas. Replicas that are waiting for the files of a
+        model in the settings to be corrected keep waiting."""
         record = self.registry.current.versions.get(version_key(unit))
         async with self._one_at_a_time:
             try:
@@ -406,7 +406,7 @@ class ModelOperations:
         await outcome(task, unit)
 
     async def finish_sleep(self, unit: str) -> None:
-        """If the version is going to sleep, wait until it has fallen asleep or failed to."""
+        """If the version is going to sleep, wait until it has fallen asleep or failed to do so."""
         if (task := self._sleeps.get(unit)) is not None:
             await asyncio.wait([task])
 
@@ -447,7 +447,7 @@ class ModelOperations:
         await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(unit, record)), record)
 
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
-        """If the version is going to sleep but its requests are still finishing, cancel the operation.
+        """If the version is going to sleep but its requests are still running, cancel the operation.
         Otherwise, wait for it to complete."""
         if not self._manager.finished(unit):
             sleeping.cancel()

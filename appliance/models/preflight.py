@@ -131,7 +131,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
         yield ModelFinding(
             level="warning",
             text=f"{folder} has no chat template, so chat requests will be refused with status 400",
-            remedy="add the file chat_template.jinja to the folder, set chat_template to a file with a "
+            remedy="add chat_template.jinja to the folder, set chat_template to a file with a "
             "template, or use the model only with /v1/completions",
         )
 

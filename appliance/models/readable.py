@@ -23,7 +23,7 @@ class FileReader(NamedTuple):
     uid: int
     groups: frozenset[int]
     is_this_process: bool
-    """Whether this process runs as the user, in which case the kernel can check the permissions."""
+    """Whether this process runs as this user. If so, the kernel can check the permissions."""
 
 
 class Unreadable(NamedTuple):
@@ -54,8 +54,8 @@ def service_user() -> FileReader:
 
 
 def unreadable_reason(path: Path, reader: FileReader) -> Unreadable | None:
-    """Return why the user cannot read an existing file or list an existing directory, or None if the user can
-    or the path does not exist. Symbolic links are followed, because a hub cache consists of links."""
+    """Return why the user cannot read an existing file or list an existing directory. Return None if the user
+    can, or if the path does not exist. Symbolic links are followed, because a hub cache consists of links."""
     if _readable(path, reader):
         return None
     real = Path(os.path.realpath(path))

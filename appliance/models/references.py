@@ -45,9 +45,9 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
 
 
 def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield a problem and remedy for each registry record that refers to an unknown model: one that is
-    neither in the registry nor in `declared`, the models in the settings. Such a model may have been removed
-    from the settings.
+    """Yield a problem and remedy for each registry record that refers to an unknown model, which may have
+    been removed from the settings. A model is unknown if it is neither in the registry nor in `declared`, the
+    models in the settings.
     """
 
     def is_known(target: str) -> bool:

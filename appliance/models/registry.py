@@ -101,8 +101,8 @@ def describe_models(
 
 
 def describe(name: str, settings: ModelSettings) -> ServedModel:
-    """Describe a model to the fronts before any replica is ready. Values that the model's configuration does
-    not contain are 0 until a replica is ready. Raises OSError if the folder or the chat template cannot be
+    """Return a model's description for the fronts before any replica is ready. Values that are missing from
+    the model's configuration are 0 until then. Raises OSError if the folder or the chat template cannot be
     read.
     """
     folder = Path(settings.folder)

@@ -39,8 +39,8 @@ _KILLED_WITHIN_S = 30.0
 may take longer."""
 _SLEEP_WITHIN_S = 120.0
 """Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, a replica with 15
-GiB of weights took 3.43 s to go to sleep for the first time (docs/performance.md), so the limit is enough for
-several hundred GiB. While a replica goes to sleep, no other model can be loaded."""
+GiB of weights took 3.43 s to go to sleep the first time (docs/performance.md), so the limit is enough for
+several hundred GiB. While a replica is going to sleep, no other model can be loaded."""
 _CHECK_AGAIN_S = 10.0
 """Interval at which the files of a model with a known problem are rechecked."""
 
@@ -87,7 +87,7 @@ class Replica:
         """Number of failed starts since the replica was last ready."""
         self.last_error = ""
         self.failure = ""
-        """Why requests are refused instead of waiting for this replica. Set in the state "failed"; cleared
+        """Why requests are refused instead of waiting for this replica. Set in the "failed" state; cleared
         when the replica becomes ready or exits for a different reason."""
         self.bad_checkpoint = False
         """Whether `failure` is a problem with the model's files or settings."""
@@ -105,9 +105,10 @@ class Replica:
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.latest_report: Report | None = None
-        """The latest report received since the latest start."""
+        """The latest report since the replica was last started, or None."""
         self.account: CreditAccount | None = None
-        """The replica's credits while it is ready; None otherwise. Each start gets a new account."""
+        """The replica's credit account while it is ready, otherwise None. Each start creates a new
+        account."""
         self.retiring = False
         """Whether the replica is finishing its last requests before it is stopped permanently."""
         self.hang_timeout_s = hang_timeout_s
@@ -193,8 +194,8 @@ class Replica:
     async def stop(self, grace_s: float) -> None:
         """Stop the replica permanently.
 
-        A replica that is not ready is killed: it has no requests, and reads no messages while loading. If its
-        processes do not exit even when killed, return after `_KILLED_WITHIN_S`.
+        A replica that is not ready is killed, because it has no requests and does not read messages while
+        loading. If its processes do not exit even when killed, return after `_KILLED_WITHIN_S`.
         """
         self._stopping = True
         self._next_start.stop()

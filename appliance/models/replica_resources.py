@@ -59,8 +59,8 @@ class ReplicaResources:
         return "" if self.without_limits == former else self.without_limits
 
     def reached_memory_limit(self) -> bool:
-        """True if, since the last call to `limit`, the kernel has killed any of the replica's processes
-        because of the memory limit."""
+        """True if the kernel has killed any of the replica's processes because of the memory limit since the
+        last call to `limit`."""
         return self._cgroups.memory_kills(self._replica) > self._memory_kills
 
     def release_gpus(self) -> None:

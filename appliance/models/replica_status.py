@@ -90,8 +90,8 @@ def _reported_fields(replica: Replica) -> dict[str, Any]:
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values of those fields of `source` that `kind` and `ReplicaStatus` have in common. Empty if
-    `source` is None."""
+    """Return the fields that `kind` and `ReplicaStatus` have in common, with their values in `source`. Empty
+    if `source` is None."""
     if source is None:
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)

@@ -41,7 +41,7 @@ class Bundle(NamedTuple):
     in_memory: bool = False
     """Whether any of the bundle's models occupies memory."""
     asleep: bool = False
-    """Whether all of the bundle's models in memory are asleep. A sleeping model still occupies some GPU
+    """Whether every model of the bundle that is in memory is asleep. A sleeping model still occupies some GPU
     memory."""
     busy: bool = False
     """Whether requests for the bundle's models are running or waiting."""
@@ -99,8 +99,8 @@ class Wait(NamedTuple):
 
 
 class Residency(NamedTuple):
-    """Whether a model is in memory and awake, and how often it has been loaded and evicted on demand since
-    startup."""
+    """Whether a model is in memory and awake, and how often it has been automatically loaded and evicted
+    since startup."""
 
     in_memory: bool
     loads: int
@@ -112,8 +112,8 @@ class Residency(NamedTuple):
 
 EvictionReason = Literal["memory", "group", "idle"]
 REASONS: tuple[EvictionReason, ...] = get_args(EvictionReason)
-"""Reasons for evicting a model: another model needs the memory, a group forbids loading both, or the model
-has been idle for its time to live."""
+"""Reasons for evicting a model: another model needs the memory, a group forbids loading both, or the model's
+time to live has expired."""
 
 
 Step = LoadUnits | Evict | Refuse | Wait
@@ -134,7 +134,7 @@ def next_step(
     min_residence_s: float,
     excludes: Callable[[Bundle], bool],
 ) -> Step:
-    """Return the next step towards loading the bundle `wanted`, which has waiting requests. No load or unload
+    """Return the next step towards loading the `wanted` bundle, which has waiting requests. No load or unload
     may be in progress."""
     others = [one for one in bundles if one.in_memory and one is not wanted]
     victims = [one for one in others if excludes(one) and not one.asleep]
@@ -175,5 +175,6 @@ def next_step(
 
 
 def expired(now: float, bundle: Bundle, leaves_at: float) -> bool:
-    """True if an idle, loaded bundle is to be unloaded because its time to live ended at `leaves_at`."""
+    """True if the bundle is loaded and idle, may be unloaded, and has exceeded its time to live, which ended
+    at `leaves_at`."""
     return now >= leaves_at and bundle.loaded and not bundle.busy and not bundle.kept

@@ -103,7 +103,7 @@ class ReplicaRetirements:
         return self._drain_grace_s() if alone else None
 
     async def _until_returned(self, unit: str, reason: str, pids: list[int]) -> None:
-        """Wait until the model's memory has been freed, then remove it from `unreturned`."""
+        """Wait until the model's memory has been freed, then remove the model from `unreturned`."""
         while self.unreturned.get(unit) == reason:
             await asyncio.sleep(_RETURNED_AGAIN_S)
             if not await find_held(pids):

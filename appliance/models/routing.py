@@ -36,7 +36,8 @@ def version_key(unit: str) -> tuple[str, int]:
 
 
 class Routing:
-    """Derives the routes from the settings and the registry. Must be used on the event loop's thread."""
+    """Derives the routes from the settings and the registry. All methods must be called on the event loop
+    thread."""
 
     def __init__(self, registry: Callable[[], Registry], models: ModelManager) -> None:
         self.usable: set[str] = set()

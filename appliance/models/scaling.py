@@ -26,10 +26,10 @@ _UNKNOWN_LOAD_S = 30.0
 
 
 class ScaledModels(Protocol):
-    """The models whose number of replicas can be changed."""
+    """Models with an adjustable number of replicas."""
 
     def scalable(self) -> Mapping[str, ModelSettings]:
-        """Return the settings of all models, except those whose replicas are currently being changed."""
+        """Return the settings of all models, except those with a change to their replicas in progress."""
 
     def of(self, model: str) -> list[Replica]:
         """Return a model's replicas."""

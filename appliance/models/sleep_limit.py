@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class SleepLimit:
-    """Enforces the setting `on_demand.sleeping_memory_gb`. All methods must be called on the event loop
+    """Enforces the `on_demand.sleeping_memory_gb` setting. All methods must be called on the event loop
     thread."""
 
     def __init__(self, settings: Callable[[], Settings], manager: ModelManager, bundles: Bundles) -> None:

@@ -24,7 +24,7 @@ class StepTotal:
         self.idle_s += steps * mean_idle_us / 1e6
 
     def since(self, before: StepTotal) -> StepTotal:
-        """Return the totals of the steps added since `before`, an earlier value of these totals."""
+        """Return the totals of the steps added since `before`, an earlier copy of these totals."""
         steps = StepTotal()
         steps.steps = self.steps - before.steps
         steps.seconds = self.seconds - before.seconds
@@ -43,7 +43,7 @@ class StepTotal:
 
 
 class StepTotals:
-    """Separate totals for decode steps and for steps that compute prompts."""
+    """Separate totals for decode steps and for steps that process prompts."""
 
     def __init__(self) -> None:
         self.decode, self.mixed = StepTotal(), StepTotal()

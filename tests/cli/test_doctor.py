@@ -144,7 +144,7 @@ def test_a_missing_file_of_a_model_is_named(doctor: Doctor, model: Path, missing
         ),
         ("max_model_len = 999999", "max_model_len is 999999"),
         ("tensor_parallel_size = 3", "does not divide"),
-        ('device = "cuda"', "needs one GPU, but 0 are available"),
+        ('device = "cuda"', "needs one GPU, but the machine has 0"),
     ],
 )
 def test_a_model_that_cannot_run_on_this_machine_is_reported_before_it_is_loaded(

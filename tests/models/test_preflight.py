@@ -259,7 +259,7 @@ def test_memory_used_by_other_processes_on_a_gpu_is_reported(model: Path) -> Non
     busy = MachineMemory(gpus=gpus, available_bytes=8 * GIB, total_bytes=8 * GIB)
     (warning,) = check(model, busy)
     assert "of which other processes use 139 GiB" in warning.text
-    assert "needs 2 GPUs, but 1 are available" in problem(model, memory=busy, tensor_parallel_size=2)
+    assert "needs 2 GPUs, but the machine has 1" in problem(model, memory=busy, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("gpus", [0, 1], ids=["no GPU", "a GPU that is too small"])
