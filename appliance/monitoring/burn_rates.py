@@ -20,11 +20,11 @@ class _Use(NamedTuple):
 
 
 class BurnRates:
-    """Records the last minute's usage of limits."""
+    """Records the usage of limits over the last minute."""
 
     def __init__(self) -> None:
         self._uses: dict[tuple[str, str], deque[_Use]] = {}
-        """Each limit's recorded usage, by tenant and limit name, oldest first."""
+        """The recorded usage of each limit, oldest first, by tenant and limit name."""
 
     def record(self, at: float, usage: Mapping[str, Iterable[LimitUsage]]) -> None:
         """Record the current usage of all tenants' limits. `at` is a time on a monotonic clock."""
@@ -39,8 +39,8 @@ class BurnRates:
         self._uses = found
 
     def exhausted_in_s(self, at: float, tenant: str, limits: Iterable[LimitUsage]) -> float | None:
-        """Return the number of seconds until the first of a tenant's limits is exhausted if usage keeps
-        growing at the last minute's rate, or None if no usage is growing."""
+        """Return in how many seconds the first of a tenant's limits will be exhausted if usage keeps growing
+        as in the last minute, or None if it is not growing."""
         times = [self._time_left(at, tenant, limit) for limit in limits]
         return min((one for one in times if one is not None), default=None)
 

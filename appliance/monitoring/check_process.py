@@ -21,7 +21,7 @@ from store.evidence import examine_folder
 Check = Literal["audit", "findings"]
 
 MAX_PROBLEMS = 100
-"""Maximum number of audit chain faults reported individually. Further faults are only counted."""
+"""Maximum number of audit chain faults reported individually. Any others are only counted."""
 _NICENESS = 10
 """This process's nice value, which gives the service priority for CPU time."""
 _NO_JOURNAL = (

@@ -42,8 +42,8 @@ class _LinkBytes(NamedTuple):
 
 
 class GpuReader:
-    """Reads GPU measurements. Must not be used on an event loop, because an unresponsive driver blocks the
-    call."""
+    """Reads GPU measurements. Must not be used on an event loop, because an unresponsive driver would block
+    it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         import pynvml
@@ -99,8 +99,8 @@ class GpuReader:
         unsupported: list[str] = []
 
         def known(names: str, read: Callable[..., Value], *arguments: Any) -> Value | None:
-            """Return a value from which the named GPU fields are computed, or None if NVML does not report
-            it."""
+            """Return the value that `read` returns, or None if NVML does not report it. `names` lists the GPU
+            fields that are computed from this value."""
             try:
                 return read(*arguments)
             except nvml.NVMLError as error:

@@ -12,7 +12,7 @@ from appliance.snapshot import Host, Process, ProcessRole, ProcessState
 
 
 class ServiceProcess(NamedTuple):
-    """The core's record of one of the service's processes."""
+    """One of the service's processes, as known to the core."""
 
     name: str
     role: ProcessRole
@@ -23,7 +23,7 @@ class ServiceProcess(NamedTuple):
 
 class HostReader:
     """Reads the machine's load. Percentages cover the time since the previous call. Must not be used on an
-    event loop, because an unresponsive disk blocks the call."""
+    event loop, because an unresponsive disk would block it."""
 
     def __init__(self, state_dir: str) -> None:
         import psutil

@@ -32,7 +32,7 @@ def versions() -> Iterator[Finding]:
             "versions",
             "appliance",
             "warning",
-            "the package appliance is not installed in this environment, so its requirements cannot be "
+            "the appliance package is not installed in this environment, so its requirements cannot be "
             "checked",
             "install the package: pip install --editable .",
         )
@@ -87,10 +87,10 @@ def _kernels_package() -> Finding:
             "versions",
             "kernels",
             "problem",
-            f"the PyPI package kernels {found} conflicts with the product's package of the same name",
+            f"kernels {found} from PyPI conflicts with the product's package of the same name",
             f"uninstall that package and reinstall appliance: {sys.executable} -m pip uninstall kernels",
         )
-    return _finding("versions", "kernels", "ok", "no conflicting package named kernels is installed")
+    return _finding("versions", "kernels", "ok", "no conflicting kernels package is installed")
 
 
 def _gpus(report: GpuReport) -> Iterator[Finding]:

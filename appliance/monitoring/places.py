@@ -87,7 +87,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
             subject="api.sock",
             level="problem",
             text=f"{run_dir / 'api.sock'} does not respond: {api.text}",
-            remedy="check the fronts with: appliance status",
+            remedy="check the front processes with: appliance status",
         )
     elif api.answered:
         how = "and is ready" if api.ready else f"but is not ready: {api.text}"

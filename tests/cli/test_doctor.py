@@ -372,7 +372,7 @@ def test_a_foreign_package_named_kernels_is_a_problem(
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     code, findings = doctor()
     assert code == 1
-    assert "kernels 0.9.0 conflicts" in found(findings, "versions", "problem")
+    assert "kernels 0.9.0 from PyPI conflicts" in found(findings, "versions", "problem")
     assert "pip uninstall kernels" in found(findings, "versions", "problem")
 
 

@@ -1,5 +1,5 @@
-"""Finds the likely cause of an alert among preceding changes. Changes are derived from samples, so causes can
-also be found in the recorded history."""
+"""Finds the likely cause of an alert among the changes that preceded it. Changes are derived from samples, so
+causes can also be found in the recorded history."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CauseFinder:
                 old.popleft()
 
     def find(self, condition: Condition) -> str:
-        """Describe in one line the likely cause of an alert raised by the latest sample."""
+        """Return a one-line description of the likely cause of an alert raised by the latest sample."""
         assert self._latest is not None
         at = self._latest.at
         is_gpu = condition.rule.metric.startswith("gpus[")
@@ -110,7 +110,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
 
 
 def _watched(layout: TelemetryLayout) -> dict[str, int]:
-    """Return the name and index of each number for which every change counts as an event."""
+    """Return the index, by name, of each number that changes only when an event occurs."""
     names = ["audit_rows", *(f"gpus[{number}].last_xid" for number in range(16))]
     return {name: layout.metrics[name] for name in names if name in layout.metrics}
 

@@ -1,5 +1,5 @@
-"""Evaluates rules on samples. Reads no clock and has no side effects, so it works on both the running service
-and the recorded history."""
+"""Evaluates rules on samples. Reads no clock and has no side effects, so it can be used for both the running
+service and the recorded history."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ class Evaluator:
                     self._widen(root, alert.scope)
 
     def _widen(self, alert: Raised, scope: Scope) -> None:
-        """Remove names from an alert's next step that do not apply to other alerts grouped under it, which
-        concern the objects in `scope`."""
+        """Remove from an alert's next step the names that do not apply to another alert grouped under it.
+        `scope` holds the objects that the other alert is about."""
         rule, condition = self.rules.get(alert.rule), self._conditions.get((alert.rule, alert.where))
         if rule is not None and condition is not None:
             alert.remedy = next_step(rule, condition.remedy, alert.scope | scope)

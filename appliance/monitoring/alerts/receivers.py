@@ -20,7 +20,7 @@ from appliance.snapshot import Alert, AlertEvent
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 200
-"""Maximum number of alerts waiting to be delivered. Further deliveries are dropped and counted."""
+"""Maximum number of deliveries waiting. Any more are dropped and counted."""
 _FIRST_DELAY_S = 1.0
 
 
@@ -118,7 +118,7 @@ class AlertReceivers:
 
 
 def deliver(sink: AlertSink, body: bytes) -> None:
-    """Pass an alert to a receiver. Blocks for at most the receiver's time limit. Raises DeliveryError."""
+    """Pass an alert to a receiver. Blocks no longer than the receiver's time limit. Raises DeliveryError."""
     if sink.command:
         _run_command(sink, body)
     if sink.webhook:

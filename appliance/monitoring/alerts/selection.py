@@ -25,7 +25,8 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""The lists in a sample whose entries can be alert subjects, and the kind of object each list contains."""
+"""The lists in a sample whose entries can be the subjects of alerts, with the kind of object that each list
+contains."""
 _PLAIN = ("replica", "front", "process", "problem")
 """Kinds of objects that are omitted from a subject's description, because its name implies them."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
@@ -39,11 +40,11 @@ class Selected(NamedTuple):
     """The subject of the metric's alert, such as "demo-1", "GPU 3" or "queue"."""
     scope: Scope
     position: int
-    """Index of the metric among a sample's numbers; -1 if the metric is a text."""
+    """Index of the metric among a sample's numbers; -1 if its value is text."""
     per: int
     """Index of the number to divide the metric by; -1 if it is not divided."""
     text: str
-    """The text, if the metric is a text."""
+    """The metric's value, if it is text."""
     remedy: str
     """The `remedy` field of the object that contains the metric."""
 

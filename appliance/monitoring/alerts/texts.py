@@ -26,7 +26,7 @@ def filled(rule: AlertRule, condition: Condition) -> str:
 def next_step(rule: AlertRule, remedy: str, scope: Scope) -> str:
     """Return an alert's next step with the names of objects filled in, quoted for a shell. `remedy` is the
     remedy given by the object that the alert concerns. If `scope` does not contain exactly one object of a
-    kind, a placeholder such as MODEL takes the place of the name."""
+    kind, a placeholder such as MODEL replaces the name."""
     names = {}
     for kind in NAMED_IN_REMEDY:
         found = [name for one, name in scope if one == kind]

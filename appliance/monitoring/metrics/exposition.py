@@ -21,7 +21,7 @@ Series = TypeVar("Series")
 
 
 class MetricFamily(Generic[Series]):
-    """A metric's name and meaning, and its series by label values."""
+    """A metric: its name, its meaning, and its series, keyed by label values."""
 
     def __init__(
         self, kind: Kind, name: str, help_text: str, labels: Sequence[str], make: Callable[[str, str], Series]
@@ -52,7 +52,7 @@ class MetricFamily(Generic[Series]):
         self._series.clear()
 
     def keep(self, label: str, values: Iterable[str]) -> None:
-        """Remove all series except those whose value of `label` is in `values`."""
+        """Remove all series with a value of `label` that is not in `values`."""
         at, kept = self.labels.index(label), frozenset(values)
         for key in [key for key in self._series if key[at] not in kept]:
             del self._series[key]

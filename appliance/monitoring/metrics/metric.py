@@ -39,7 +39,7 @@ class Group(Generic[Source]):
         self._plain = [(metric.read, family) for metric, family in both if _is_plain(metric)]
         self._plain_series: dict[tuple[str, ...], list[tuple[Callable[[Any], float], Value]]] = {}
         """For each combination of the group's label values: the functions that read the plain metrics, and
-        the series that take their values. A scrape sets thousands of series, so looking up each one would be
+        the series that hold their values. A scrape sets thousands of series, so looking up each one would be
         slow."""
         self._others = [
             (metric.read, bool(metric.labels), _setter(family))
@@ -88,7 +88,7 @@ class Group(Generic[Source]):
             family.clear()
 
     def keep(self, label: str, values: Collection[str]) -> None:
-        """If the group has this label, remove the series whose label value is not in `values`."""
+        """If the group has this label, remove all series with a label value that is not in `values`."""
         if label in self.labels:
             self._plain_series.clear()
             for family in self.families:

@@ -1,4 +1,4 @@
-"""Limits the number of tenants with their own metrics, and thus the number of series."""
+"""Limits the number of series by limiting how many tenants have their own metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ShownTenants:
     until it is deleted, because counters that disappear and return would yield wrong rates."""
 
     def __init__(self, most: int, known: Callable[[], Container[str]]) -> None:
-        """Create an empty set of at most `most` tenants. `known` returns the tenants created by operators."""
+        """`most` is the maximum number of tenants. `known` returns the tenants created by operators."""
         self.most = most
         self._known = known
         self._shown: dict[str, None] = {}

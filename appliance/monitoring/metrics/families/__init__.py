@@ -60,7 +60,7 @@ class Families:
         return (family for group in self.groups() for family in group.families)
 
     def keep(self, label: str, values: Collection[str]) -> None:
-        """Remove the series whose value for this label is not in `values`. Series without the label are
+        """Remove all series with a value of `label` that is not in `values`. Series without this label are
         kept."""
         for group in self.groups():
             group.keep(label, values)

@@ -62,7 +62,7 @@ RESIDENCY = (
 )
 SHADOWS = (
     Metric("counter", "appliance_shadow_requests_total", "requests",
-           "Requests selected for copying, by result of the copy: compared, dropped or failed.",
+           "Requests selected for copying to a shadow model, by result: compared, dropped or failed.",
            lambda s: {"compared": s.compared, "dropped": s.dropped, "failed": s.failed}, ("result",)),
     Metric("counter", "appliance_shadow_tokens_total", "tokens",
            "Output tokens of compared greedy requests, counted in the longer of the two answers.",

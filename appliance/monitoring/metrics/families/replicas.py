@@ -32,7 +32,7 @@ def _steps(read: Callable[[StepTotal], float]) -> Callable[[ReplicaSource], Mapp
 # fmt: off
 REPLICAS = (
     Metric("gauge", "appliance_replica_state", "",
-           "Always 1. The label state is the replica's current state.",
+           "Always 1. The state label gives the replica's current state.",
            lambda r: {r.status.state: 1}, ("state",)),
     Metric("counter", "appliance_replica_restarts_total", "",
            "Number of times a replica was restarted.",
@@ -41,10 +41,10 @@ REPLICAS = (
            "Number of times a replica went to sleep.",
            lambda r: r.status.sleeps),
     Metric("counter", "appliance_replica_wakes_total", "",
-           "Number of times a replica woke.",
+           "Number of times a replica woke up.",
            lambda r: r.status.wakes),
     Metric("counter", "appliance_replica_wake_seconds_total", "seconds",
-           "Total time the engine took to wake.",
+           "Total time spent waking a replica.",
            lambda r: r.status.wake_s),
     Metric("gauge", "appliance_replica_released_bytes", "bytes",
            "Memory released by a sleeping replica.",
@@ -53,8 +53,8 @@ REPLICAS = (
            "Host memory that holds a sleeping GPU replica's weights.",
            lambda r: r.status.host_bytes),
     Metric("gauge", "appliance_replica_breaker", "",
-           "Always 1. The label state is the current state of a replica's circuit breaker: closed, open or "
-           "half-open.",
+           "Always 1. The state label gives the current state of a replica's circuit breaker: closed, open "
+           "or half-open.",
            lambda r: {r.status.breaker: 1}, ("state",)),
     Metric("gauge", "appliance_sequences", "sequences",
            "Running and waiting sequences on a replica.",
@@ -93,12 +93,12 @@ REPLICAS = (
            "Number of times a sequence was preempted and recomputed.",
            lambda r: r.status.preemptions),
     Metric("summary", "appliance_step_seconds", "seconds",
-           "Duration of a replica's steps. Steps of kind decode only decode; steps of kind mixed also "
-           "compute prompts.",
+           "Duration of a replica's steps. The kind label is decode for steps that only decode, and mixed "
+           "for steps that also process prompts.",
            _steps(lambda total: total.seconds), ("kind",)),
     Metric("summary", "appliance_device_idle_seconds", "seconds",
-           "Time the device waited for the host before a step. The kinds of steps are those of "
-           "appliance_step_seconds.",
+           "Time the device waited for the host before a step. The kind label has the same values as "
+           "for appliance_step_seconds.",
            _steps(lambda total: total.idle_s), ("kind",)),
     Metric("counter", "appliance_expert_choices_total", "",
            "Number of times tokens were routed to a layer's experts.",

@@ -40,7 +40,7 @@ def _resident_bytes(source: ServiceSource) -> int:
 # fmt: off
 SERVICE = (
     Metric("gauge", "appliance_info", "",
-           "Always 1. The label is the running version.",
+           "Always 1. The version label gives the running version.",
            lambda s: {s.version: 1}, ("version",)),
     Metric("gauge", "appliance_ready", "",
            "1 if every model can answer requests, as reported by /health/ready.",
