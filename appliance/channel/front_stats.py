@@ -22,7 +22,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted_connections: int = 0
     """Connections without a valid key that were closed to make room for new connections."""
     cut_off_connections: int = 0
-    """Connections closed because clients did not read their responses."""
+    """Connections closed because their clients did not read the responses."""
     unreceived_connections: int = 0
     """Connections returned to the core because the process had too many open files to receive them."""
     refused_bodies: int = 0

@@ -24,8 +24,8 @@ _REFUSALS = {
         "each new one replaces the oldest connection from the address with the most connections"
     ),
     "cut_off_connections": (
-        "connections were closed because clients did not read their responses; the log of this front process "
-        "lists client addresses"
+        "connections were closed because their clients did not read the responses; the log of this front "
+        "process lists client addresses"
     ),
     "unreceived_connections": (
         "connections cannot be received because too many files are open; they wait or are given to another "

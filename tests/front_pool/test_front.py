@@ -296,7 +296,7 @@ def test_refusals_are_reported_once_a_minute(monkeypatch: pytest.MonkeyPatch) ->
     (told,) = watch.problems(report(refused_connections=10, unauthenticated=150))
     assert "connections are refused" in told
     (told,) = watch.problems(report(refused_connections=10, unauthenticated=150, cut_off_connections=3))
-    assert "did not read their responses" in told
+    assert "did not read the responses" in told
     counts = {"refused_connections": 10, "unauthenticated": 150, "cut_off_connections": 4}
     assert not list(watch.problems(report(**counts)))
     (told,) = watch.problems(report(**counts, unreceived_connections=1))

@@ -187,7 +187,7 @@ def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) 
         sockets = [stack.enter_context(connect(bounded.unix)) for _ in range(count)]
         for sock in sockets:
             sock.sendall(request)
-        reported(bounded, "clients did not read their responses")
+        reported(bounded, "their clients did not read the responses")
         assert memory.growth() < 2 * MAX_UNSENT_BYTES
         received = [len(read_all(sock)) for sock in sockets]
         assert min(received) < size <= max(received)
