@@ -33,7 +33,7 @@ from console.present import absent_text
 
 _MIN_FORM, _MAX_FORM = 4, 20
 """Minimum and maximum height of the form, in lines."""
-_WHAT_IF = "Replay the requests of the last 15 minutes with these limits. Nothing is changed."
+_WHAT_IF = "Replay the requests from the last 15 minutes with these limits. Nothing is changed."
 """Help text of the button that forecasts the effect of new limits."""
 
 
@@ -89,8 +89,7 @@ class ActionDialog(Dialog[Confirmed | None]):
         """`impact` describes what the action affects, and detects changes to the target. `what_if` forecasts
         the parameters' effect; it is None for actions without a forecast. If the action has several targets,
         `place` is this target's position, such as "2 of 3". `earlier` lists the failures so far. If the
-        action failed with values entered in this dialog, `again` contains them, so that the operator can
-        correct them."""
+        action failed, `again` contains the values entered, so that the operator can correct them."""
         super().__init__()
         self._action = action
         self._values = values
@@ -174,13 +173,13 @@ class ActionDialog(Dialog[Confirmed | None]):
         return super().fit_body(space, width) or form_scrolls
 
     def wanted(self) -> Widget | None:
-        """Return the focused field or, if none is focused, the first one with a value from the command line.
-        In small terminals, an unfocused field is never returned, because scrolling to it would hide the texts
-        above it."""
+        """Return the focused field or, if none is focused, the first one that has an initial value. In small
+        terminals, return only a focused field, because scrolling to any other would hide the texts above
+        it."""
         return super().wanted() or (None if self.is_small else next(self._filled_fields(), None))
 
     def _filled_fields(self) -> Iterator[Widget]:
-        """Return the fields with an initial value."""
+        """Return the fields that have an initial value."""
         return (field for name in self._filled for field in self.query(f"#field-{name}"))
 
     def _field(self, field: Parameter) -> ComposeResult:
@@ -236,7 +235,7 @@ class ActionDialog(Dialog[Confirmed | None]):
         self._show_present()
 
     def show_impact(self) -> None:
-        """Show the action's current impact."""
+        """Update the displayed impact, and the fields' current values."""
         if not self.query("#impact"):
             return  # The dialog has not been built yet, or is already closed.
         target = self._named(self._collected())
@@ -258,7 +257,7 @@ class ActionDialog(Dialog[Confirmed | None]):
                 show_text(self.query_one(f"#now-{field.name}", Static), text(absent if is_beside else ""))
 
     def _named(self, values: Values) -> str | None:
-        """Return the target's name from an action's values."""
+        """Return the target's name, or None if `values` does not contain it."""
         return values.get(self._action.named_by) if self._action.named_by else None
 
     @on(events.DescendantFocus)

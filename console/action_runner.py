@@ -144,10 +144,10 @@ class ActionRunner:
         return FILE_IS_FIXED if self._app.source.kind == "replay" else PAST_IS_FIXED
 
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
-        """Open the dialog for an action. `given` is true if the operator typed the action as a command.
-        If no target is named, the action applies to the marked rows or, if no rows are marked, to the row
-        under the cursor. The exception is a typed command for an action that requires no target: it applies
-        to the whole service."""
+        """Open the dialog for an action. `given` is true if the operator typed the action as a command. If no
+        target is named, the action applies to the marked rows or, if no rows are marked, to the row under the
+        cursor. A typed command without a target applies to the whole service instead, unless the action
+        requires a target."""
         if not self._may_act():
             return
         named = given and (action.named_by in values or not action.is_target_required)
@@ -158,8 +158,8 @@ class ActionRunner:
         self._app.run_worker(self._confirm(action, values, names), group="actions", exit_on_error=True)
 
     def _targets_on_screen(self, action: Action) -> list[str]:
-        """If the action applies to this kind of object, return the names of the marked objects, or of the
-        object under the cursor."""
+        """Return the names of the marked objects, or of the object under the cursor. Return an empty list if
+        the action does not apply to the objects on this screen."""
         view = self._app.session.view
         is_named = action.named_by and (action.name not in _CREATING or action.target == "tenant")
         return view.targets(action, self._app.session.context) if is_named and view.accepts(action) else []
@@ -205,8 +205,8 @@ class ActionRunner:
         self, action: Action, values: dict[str, Any], place: str, earlier: list[str]
     ) -> tuple[OutcomeKind, str]:
         """Show the dialog for one target, perform the action, and return its outcome. If the action fails,
-        reopen the dialog with the entered values, unless there are several targets or no fields, or the
-        service did not answer."""
+        the dialog is reopened with the entered values. It is not reopened if there are several targets, if
+        the dialog has no fields, or if the service did not answer."""
         again: dict[str, Any] | None = None
         can_correct = not place and any(one.kind != "switch" for one in fields_of(action, values))
         failure = ""
@@ -270,7 +270,7 @@ class ActionRunner:
                 screen.show_impact()
 
     async def _forecast(self, parameters: msgspec.Struct) -> list[str]:
-        """Return the forecast effect of new limits, or the reason why there is no forecast."""
+        """Return a forecast of the effect of new limits, or the reason why there is none."""
         try:
             forecast = await self._app.source.what_if(parameters)
         except SourceError as error:
@@ -279,7 +279,7 @@ class ActionRunner:
 
     async def _perform(self, action: Action, parameters: msgspec.Struct, place: str) -> None:
         """Perform an action, and show its result. The result is shown before the lists are reread, because
-        nothing else contains the secret of a new key. Raises SourceError if the action fails."""
+        the secret of a new key is shown nowhere else. Raises SourceError if the action fails."""
         result = await self._app.source.act(parameters)
         self._app.read_again(self._app.session.view.lists())
         if isinstance(result, Done):

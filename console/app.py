@@ -44,7 +44,7 @@ _RETRY_S = 0.5
 _ROWS_EVERY_S = 3.0
 _DIALOG_ROWS_EVERY_S = 0.5
 """Interval for rereading a list while an open dialog shows an impact that depends on it."""
-_CHAIN_IS_PRESENT = "only the current audit chain can be verified: return to live with the command :live"
+_CHAIN_IS_PRESENT = "only the current audit chain can be verified: type :live to return to live"
 
 
 class ConsoleApp(App[int]):
@@ -105,9 +105,8 @@ class ConsoleApp(App[int]):
             self.push_screen(TextDialog("Keymap not loaded: using the default keys", self._keymap_problems))
 
     async def on_event(self, event: events.Event) -> None:
-        """Finish handling each key before the next one, so that keys arriving together have the same effect
-        as keys arriving one by one: characters after `:` or `/` go to the command line, but keys after
-        `enter` do not."""
+        """Finish handling each key before the next one, even if several keys arrive together. Characters
+        after `:` or `/` then go to the command line, and keys after `enter` do not."""
         if not isinstance(event, events.Key) or event.is_forwarded:
             await super().on_event(event)
             return
@@ -204,14 +203,14 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     async def read_rows(self, name: ListName) -> None:
-        """Read a list and store its rows or, if it cannot be read, the reason."""
+        """Read a list, and store its rows. If it cannot be read, store the reason."""
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
             self.session.take_rows(name, [], str(error))
 
     def _completed_lists(self) -> tuple[ListName, ...]:
-        """Return the lists whose rows the open command line offers as targets."""
+        """Return the lists that provide target names for completion while the command line is open."""
         completing = self.prompt.display and self.prompt.kind == ":"
         return ("callers", "silences", "rules") if completing else ()
 
@@ -244,7 +243,7 @@ class ConsoleApp(App[int]):
                 self.copy_to_clipboard(text)
                 self.session.say("copied to the terminal's clipboard", "dim")
             else:
-                self.session.say("nothing to copy: no row and no request is under the cursor", "warn")
+                self.session.say("nothing to copy: there is no row or request under the cursor", "warn")
         elif word == "export":
             self._export(rest)
         elif word == "verify":
@@ -289,7 +288,9 @@ class ConsoleApp(App[int]):
             elif word in ("theme", "glyphs", "interval", "sort", "help", "pause", "export", "filter"):
                 self.action_run(f"{word} {rest}".strip())
             else:
-                raise CommandError(f"unknown command {word!r}: press tab to complete a command")
+                raise CommandError(
+                    f"unknown command {word!r}: press tab in the command line to list the commands"
+                )
         except ValueError as error:
             self.session.say(str(error), "bad")
         self.redraw()
@@ -307,8 +308,8 @@ class ConsoleApp(App[int]):
 
     @work(group="verify", exit_on_error=True)
     async def verify(self, context: Context) -> None:
-        """Verify the audit chain, and show the result on the audit screen. `context` is the input of the live
-        screens."""
+        """Verify the audit chain, and show the result on the audit screen. The result is stored in `context`,
+        the input of the live screens."""
         context.chain = "verifying the audit chain…"
         self.redraw()
         try:

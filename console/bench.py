@@ -29,7 +29,7 @@ _SETTLE_S = 3.0
 _START_S = 120.0
 """Timeout for the first frame, long enough for a busy machine."""
 _TABLES = ("requests", "gpus", "models", "tenants", "audit", "logs")
-"""Screens whose tables have more than one row."""
+"""Screens that show tables with more than one row."""
 _ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
 """Keys that always change the screen. After a key that changes nothing, the measurement would wait for the
 next snapshot's output."""
@@ -47,7 +47,7 @@ _MAX_TEXT_BYTES = 100
 
 
 class ScreenCosts(NamedTuple):
-    """The measured costs of one screen."""
+    """The console's measured resource usage while it shows one screen."""
 
     screen: str
     cpu: float
@@ -102,7 +102,7 @@ class Terminal:
         return (time.monotonic() - start) * 1000
 
     def close(self) -> None:
-        """End the console."""
+        """Stop the console."""
         os.kill(self._pid, signal.SIGTERM)
         end = time.monotonic() + 5.0
         while time.monotonic() < end and os.waitpid(self._pid, os.WNOHANG)[0] == 0:
@@ -111,7 +111,7 @@ class Terminal:
 
 
 def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[ScreenCosts]:
-    """Measure these screens. `screens` maps each screen's name to the key that opens it."""
+    """Measure each screen. `screens` maps each screen's name to the key that opens it."""
     terminal = Terminal("console.bench", "--child", theme)
     terminal.wait_for(_MEASURED)
     results = []
@@ -131,8 +131,8 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
 
 
 def start_times(theme: str, starts: int) -> dict[str, float]:
-    """Return the median time, in seconds, until `appliance console --demo` first shows a measured value,
-    counted once from the start of its process and once from the end of its imports."""
+    """Measure how long `appliance console --demo` takes to show its first measured value. Return two medians,
+    in seconds: the time from the start of its process, and the time from the end of its imports."""
     found: dict[str, list[float]] = {name: [] for name in _START_LIMITS_S}
     for _ in range(starts):
         began = time.monotonic()
@@ -150,7 +150,7 @@ def start_times(theme: str, starts: int) -> dict[str, float]:
 
 
 def _start(theme: str) -> None:
-    """Run `appliance console --demo`, and report the end of its imports."""
+    """Run `appliance console --demo`, and print a line once its imports are done."""
     from console.fake import FakeSource
     from console.run import run
 

@@ -32,7 +32,7 @@ WORDS: dict[str, str] = {
 }
 """The console's own commands, with their usage."""
 ALTERNATES = ("finished", "usage", "keys", "silences")
-"""Commands that open the screens that have no tab. Each command is named after its screen."""
+"""Commands that open screens without a tab. Each command has the name of its screen."""
 
 
 Targets = dict[str, dict[str, str]]

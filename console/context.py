@@ -31,7 +31,7 @@ class Compared(NamedTuple):
 
 @dataclass
 class Context:
-    """The input for all screens, which only read it."""
+    """The input for all screens. Screens do not modify it."""
 
     snapshot: Snapshot | None = None
     """The newest snapshot, or None if none has arrived yet."""

@@ -29,12 +29,12 @@ _GAP = "  "
 
 
 def text(value: str) -> Content:
-    """Return `value` as content without markup or control characters."""
+    """Return `value` as Textual content, without markup or control characters."""
     return Content(span(value).text)
 
 
 def lines_of(texts: Sequence[str]) -> Content:
-    """Return texts as lines without markup or control characters."""
+    """Join texts as lines, without markup or control characters."""
     return Content("\n").join([text(one) for one in texts])
 
 
@@ -143,7 +143,7 @@ class Dialog(ModalScreen[R]):
         raise NotImplementedError
 
     def body(self) -> ComposeResult:
-        """Build the part between the title and the buttons. The widget whose id is "body" scrolls."""
+        """Build the part between the title and the buttons. The widget with the id "body" scrolls."""
         raise NotImplementedError
 
     def buttons(self) -> Iterator[Button]:

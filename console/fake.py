@@ -70,8 +70,8 @@ _PAST_S = 120
 
 _DRAIN_AFTER_S, _DRAIN_S, _DRAIN_EVERY_S = _PAST_S + 6.0, 42.0, 360.0
 """Timing of the drains performed by the simulated second operator. The first drain begins soon after the demo
-opens. Drains never overlap with the incidents in `console.fake_machine`, which overheat a GPU of the same
-model."""
+opens. Drains never overlap with the incidents in `console.fake_machine`, which overheat a GPU that serves the
+same model."""
 
 
 class _Counters(NamedTuple):
@@ -91,7 +91,7 @@ class _Prompts(NamedTuple):
 
 
 class FakeSource:
-    """Delivers a simulated service's snapshots."""
+    """Delivers snapshots of a simulated service."""
 
     label = "demo"
     kind: Literal["demo"] = "demo"
@@ -211,7 +211,7 @@ class FakeSource:
                 return drain_of(sim, model, sim.drains[model])
             case ResumeService(model=model):
                 if sim.drains.pop(model, None) is None:
-                    raise SourceError(f"{'the service' if model is None else model} is not drained")
+                    raise SourceError(f"{'the service' if model is None else model} is not draining")
                 message = f"{'the service' if model is None else f'model {model}'} accepts requests again"
             case SuspendTenant(name=name):
                 self._tenant(name).suspended_at = sim.now
@@ -446,7 +446,7 @@ class FakeSource:
         )
 
     def _hit_rate(self, replica: SimReplica) -> float | None:
-        """Return the share of the last minute's prompt tokens that the prefix cache provided."""
+        """Return the fraction of the last minute's prompt tokens that were served from the prefix cache."""
         before = self._prompts[0].tokens[replica.name]
         prompt, cached = replica.prompt_tokens - before[0], replica.cached_tokens - before[1]
         return cached / prompt if prompt else None

@@ -1,5 +1,5 @@
-"""The simulated service's alerts: the product's built-in rules, evaluated on simulated snapshots. Conditions
-and texts are the product's own, so alerts start and end as in a real service."""
+"""The simulated service's alerts: the built-in alert rules, evaluated on simulated snapshots. The alerts
+begin, end and are worded as in a real service."""
 
 from __future__ import annotations
 

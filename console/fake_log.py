@@ -1,4 +1,4 @@
-"""The simulated service's log. Its lines describe the simulation in the wording of the real service's log."""
+"""The simulated service's log. Its lines describe the simulation, worded as in a real service's log."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from console.simulation import Simulation
 from console.source import MAX_ROWS, ListRow
 
 _MIN_PAUSE_S, _PAUSES_S = 40, 80
-"""Interval between log lines about denied requests, in seconds: the minimum, and the range of the varying
-part added to it."""
+"""Interval between log lines about denied requests, in seconds: the minimum, and the range of the
+pseudorandom amount added to it."""
 
 
 class FakeLog:
@@ -52,7 +52,7 @@ class FakeLog:
         )
 
     def advance(self) -> None:
-        """Add lines about requests that the fronts have denied since the previous call."""
+        """Add lines about requests that the front processes have denied since the previous call."""
         while self._simulation.now >= self._denied_at:
             number = zlib.crc32(f"{self._denied_at - self._simulation.started:.0f}".encode())
             text = (

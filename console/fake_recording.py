@@ -70,7 +70,7 @@ class FakeRecording:
         )
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Update the chart history so that it ends at this time."""
+        """Update `history` so that it ends at the time `until`."""
         history.points.clear()
         history.points.extend([one for one in self._history.points if one.at <= until][-HISTORY_POINTS:])
         history.batches = {

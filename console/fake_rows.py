@@ -18,7 +18,7 @@ from console.source import ListName, ListRow, Row
 DEMO_OPERATOR = "uid:1000"
 """The operator who uses the demo's console."""
 OTHER_OPERATOR = "uid:1001"
-"""The simulated operator who performs actions."""
+"""A second, simulated operator, who performs actions in the background."""
 _SETTINGS = (
     ("run_dir", "/run/appliance", "/etc/appliance/appliance.toml:2"),
     ("state_dir", "/var/lib/appliance", "/etc/appliance/appliance.toml:3"),

@@ -74,7 +74,7 @@ def registered(name: str, context: Context) -> RegisteredModel | None:
 
 
 def alerts_of(rule: str | None, snapshot: Snapshot) -> list[Alert]:
-    """Return the alerts whose rules match a pattern, or all alerts if it is empty."""
+    """Return the alerts with rule names that match the pattern `rule`, or all alerts if it is empty."""
     return [one for one in snapshot.alerts if fnmatchcase(one.rule, rule or "*")]
 
 
@@ -98,7 +98,7 @@ def silence_with(silence_id: str | None, context: Context) -> Silence | None:
 
 
 def is_drained(target: str, drained: str | None, context: Context) -> bool:
-    """Return whether the target is the model being drained (`drained`). An empty target, or None as
+    """Return whether `target` is the model being drained, given as `drained`. An empty `target`, or None as
     `drained`, stands for the whole service. A name or alias also matches the version that serves its
     requests."""
     model = registered(target, context)

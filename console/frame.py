@@ -21,7 +21,7 @@ _RESTARTED_S = 60.0
 """How long the RESTARTED badge is shown, in seconds."""
 _MIN_SCREEN = (20, 5)
 _MIN_TABS_HEIGHT = 8
-"""Minimum height of the terminal for the line with the tabs."""
+"""Minimum terminal height at which the tabs are shown."""
 _MAX_MESSAGE_ROWS = 4
 _IMPORTANT_KEYS = ("help", "quit", "command", "actions", "variant")
 """Commands shown in the footer even if the terminal is too narrow for the others."""
@@ -40,7 +40,7 @@ class FrameState:
     stale_s: float | None = None
     """Age of the snapshot if it is stale, otherwise None."""
     error: str = ""
-    """Why the source delivers no snapshots."""
+    """Why the source cannot deliver snapshots, or an empty string."""
     restarted_at: float | None = None
     paused: bool = False
     past: PastState | None = None
@@ -59,7 +59,7 @@ class FrameState:
 
     @property
     def has_panels(self) -> bool:
-        """Whether the screen shows panels or a table. A list of facts has no cursor."""
+        """Whether the screen shows panels or a table, rather than a list of facts, which has no cursor."""
         return not self.small or isinstance(self.view, TableView)
 
 
@@ -185,7 +185,7 @@ def _tabs(state: FrameState, width: int) -> Line:
         spans.append(Span(" "))
     if width_of(spans) <= width + 1:
         return spans
-    # Even narrower terminals show only the current tab's title.
+    # Very narrow terminals show only the current tab's title.
     spans = []
     for view in views:
         action, key = f"screen {view.key}", _key_of_view(state, view)
@@ -215,8 +215,8 @@ def _banners(state: FrameState, width: int) -> list[Line]:
 
 
 def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
-    """Return a banner for each drain. `key` is the name of the key that ends the drain or, if there are
-    several drains, offers a choice. It is empty if there is no such key."""
+    """Return a banner for each drain. `key` is the name of the key that ends the drain, or an empty string.
+    If there are several drains, the key offers a choice."""
     lines = []
     description = "to resume" if len(snapshot.drains) == 1 else "to resume one"
     remedy = [span(f" press {key} {description} ", "badge", "act resume")] if key else []
@@ -244,7 +244,7 @@ def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
 
 
 def _banner(text: str, remedy: Line, width: int) -> list[Line]:
-    """Return a text with its remedy on the right. Long texts continue on the lines below."""
+    """Return a banner with the remedy at the right. Long texts continue on the lines below."""
     space = max(_MIN_SCREEN[0], width - width_of(remedy))
     first, *others = wrap(text, space, "badge", " ")
     lines = [[span(fit(first[0].text, space), "badge"), *remedy]]
@@ -290,7 +290,7 @@ def _fitting(
     keys: Sequence[tuple[str, str, str]], important: Sequence[str], width: int
 ) -> list[tuple[str, str, str]]:
     """Return the footer keys that fit in this width, giving priority to the commands in `important`. Each key
-    is a tuple of its name, text and command."""
+    is a (name, text, command) tuple."""
     left, fitting = width + 1, set[int]()  # The first key has no spaces before it.
     for index in sorted(range(len(keys)), key=lambda one: keys[one][2] not in important):
         name, text, _ = keys[index]

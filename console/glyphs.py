@@ -86,12 +86,11 @@ def chart(
     *,
     phase: int = 0,
 ) -> list[Line]:
-    """Return a chart of the newest values, ending now at the right edge. `top` is the value at the upper
-    edge; by default, it is the largest value, rounded up. Unknown values are gaps, and times before the first
-    value are empty. `phase` is the index of the newest value. If it is given, the same two values keep
-    sharing a braille character as the chart moves, so that only every second value causes the whole chart to
-    be redrawn.
-    """
+    """Return a chart of the newest values, with the newest at the right edge. `top` is the value at the upper
+    edge; by default, it is the largest value, rounded up. Unknown values are shown as gaps, and times before
+    the first value are left empty. `phase` is the index of the newest value. If it is given, the same two
+    values keep sharing a braille character as the chart moves. The whole chart is then redrawn only for every
+    second value."""
     columns = per_cell(glyphs)
     size = width * columns - phase % columns
     shown = list(values)[-size:] if size else []

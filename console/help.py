@@ -13,7 +13,7 @@ from console.screens.table import TableView
 
 _NAME_WIDTH = 18
 _KEY = re.compile(r"\{(\w+)\}")
-"""Matches a command name in a screen's help text, where the command's key replaces it."""
+"""Matches a placeholder in a screen's help text: a command name, which is replaced by the command's key."""
 
 
 def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:

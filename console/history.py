@@ -15,7 +15,7 @@ from appliance.snapshot import Batch, Snapshot
 
 MAX_POINTS = 1200
 _MAX_STEPS = 3
-"""If two points are at least this many intervals apart, there is a gap between them."""
+"""Two points that are at least this many intervals apart have a gap between them."""
 HISTORY_METRICS = (
     "at,rates.*,queue.running,queue.waiting,latency.*.p99_ms,kv[*].blocks_total,kv[*].blocks_used,"
     "gpus[*].utilization_percent,host.cpu_percent,batches[*].*"
@@ -134,8 +134,9 @@ class History:
             slices.extendleft(reversed(found[-(MAX_POINTS - len(slices)) :]))
 
     def continued_from(self, until: float, resolution_s: int, points: int) -> float:
-        """Keep only the points that belong to a history of `points` points up to the time `until`, at this
-        resolution. Return the time from which points are missing."""
+        """Prepare to update this history so that it consists of `points` points up to the time `until`, at
+        this resolution. Drop the points that do not fit, and return the time from which points must be
+        added."""
         begin = until - points * resolution_s
         last = self.points[-1].at if self.points else float("-inf")
         short = len(self.points) and self.points[0].at > begin + resolution_s
@@ -192,8 +193,7 @@ class History:
             )
 
     def complete(self, batches: list[Batch]) -> None:
-        """Replace the newest slices with complete ones, since slices read from recorded values lack text
-        fields."""
+        """Replace the newest slices with complete ones. Slices read from recorded values lack text fields."""
         for batch in batches:
             slices = self.batches.get(batch.replica)
             if slices and abs(slices[-1].at - batch.at) < 0.001:

@@ -34,7 +34,7 @@ _UNNOTICED = ("keys.create", "tenants.resume")
 _REPLACING = ("models.default", "models.rollback")
 """Actions that replace the default version of a model."""
 _ROUTING = ("models.split", "models.alias", "models.shadow")
-"""Actions that change which models serve requests for a name."""
+"""Actions that change which models serve requests for a model name."""
 
 
 class Impact:
@@ -70,8 +70,8 @@ class Impact:
         return present_values(self._action, target, self._context())
 
     def changes(self, target: str | None) -> str:
-        """Describe how the target's state has changed since the operator first saw the impact, or since the
-        previous message. Return an empty string if it has not."""
+        """Describe what has changed in the target's state since the previous call or, on the first call,
+        since the operator first saw the impact. Return an empty string if nothing has changed."""
         now = fingerprint(self._action, target, self._context())
         changes = self._shown.get(target, now).changes(now)
         self._shown[target] = now
@@ -99,7 +99,7 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
             return _caller(action, target, context, snapshot)
         case "alert" if action.named_by == "rule":
             count = sum(alert.state != "resolved" for alert in alerts_of(target, snapshot))
-            return [f"{count} active alert{'' if count == 1 else 's'} of this rule"]
+            return [f"{count} active alert{'' if count == 1 else 's'} for this rule"]
         case "alert" if action.name == "alerts.unsilence":
             return _silence(silence_with(target, context), snapshot)
         case "alert":

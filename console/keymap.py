@@ -38,7 +38,7 @@ QUIT_KEYS = ("ctrl+c", "ctrl+q")
 
 
 class Keymap(NamedTuple):
-    """The key assignments of a console."""
+    """A console's key assignments."""
 
     keys: KeyTable = KEYS
     """The commands, with their keys."""
@@ -122,8 +122,8 @@ def _keymap(path: Path, text: str, table: dict[str, object]) -> Keymap:
 
 
 def _applied(chosen: dict[str, tuple[str, ...]], used: set[str]) -> Keymap:
-    """Return the key table with the chosen keys. Default keys in `used` are removed from their commands,
-    because other commands use them."""
+    """Return the key table with the chosen keys. Keys in `used` are removed from the commands that have them
+    by default, because other commands now use them."""
     if "quit" in chosen:
         chosen["quit"] = tuple(dict.fromkeys((*chosen["quit"], *QUIT_KEYS)))
     bound, overrides = [], {}
@@ -161,8 +161,8 @@ def _key(given: object) -> str:
     if letter and modifiers == ["shift"]:
         raise _KeyError(f"write the capital letter: {base.upper()!r}")
     raise _KeyError(
-        "terminals send no code for this combination: use ctrl or alt with a small letter, or modifiers with "
-        "an arrow or function key"
+        "terminals send no code for this combination: use ctrl or alt with a lowercase letter, or modifiers "
+        "with an arrow or function key"
     )
 
 

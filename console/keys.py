@@ -15,7 +15,7 @@ class KeyBinding(NamedTuple):
     command: str
     """The command that the keys run. It is also the entry's name in keymap files."""
     keys: tuple[str, ...]
-    """Textual's names of the keys."""
+    """Textual's names for the keys."""
     title: str
     group: str
     footer: str = ""
@@ -206,8 +206,7 @@ ALL_COMMANDS: KeyTable = (*KEYS, *_without_key())
 
 
 def key_of(keys: KeyTable, command: str) -> str:
-    """Return the name, as shown in the help, of a command's first key, or an empty string if it has no
-    key."""
+    """Return a command's first key, named as in the help, or an empty string if the command has no key."""
     return next((shown_name(one.keys[0]) for one in keys if one.command == command and one.keys), "")
 
 

@@ -43,7 +43,7 @@ class LiveSource:
     def __init__(
         self, run_dir: Path, *, write: bool = False, key: str | None = None, interval_s: float = 0.5
     ) -> None:
-        """The service refuses actions unless `write` is true. Operators need no `key`."""
+        """The service refuses actions unless `write` is true. Operators do not need a `key`."""
         self.label = str(run_dir)
         self.interval_s = interval_s
         self.reads_blocks = False
@@ -156,7 +156,7 @@ class LiveSource:
             return await self._client.call(calls.verify_audit())
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Return the forecast effect of new limits."""
+        """Return a forecast of the effect of new limits."""
         with _explained():
             return await self._client.call(calls.what_if(parameters))
 
@@ -189,7 +189,7 @@ class LiveSource:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Convert the client's exceptions, whose messages are already written for operators, to SourceError."""
+    """Convert the client's exceptions to SourceError. Their messages are already written for operators."""
     try:
         yield
     except (NotAllowedError, AdminError, UntrustedError, MissingFrameError) as error:

@@ -55,7 +55,7 @@ class ConsoleCommands(Provider):
         return found
 
     async def discover(self) -> Hits:
-        """Yield all entries, for an empty search field."""
+        """Yield all entries, which are shown while the search field is empty."""
         for title, note, command in self._entries():
             yield DiscoveryHit(title, partial(self._console.action_run, command), help=note)
 

@@ -1,5 +1,5 @@
-"""Action parameters in forms and on the command line. Converts their text to values, and to the equivalent
-CLI command."""
+"""Converts the text of action parameters, as entered in forms and on the command line, to values and to the
+equivalent CLI command."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Slice(NamedTuple):
 
 
 class _PastDialog(Dialog[R]):
-    """A dialog with texts above input fields."""
+    """A dialog with explanatory texts above its input fields."""
 
     DEFAULT_CSS = """
     _PastDialog #dialog { width: 72; }
@@ -121,7 +121,7 @@ class SliceDialog(_PastDialog[Slice | None]):
         self.query_one("#file", Input).focus()
 
     def _time(self, name: str) -> float:
-        """Return the time in a field. Raises ValueError, whose message names the field."""
+        """Return the time in a field. Raises a ValueError that names the field if the text is not a time."""
         try:
             return past_time(self.query_one(f"#{name}", Input).value, self._now)
         except ValueError as error:

@@ -44,7 +44,7 @@ def _fields(record: Tenant | Key | None) -> Mapping[str, Any]:
 
 
 def _routing(action: Action, name: str, context: Context) -> Mapping[str, Any]:
-    """Return which models currently serve requests for a name."""
+    """Return which models currently serve requests for a model name."""
     model = registered(name, context)
     if model is None:
         return {}

@@ -22,7 +22,7 @@ PromptKind = Literal[":", "/"]
 
 
 class Closed(NamedTuple):
-    """Sent when the operator has submitted or cancelled the line."""
+    """The result of a line that the operator has submitted or cancelled."""
 
     kind: PromptKind
     text: str | None
@@ -57,7 +57,7 @@ class PromptLine(Input):
         self._targets: Callable[[], Targets] = dict
 
     def open(self, kind: PromptKind, text: str, targets: Callable[[], Targets]) -> None:
-        """Show the line. `targets` returns the names for completion."""
+        """Show the line. `targets` returns the names offered for completion."""
         self.kind, self._before, self._targets = kind, text, targets
         self._at = len(self._past)
         self.placeholder = (
@@ -74,12 +74,12 @@ class PromptLine(Input):
 
     @staticmethod
     def is_bound(event: events.Key) -> bool:
-        """Return whether a key only runs a binding, as `backspace` does."""
+        """Return whether a key is handled only by a binding, as `backspace` is."""
         return not event.is_printable and event.key not in _KEYS
 
     async def result(self) -> Closed | None:
-        """Wait until the line has handled all keys sent to it. If one of them closed the line, return its
-        text."""
+        """Wait until the line has handled all keys sent to it. Return the result if one of them closed the
+        line, otherwise None."""
         handled = asyncio.Event()
         if self.call_later(handled.set):
             await handled.wait()

@@ -11,7 +11,7 @@ from console.history import History
 from console.source import ListName, Row
 
 HISTORY_POINTS = 480
-"""Maximum number of points in charts, more than wide terminals can show."""
+"""Maximum number of points in charts. Even wide terminals show fewer."""
 NOT_RECORDED = (
     "the history does not include findings, settings, versions, keys or silences: Audit (9) shows when "
     "settings, versions, keys and silences changed"
@@ -56,7 +56,7 @@ class RecordedPast(Protocol):
         ...
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Update the chart history so that it ends at this time."""
+        """Update `history` so that it ends at the time `until`."""
         ...
 
     async def timeline(self, since: float, until: float) -> PastTimeline:

@@ -20,7 +20,7 @@ SPEEDS = (1, 2, 5, 10, 30, 60, 300)
 _HALF_MS = 0.0005
 _GAP_S = 2.5
 """Maximum time between two samples, in seconds. A longer period without samples is a gap."""
-PAST_IS_FIXED = "history is read-only: return to live with the command :live"
+PAST_IS_FIXED = "history is read-only: type :live to return to live"
 FILE_IS_FIXED = "this console is replaying a file, which cannot be changed: connect to a running service"
 
 
@@ -61,8 +61,8 @@ class ReplaySource:
         return instant.snapshot
 
     async def begin(self) -> Snapshot:
-        """Move to the recording's `begin`, or to its first sample if nothing was recorded then. If `begin` is
-        None, move to the newest sample."""
+        """Move to the recording's `begin` time, or to its first sample if nothing was recorded then. If
+        `begin` is None, move to the newest sample."""
         if self._recording.begin is not None:
             with contextlib.suppress(SourceError):
                 return await self.seek(self._recording.begin)

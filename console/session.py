@@ -112,8 +112,8 @@ class ConsoleSession:
     def take_rows(
         self, name: ListName, rows: Sequence[Row], error: str = "", *, context: Context | None = None
     ) -> None:
-        """Store a list, or the reason why it could not be read. `context` is the input to store it in; by
-        default, the live input."""
+        """Store a list, or the reason why it could not be read, in `context`; by default, in the screens'
+        live input."""
         target = self._live if context is None else context
         if error:
             target.row_errors[name] = error
@@ -167,7 +167,7 @@ class ConsoleSession:
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the frame shows the newest snapshot's age, and so changes even without a new snapshot."""
+        """Whether the frame shows the newest snapshot's age, which changes even without a new snapshot."""
         if self.state.past is not None:
             return False
         return self.state.stale_s is not None or self._age_s() > self._stale_after_s()
@@ -285,8 +285,8 @@ class ConsoleSession:
         return text.getvalue()
 
     def copied(self) -> str:
-        """Return the text to copy: the marked rows or the row under the cursor or, on a screen without rows,
-        the id of the request under the cursor."""
+        """Return the text to copy: the marked rows, or the row under the cursor. On a screen without rows, it
+        is the id of the request under the cursor."""
         if not isinstance(self.view, TableView):
             return self.view.request(self.context) if self.state.has_panels else ""
         wanted = set(self.view.selected(self.context))
@@ -328,7 +328,7 @@ class ConsoleSession:
             {one.request_id for one in self.context.snapshot.requests} if self.context.snapshot else set()
         )
         if not request:
-            self.say("no request is under the cursor", "warn")
+            self.say("there is no request under the cursor", "warn")
             return
         self._screen("requests" if request in running else "finished")
         chosen = self.view
@@ -385,7 +385,7 @@ class ConsoleSession:
         try:
             wanted = current / 2 if word == "faster" else current * 2 if word == "slower" else float(text)
         except ValueError:
-            self.say(f"{text!r} is not a number of seconds: for example, type interval 2", "bad")
+            self.say(f"{text!r} is not a number of seconds: type a number, as in interval 2", "bad")
             return
         self.source.interval_s = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, wanted))
         self.say(f"refresh every {self.source.interval_s:g} s", "dim")

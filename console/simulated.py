@@ -42,7 +42,7 @@ class SimRequest:
     max_tokens: int
     replica: str = ""
     waited: bool = False
-    """Whether no replica could start the request when it arrived, so that it had to wait."""
+    """Whether the request had to wait because no replica could start it when it arrived."""
     started: float | None = None
     first_token: float | None = None
     computed: int = 0

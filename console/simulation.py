@@ -230,7 +230,7 @@ class Simulation:
         )
 
     def _refuse(self, tenant: str, model: str, at: float, prompt: int) -> None:
-        """Record a refused request. Its id does not use the random generator, so refusals do not change later
+        """Record a refused request. Its id is not drawn at random, so that refusals do not change later
         random numbers."""
         number = zlib.crc32(f"{tenant}{at}".encode())
         refused = SimRequest(

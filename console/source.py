@@ -31,7 +31,7 @@ ListName = Literal[
     "rules",
 ]
 """Lists that are not part of snapshots. Each is read when its screen is shown. "rules" contains the alert
-rules, whose names the command line completes."""
+rules. The command line offers their names as completions."""
 
 
 MAX_ROWS = 500
@@ -45,7 +45,7 @@ class SourceError(Exception):
 
 
 class NoAnswerError(SourceError):
-    """Raised if the service did not answer. It may have performed the action nevertheless."""
+    """Raised if the service did not answer. The service may still have performed the action."""
 
 
 class UnsupportedListError(SourceError):

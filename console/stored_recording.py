@@ -43,7 +43,7 @@ class StoredRecording:
         return await _in_thread(lambda: self._past.snapshot(SnapshotQuery(at=at)))
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Update the chart history so that it ends at this time, reading only missing points."""
+        """Update `history` so that it ends at the time `until`, reading only the missing points."""
         since = history.continued_from(until, resolution_s, HISTORY_POINTS)
         query = TelemetryQuery(
             metrics=HISTORY_METRICS,
@@ -105,7 +105,7 @@ class StoredRecording:
 
     def _finished(self, until: float) -> list[NamedRequest]:
         """Return the requests that had finished by this time, most recent arrivals first. The log is ordered
-        by arrival, so requests that finished later are skipped."""
+        by arrival, so it can also contain requests that finished later. These are skipped."""
         query = RequestLogQuery(until=until, state="ended", limit=MAX_PAGE_ROWS)
         found: list[NamedRequest] = []
         for _ in range(_PAGES):

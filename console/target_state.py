@@ -34,7 +34,7 @@ def state_lines(action: Action, target: str | None, context: Context) -> list[st
 
 
 def unlisted(kind: str, name: str) -> str:
-    """Return a warning about a target that is in none of the lists."""
+    """Return a warning that the target is not listed."""
     return f"no {kind} {name} is listed: check the name"
 
 

@@ -1,6 +1,6 @@
-"""The colours of each role in each theme. State is never shown by colour alone: letters and words repeat it,
-so the mono theme loses no information. The role "label" has the same colours as "dim". It is a separate role
-because it marks value names, and the help has an entry for each of those."""
+"""The colours of each role in each theme. State is never shown by colour alone: letters or words show it too,
+so the mono theme loses no information. The role "label" has the same colours as "dim", but marks only the
+names of values. A test uses it to find these names, and checks that the help explains each of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROLES = (
 
 
 def _series(*colours: str) -> dict[str, str]:
-    """Return styles for the series roles in these colours."""
+    """Map the series roles to styles with these colours."""
     return dict(zip(_SERIES, colours, strict=True))
 
 

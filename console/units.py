@@ -35,20 +35,20 @@ def short(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Format a rate per second. Rates above zero are never shown as 0."""
+    """Format a rate per second. Nonzero rates are never shown as 0."""
     if value is None or value == 0 or value >= 99.95:
         return short(value)
     return "<0.1" if value < 0.1 else f"{value:.1f}"
 
 
 def percent(fraction: float | None, digits: int = 0) -> str:
-    """Format a fraction as a percentage. Only 0 is shown as 0%, and only 1 or more as 100%."""
+    """Format a fraction as a percentage. Fractions between 0 and 1 are never shown as 0% or 100%."""
     return UNKNOWN if fraction is None else quantities.percent(fraction, digits)
 
 
 def ms(value: float | None) -> str:
-    """Format milliseconds with three significant digits, in seconds from 1 s upwards. Values above zero are
-    never shown as 0."""
+    """Format a duration in milliseconds to three significant digits, switching to seconds at 1 s. Nonzero
+    values are never shown as 0."""
     if value is None:
         return UNKNOWN
     if value >= 999.5:
@@ -60,7 +60,8 @@ def ms(value: float | None) -> str:
 
 
 def us(value: float | None) -> str:
-    """Format microseconds, in milliseconds from 1 ms upwards. Values above zero are never shown as 0."""
+    """Format a duration in microseconds, switching to milliseconds at 1 ms. Nonzero values are never shown as
+    0."""
     if value is None:
         return UNKNOWN
     if value >= 999.5:
@@ -69,8 +70,7 @@ def us(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration, given in seconds, with up to two units. Durations above zero are never shown as
-    0."""
+    """Format a duration in seconds, with up to two units. Nonzero durations are never shown as 0."""
     if value is None:
         return UNKNOWN
     if 0 < value < 0.05:

@@ -102,8 +102,8 @@ class FrameWidget(Widget, can_focus=True):
 
 
 def merged(line: Line) -> Line:
-    """Merge a line's adjacent spans with the same role. Spaces get the role of the preceding span, unless
-    that role has a background."""
+    """Merge adjacent spans that have the same role. Spaces get the role of the preceding span, unless that
+    role has a background."""
     result: Line = []
     for one in line:
         if not one.text:

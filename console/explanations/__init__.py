@@ -1,5 +1,5 @@
 """Explanations of the fields and metrics on the screens, with their units, windows and sources. Each screen's
-help lists those that the screen shows. A test requires an entry for each of them."""
+help lists the fields and metrics that the screen shows. A test checks that each of them has an entry."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ from console.explanations.requests import REQUESTS
 __all__ = ["EXPLANATIONS", "FRAME", "Explanation"]
 
 EXPLANATIONS: dict[str, Explanation] = {**OVERVIEW, **ENGINE, **REQUESTS, **LISTS, **FRAME}
-"""All explanations, keyed by name. A table column's explanation has the column's name."""
+"""All explanations, keyed by name. A table column's explanation has the same name as the column."""

@@ -6,7 +6,7 @@ from console.explanations.explanation import NOW, SECOND, SLICE, START, STEPS, E
 
 ENGINE: dict[str, Explanation] = {
     "replicas": Explanation(
-        "READY", "replicas", NOW, "Number of ready replicas, out of all replicas.", "appliance_replica_state"
+        "READY", "replicas", NOW, "Number of ready replicas, out of the total.", "appliance_replica_state"
     ),
     "queued": Explanation(
         "QUEUED", "requests", NOW, "Requests waiting for the model.", "status: models.queued"
@@ -33,9 +33,8 @@ ENGINE: dict[str, Explanation] = {
         "step, decode step, mixed step",
         "ms",
         STEPS,
-        "Mean step time. Decode steps only decode; mixed steps also process prompts. On Models, if the "
-        "replica has run no such step for 5 s, the last known time is shown with its age, or the period "
-        "without such a step.",
+        "Mean step time. Decode steps only decode; mixed steps also process prompts. On the Models screen, "
+        "times older than 5 s are shown with their age.",
         "appliance_step_seconds",
     ),
     "idle_us": Explanation(
@@ -49,7 +48,7 @@ ENGINE: dict[str, Explanation] = {
         "credit",
         "sequences",
         NOW,
-        "Sequences that the replica can start now.",
+        "Number of additional sequences that the replica can start now.",
         "appliance_credit_seqs",
     ),
     "load_seconds": Explanation(
@@ -70,7 +69,7 @@ ENGINE: dict[str, Explanation] = {
         "preemptions",
         "preemptions",
         START,
-        "How often sequences lost their blocks to others and had to be recomputed.",
+        "Number of times that a sequence lost its blocks to another one and had to be recomputed.",
         "appliance_preemptions_total",
     ),
     "block_state": Explanation(
@@ -106,15 +105,15 @@ ENGINE: dict[str, Explanation] = {
         "SEQS, sequences",
         "sequences",
         NOW,
-        "Running sequences, and the maximum.",
+        "Number of running sequences, and the maximum.",
         "appliance_sequences",
     ),
     "stall": Explanation(
         "!",
         "ms",
         SECOND,
-        "A stall: a step with decodes that took over three times as long as the mean decode-only step. "
-        "Shows the longest such step, and the request with the largest prefill chunk in it.",
+        "A stall: a step with decodes that took more than three times as long as the mean decode-only step. "
+        "The longest one is shown, with the request that had the largest prefill chunk in it.",
         "batches: longest_ms; stalls: request, tenant",
     ),
     "computed_tokens": Explanation(
@@ -175,7 +174,7 @@ ENGINE: dict[str, Explanation] = {
         "busy",
         "% of time",
         SECOND,
-        "Share of time the replica spent in steps.",
+        "Share of time that the replica spent running steps.",
         "batches: step_ms, mixed_step_ms",
     ),
     "stall_time": Explanation("time", "date and time", "", "When the stall ended.", "stalls: at"),
@@ -190,7 +189,7 @@ ENGINE: dict[str, Explanation] = {
         "decodes",
         "sequences",
         "the stalled step",
-        "Sequences whose next token the stall delayed.",
+        "Number of sequences whose next token was delayed by the stall.",
         "stalls: decodes",
     ),
     "stall_prompt": Explanation(
@@ -254,14 +253,14 @@ ENGINE: dict[str, Explanation] = {
         "split",
         "% of requests",
         NOW,
-        "How requests for the name are divided among versions.",
+        "How requests for the model name are divided among versions.",
         "registry: split",
     ),
     "shadow": Explanation(
         "shadow",
         "% of requests, % of tokens",
         "since the shadow was set or the service started",
-        "Share of requests copied to another version, and share of tokens that are the same in both answers.",
+        "Share of requests copied to another version, and share of tokens that match in both answers.",
         "registry: shadows.share, shadows.agreement",
     ),
     "scaled_replicas": Explanation(
@@ -275,7 +274,7 @@ ENGINE: dict[str, Explanation] = {
         "demand",
         "replicas",
         "now, and when a new replica would be ready",
-        "Load, in replicas: a load of 1.5 keeps one and a half replicas fully busy.",
+        "Load, expressed as the number of replicas that it would keep fully busy.",
         "status: models.scaling.demand, models.scaling.expected",
     ),
     "scaling_reason": Explanation(

@@ -18,7 +18,7 @@ FRAME: dict[str, Explanation] = {
         "STALE",
         "s",
         "since the newest data",
-        "Age of all values, shown when the service responds late or not at all.",
+        "Age of the displayed values. Shown when the service responds late or not at all.",
         "events: at",
     ),
     "restarted": Explanation(
@@ -32,7 +32,7 @@ FRAME: dict[str, Explanation] = {
         "HISTORY",
         "date and time",
         "1 s, or the mean of 10 s or 60 s",
-        "The displayed time, and the resolution. At 10 s or 60 s, values are averages.",
+        "The displayed time, and the resolution of the values. At 10 s or 60 s, values are averages.",
         "GET /telemetry",
     ),
     "stopping": Explanation(

@@ -112,7 +112,7 @@ LISTS: dict[str, Explanation] = {
         "anchored",
         "rows",
         NOW,
-        "Rows proven unchanged by chain heads that were anchored outside the database.",
+        "Number of rows proven unchanged by chain heads recorded outside the database.",
         "status: audit.recorded_rows",
     ),
     "audit_host": Explanation("host", "", "", "The machine on which the action was recorded.", "audit: host"),
@@ -141,8 +141,8 @@ LISTS: dict[str, Explanation] = {
         "PROCESS",
         "",
         "",
-        "The process that wrote the line: the core, a front or a replica. To see only one process, filter "
-        "with process:front-0.",
+        "The process that wrote the line: the core, a front process or a replica. To see only one process, "
+        "filter with process:front-0.",
         "logs: process",
     ),
     "area": Explanation("AREA", "", "", "The component that wrote the line.", "logs: area"),

@@ -16,7 +16,7 @@ OVERVIEW: dict[str, Explanation] = {
         "prompt tokens/s",
         "tokens/s",
         RATE,
-        "Prompt tokens per second in newly started sequences, including cached tokens.",
+        "Prompt tokens per second, including cached tokens. Counted when a sequence starts.",
         "appliance_engine_prompt_tokens_total",
     ),
     "cached": Explanation(
@@ -167,7 +167,7 @@ OVERVIEW: dict[str, Explanation] = {
         "process",
         "",
         "",
-        "A service process: the core, a front or a replica. 3↻ means that it has restarted 3 times.",
+        "A service process: the core, a front process or a replica. 3↻ means that it has restarted 3 times.",
         "events: host.processes.name, host.processes.restarts",
     ),
     "cpu_percent": Explanation(

@@ -110,7 +110,7 @@ REQUESTS: dict[str, Explanation] = {
         "peer",
         "",
         "",
-        "The local user or group that sent the request over the Unix socket; none for requests with a key.",
+        "The local user or group that sent the request over the Unix socket. Requests with a key have none.",
         "requests, request-log: peer",
     ),
     "phases": Explanation(
@@ -241,7 +241,7 @@ REQUESTS: dict[str, Explanation] = {
         "'resets in' is the time until they are full again.",
         "tenants: usage",
     ),
-    "day": Explanation("DAY", "day in UTC", "", "The day the requests finished.", "usage: day"),
+    "day": Explanation("DAY", "day in UTC", "", "The day on which the requests finished.", "usage: day"),
     "failed": Explanation(
         "FAILED",
         "requests",

@@ -34,7 +34,7 @@ class ListedAlert(NamedTuple):
 
     @property
     def age_s(self) -> float | None:
-        """The condition's duration, in seconds, up to now or until it ended."""
+        """How long the condition has held or, if it has ended, how long it held, in seconds."""
         if self.alert.since is None:
             return None
         return max(0.0, (self.now if self.alert.ended_at is None else self.alert.ended_at) - self.alert.since)

@@ -27,7 +27,7 @@ Table = tuple[list[str], list[list[Cell]]]
 
 
 def table(rows: Iterable[object], *names: str) -> Table:
-    """Return a table whose columns are these fields of the rows."""
+    """Return a table with the given fields of the rows as columns."""
     return list(names), [[getattr(row, name) for name in names] for row in rows]
 
 
@@ -51,7 +51,7 @@ class View:
     can_jump = False
     """Whether the screen has rows or panels to jump to."""
     reads_blocks = False
-    """Whether the screen shows individual KV blocks or requests' blocks."""
+    """Whether the screen shows individual KV blocks, or the blocks of each request."""
     help_text = ""
     """Short description of the screen."""
     explanations: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from console.lines import BLANK, Line, heading, span, wrap
 from console.screens.table import TableColumn, TableView
 
 _TIMESTAMP = re.compile(r"(^|\.)at$")
-"""Matches the names of timestamps: values that say when other values were read."""
+"""Matches the names of timestamps, which say when other values were read."""
 _TIME = re.compile(r"(^|[._])(at|since|until)$")
 """Matches the names of values in unix seconds."""
 _FRACTION, _BYTES = "fraction", "bytes"
@@ -32,7 +32,7 @@ _UNITS = (
     (re.compile(r"_mhz$"), " MHz"),
     (re.compile(r"(^|_)(share|hit_rate|busy|fraction)$"), _FRACTION),
 )
-"""Units of metrics, keyed by the ending of the metric's name. All other metrics are counts."""
+"""Units of metrics, by the ending of their names. All other metrics are counts."""
 
 
 class Difference(NamedTuple):
@@ -161,7 +161,7 @@ class CompareView(TableView[Difference]):
 
 
 def _text(row: Difference, value: Value, date: Callable[[float], str] = units.short_date) -> str:
-    """Format one of a row's values. `date` formats times."""
+    """Format one of a row's values. `date` formats values that are times."""
     if value is None:
         return units.UNKNOWN
     if isinstance(value, bool | str):

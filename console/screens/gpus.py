@@ -77,8 +77,8 @@ class GpusView(TableView[Gpu]):
     short = "GPU"
     help_text = (
         "All GPUs, as reported by NVML. n/a means that the GPU does not support a value; -- means that the "
-        "value is unknown. Bars below the table divide each GPU's memory into weights, KV cache and other "
-        "use. Press {open} to see all of a GPU's metrics and processes."
+        "value is unknown. Bars below the table show how much of each GPU's memory holds weights, the "
+        "KV cache and other data. Press {open} to see all of a GPU's metrics and processes."
     )
     sorted_by = "number"
     empty = "no NVIDIA GPUs found, or the service does not report GPUs"

@@ -20,7 +20,7 @@ _USABLE = ("valid", "mapped", "settings")
 
 
 class CallerRow(NamedTuple):
-    """A row of the screen: a key, or a local user's or group's mapping to a tenant."""
+    """A row of the screen: a key, or the mapping of a local user or group to a tenant."""
 
     caller: Key | PeerMapping
     now: float
@@ -37,7 +37,7 @@ class CallerRow(NamedTuple):
         if isinstance(self.caller, Key):
             return self.caller.name
         if self.caller.kind == "any":
-            return "any user without an entry"
+            return "any other local user"
         return f"local {_KINDS[self.caller.kind]} {self.caller.number}"
 
     @property

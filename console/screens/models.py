@@ -290,7 +290,8 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
 
 
 def _difference(used: int, predicted: int) -> str:
-    """Describe how much the used memory differs from the prediction. Return an empty string if unknown."""
+    """Describe how much the used memory differs from the prediction. Return an empty string if either is
+    unknown."""
     if not used or not predicted:
         return ""
     share = f"{abs(used / predicted - 1):.1%}"
@@ -301,7 +302,7 @@ def _difference(used: int, predicted: int) -> str:
 
 def _step(context: Context, one: ReplicaStatus, duration: str, idle: str) -> str:
     """Return the mean duration and idle time of a replica's newest steps of one kind. `duration` and `idle`
-    are the names of their fields in replicas' reports and in slices."""
+    name the fields with these values in replica reports and in slices."""
     # The engine reports a time of 0 if it has run no steps of this kind since its previous report.
     if getattr(one, duration):
         return f"{units.ms(getattr(one, duration))}, {units.us(getattr(one, idle))} idle"

@@ -24,7 +24,7 @@ def time_lines(title: str, total_s: float | None, parts: Sequence[Part], width: 
     top = heading(title, width, units.UNKNOWN if total_s is None else _duration(total_s))
     if not parts:
         return [top, [span("the phases of this request are unknown", "dim")]]
-    # Two processes' clocks can differ by a few microseconds, so a duration can be negative.
+    # The clocks of two processes can differ by a few microseconds, so a duration can be negative.
     lengths = [max(0.0, part.seconds) for part in parts]
     whole = sum(lengths) or 1.0
     bar: Line = []

@@ -90,7 +90,7 @@ class AuditView(ListView):
         "The audit trail of operator actions, newest first. The audit chain has two rows per action: its "
         "start and its result. Each row contains the previous row's hash, so any later change is detected. "
         "The heading shows the newest hash and the number of rows proven unchanged. {verify} verifies the "
-        "whole chain on the service's machine, and shows the first wrong row, if any. "
+        "whole chain on the service's machine, and shows the first wrong or missing row, if any. "
         "An incident file contains the actions of its period, but not the chain."
     )
     sorted_by = "seq"
@@ -194,8 +194,8 @@ class LogsView(ListView):
     title = "Logs"
     short = "Logs"
     help_text = (
-        "The newest log lines of the core, the fronts and the replicas; {variant} switches to the current "
-        "settings with their sources, and then to the findings of appliance doctor."
+        "The newest log lines of the core, the front processes and the replicas. {variant} switches to the "
+        "current settings with their sources, and then to the findings of appliance doctor."
     )
     variants = ("logs", "settings", "findings")
     max_rows = MAX_ROWS

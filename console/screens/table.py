@@ -223,7 +223,8 @@ class TableView(View, Generic[R]):
         return text.format(key) if key else ""
 
     def _missing(self, context: Context) -> tuple[str, str] | None:
-        """If a required list has not been read, return the reason as text, with its role."""
+        """Return the text and role to show while a required list has not been read, or None if all have been
+        read."""
         for name in self.required_lists():
             if name not in context.rows:
                 error = context.row_errors.get(name, "")
@@ -306,7 +307,7 @@ class TableView(View, Generic[R]):
         return "no rows match the filter" if self.filter else self.empty_text(context)
 
     def empty_text(self, context: Context) -> str:
-        """Return the text that a table without rows shows."""
+        """Return the text to show in a table without rows."""
         return self.empty
 
     def _follow_cursor(self, height: int) -> None:

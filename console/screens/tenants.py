@@ -235,7 +235,7 @@ def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:
         )
     for peer in context.rows_of("callers", PeerMapping):
         if peer.tenant == row.name:
-            name = "any user without an entry" if peer.kind == "any" else f"{peer.kind} {peer.number}"
+            name = "any other local user" if peer.kind == "any" else f"{peer.kind} {peer.number}"
             lines.append(line(span(f"{name:<26} ", "bold"), span(f"from {peer.source}", "dim")))
     return lines if len(lines) > 1 else [*lines, [span("no keys and no local users", "dim")]]
 

@@ -378,8 +378,8 @@ def test_the_impact_on_alerts_names_the_alert_or_the_number_of_alerts() -> None:
     context = newer(two_versions(), lambda snapshot: snapshot.alerts.extend([alert, ended]))
     assert lines_of("alerts.ack", "a1", context) == ["m is down (critical, firing)"]
     assert lines_of("alerts.ack", "a2", context)[1:] == ["the service will refuse: the alert has ended"]
-    assert lines_of("alerts.silence", "replica-*", context) == ["1 active alert of this rule"]
-    assert lines_of("alerts.silence", "disk-full", context) == ["0 active alerts of this rule"]
+    assert lines_of("alerts.silence", "replica-*", context) == ["1 active alert for this rule"]
+    assert lines_of("alerts.silence", "disk-full", context) == ["0 active alerts for this rule"]
 
 
 @pytest.mark.parametrize(("action", "target"), [("alerts.ack", "a1"), ("alerts.silence", "replica-*")])
