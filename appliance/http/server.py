@@ -48,7 +48,7 @@ class HttpServer:
         self.unknown_pool = Pool()
         self.refused = 0
         """Connections closed or answered with 503 because no place was free."""
-        self.cut_off = CountedLog("connections closed because their clients did not read the responses")
+        self.cut_off = CountedLog("connections closed because clients did not read their responses")
         self.request_memory = RequestMemory()
         self.turns = Turns()
         self.tenant_of = tenant_of

@@ -29,7 +29,7 @@ FRONTS = (
            "Connections without a valid key that were closed to make space for new connections.",
            lambda f: f.evicted_connections),
     Metric("counter", "appliance_front_cut_off_connections_total", "",
-           "Connections closed because their clients did not read the responses.",
+           "Connections closed because clients did not read their responses.",
            lambda f: f.cut_off_connections),
     Metric("counter", "appliance_front_unreceived_connections_total", "",
            "Connections that a front process could not receive because it had too many open files. "
