@@ -19,8 +19,8 @@ from store.fields import Declared
 from store.structs import Silence
 
 Danger = Literal["none", "confirm", "typed"]
-"""How an operator must confirm the action. Actions that cannot be undone are confirmed by typing the target's
-name. Other actions that can refuse or end requests are confirmed by answering yes or no. All others need no
+"""How an operator must confirm the action. "typed": by typing the target's name, because the action cannot be
+undone. "confirm": by answering yes or no, because requests may be refused or ended. "none": no
 confirmation."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
@@ -33,7 +33,7 @@ class Action(NamedTuple):
     name: str
     """Name in the URL and in the audit chain."""
     title: str
-    """Displayed title, an imperative. The confirmation dialog appends the target: "Revoke key X?"."""
+    """Title on screen, in the imperative. The confirmation dialog appends the target: "Revoke key X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
@@ -53,19 +53,19 @@ class Action(NamedTuple):
 
     @property
     def declared_fields(self) -> dict[str, Declared]:
-        """The parameters that are declared tenant or key fields, by name."""
+        """The parameters that are fields of a tenant or key, keyed by name."""
         return getattr(self.parameters, "DECLARED", {})
 
     @property
     def is_target_required(self) -> bool:
-        """Whether the target must be named. On the command line, its name is then an argument rather than an
-        option."""
+        """Whether a target must be named. If so, its name is an argument on the command line; otherwise, it
+        is an option."""
         fields = msgspec.structs.fields(self.parameters)
         return any(field.required for field in fields if field.name == self.named_by)
 
     def typed_text(self, target: str) -> str:
         """Return the text that must be typed to confirm an action that cannot be undone: the target's name
-        or, without a target, the last word of the action's name."""
+        or, if the action has no target, the last word of the action's name."""
         return target if self.named_by else self.name.rpartition(".")[2]
 
     def target_name(self, parameters: msgspec.Struct) -> str:
@@ -218,7 +218,7 @@ def flag(parameter: str) -> str:
 
 
 def action_named(name: str) -> Action:
-    """Return the action with this name. Raises LookupError if none has it."""
+    """Return the action with this name. Raises LookupError if there is none."""
     for action in ACTIONS:
         if action.name == name:
             return action
@@ -226,7 +226,7 @@ def action_named(name: str) -> Action:
 
 
 def action_of(parameters: msgspec.Struct) -> Action:
-    """Return the action with this parameter type. Raises LookupError if none has it."""
+    """Return the action that takes parameters of this type. Raises LookupError if there is none."""
     for action in ACTIONS:
         if isinstance(parameters, action.parameters):
             return action

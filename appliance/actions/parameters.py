@@ -14,7 +14,7 @@ MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: one week."""
 
 MAX_ARMS = 16
-"""Maximum number of models and versions over which the requests for a name can be distributed."""
+"""Maximum number of targets (models or versions) in a traffic split."""
 
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
@@ -69,7 +69,7 @@ PreviousGrace = Annotated[
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
-    """Return a struct type with the declared fields of `record` and `Quota`, all of them optional."""
+    """Return a struct type with the declared fields of `record` and `Quota`, all optional."""
     fields = {**declared(record), **declared(Quota)}
     return msgspec.defstruct(
         f"{record.__name__}Changes",
@@ -81,8 +81,9 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return an optional field's type. It documents the allowed values in the JSON schema, but does not
-    enforce them: `store.rules` validates values, with error messages that explain how to fix the problem."""
+    """Return the type of an optional field. The type documents the allowed values in the JSON schema but does
+    not enforce them: `store.rules` validates values, with error messages that explain how to fix the
+    problem."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:
@@ -139,7 +140,7 @@ class DeleteTenant(_Parameters):
 class CreateKey(_KeyChanges):
     """Create a bearer key. The key is shown only once. Its limits apply in addition to its tenant's."""
 
-    name: Annotated[str, Meta(description="The key's purpose or user.", extra=NAME)]
+    name: Annotated[str, Meta(description="What the key is used for, or by whom.", extra=NAME)]
     tenant: BilledTenant = "default"
 
 
@@ -157,9 +158,7 @@ class RotateKey(_Parameters):
     overlap_s: Annotated[float, Meta(description="How long the old key stays valid.")] = 86400.0
     expires_at: Annotated[
         float | None,
-        Meta(
-            description="Expiry of the new key. By default, the new key gets the old key's original lifetime."
-        ),
+        Meta(description="When the new key expires. By default, it gets the old key's original lifetime."),
     ] = None
 
 
@@ -196,7 +195,7 @@ class DrainService(_Parameters):
 
 
 class ResumeService(_Parameters):
-    """Cancel or end a drain and accept requests again. Held requests are served before new ones."""
+    """Cancel or end a drain and accept requests again. Held requests are served before new requests."""
 
     model: ModelOrService = None
 
@@ -224,7 +223,8 @@ class AcknowledgeAlert(_Parameters):
 
 
 class SilenceAlerts(_Parameters):
-    """Stop announcing a rule's alerts for a limited time. Silenced alerts are still listed and recorded."""
+    """Stop notifications of a rule's alerts for a limited time. Silenced alerts are still listed and
+    recorded."""
 
     rule: Annotated[
         str,
@@ -265,8 +265,8 @@ class BeginBackup(_Parameters):
 
 
 class EndBackup(_Parameters):
-    """Record the result of a backup. A complete backup is reported with `rows` and `sha256`, a failed backup
-    with `error`."""
+    """Record the result of a backup. Give `rows` and `sha256` if the backup is complete, or `error` if it
+    failed."""
 
     path: Annotated[str, Meta(description="Path of the backup, or the intended path if the backup failed.")]
     rows: Annotated[int, Meta(ge=0, description="Number of audit chain rows in the backup.")] | None = None
@@ -292,15 +292,15 @@ class AddModel(_Parameters):
     the checkpoint becomes its next version."""
 
     name: Annotated[str, Meta(description="The name that applications use.")]
-    folder: Annotated[str, Meta(description="Folder of a Hugging Face checkpoint, as an absolute path.")]
+    folder: Annotated[str, Meta(description="Absolute path of a folder with a Hugging Face checkpoint.")]
     settings: Annotated[
         dict[str, Any], Meta(description="The version's settings, named as in the settings files.")
     ] = {}
 
 
 class LoadModel(_Parameters):
-    """Load a version of a model, or an optional model from the settings. If it does not fit into memory, idle
-    models that are not pinned are removed from memory first."""
+    """Load a version of a model, or a model that the settings declare as not required. If it does not fit
+    into memory, idle models that are not pinned are removed from memory first."""
 
     model: ModelVersion
     wait: Annotated[
@@ -345,14 +345,14 @@ class SleepModel(_Parameters):
         Meta(
             ge=0,
             le=MAX_GRACE_S,
-            description="Time to wait for unfinished requests. If any are left after this time, the version "
+            description="Time to wait for unfinished requests. If any remain after this time, the version "
             "stays awake.",
         ),
     ] = 120.0
 
 
 class WakeModel(_Parameters):
-    """Restore the memory of a sleeping version, which then answers requests again."""
+    """Wake a sleeping version, so that it answers requests again."""
 
     model: ModelVersion
     wait: Annotated[
@@ -376,9 +376,9 @@ class UnpinModel(_Parameters):
 
 
 class SetDefaultModel(_Parameters):
-    """Make a version the default of its model, and end any split of the model. If the model is loaded, the
-    version is loaded first. After the response, the new version answers all new requests. The previous
-    version finishes its requests and is then unloaded."""
+    """Make a version the default of its model, and end any split of the model's requests. If the model is
+    loaded, the version is loaded first. After the response, the new version answers all new requests. The
+    previous version finishes its requests and is then unloaded."""
 
     model: Annotated[
         str,
@@ -421,8 +421,8 @@ class SplitModel(_Parameters):
 
 class ShadowModel(_Parameters):
     """Copy a share of the requests for a name to another loaded model or version, to compare answers and
-    latency. A copy runs after its original, in the lowest class, and only when no other request is waiting.
-    The answers to copies are discarded and not billed."""
+    latency. A copy runs after its original, in the lowest priority class, and only when no other request is
+    waiting. The answers to copies are discarded and not billed."""
 
     name: Annotated[str, Meta(description="The model name whose requests are copied.")]
     target: Annotated[
