@@ -1,4 +1,4 @@
-"""The admin API's routes. Callers are authenticated before anything is read. Each route declares its scope
+"""The admin API's routes. Callers are authenticated before any route is called. Each route declares its scope
 (`appliance.scopes`), and the actions come from the registry (`appliance.actions`)."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from store.audit import Actor
 
 _READ_ONLY = (
     "this session is read-only: to act on the service, start the console with --write, or send the request "
-    f"without the header {READ_ONLY_HEADER}"
+    f"without the {READ_ONLY_HEADER} header"
 )
 _ERRORS = dict.fromkeys((400, 401, 403), ErrorBody)
 
@@ -50,7 +50,7 @@ class Backend(NamedTuple):
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     routes: Sequence[ScopedRoute]
-    """Additional routes, whose endpoints may also read databases."""
+    """Additional routes. Their endpoints may also read databases."""
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action with the given parameters. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
@@ -61,13 +61,13 @@ class Backend(NamedTuple):
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications. The first contains the routes, so that tests can inspect them. The second,
-    which is the one to serve, authenticates each caller and then calls the first."""
+    """Return two applications. The first contains the routes, so that tests can inspect them. The second is
+    the one to serve: it authenticates each caller and then calls the first."""
     denials = CountedLog("requests on admin.sock were denied", functools.partial(backend.note, "admin"))
 
     @functools.cache
     def description() -> bytes:
-        # The document is cached, because building it blocks the event loop for 15 to 40 ms.
+        # Building the document blocks the event loop for 15 to 40 ms, so it is cached.
         return msgspec.json.encode(openapi_document("Appliance admin API", check_routes(app)))
 
     async def openapi(request: Request) -> Response:

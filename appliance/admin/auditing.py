@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _MAX_AUDIT_WAIT_S = 3.0
 _MAX_DENIALS_PER_MINUTE = 10
-"""Maximum number of denied actions audited per caller per minute. Further denials are only logged, because
+"""Maximum number of denied actions audited per caller per minute. Additional denials are only logged, because
 each audit row is written to disk."""
 _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,

@@ -25,7 +25,7 @@ class AdminRequestError(Exception):
 
 async def read_parameters(request: Request, action: str, kind: type[Parameters]) -> Parameters:
     """Parse an action's parameters from the request body. An empty body counts as an empty object. Raises
-    AdminRequestError; its message names the action."""
+    AdminRequestError with a message that names the action."""
     body = b""
     async for piece in request.stream():
         body += piece

@@ -2,7 +2,7 @@
 `admin` or `read` scope. If a request carries a key, the key alone determines the caller's rights, so that
 operators can test what a key permits.
 
-A request with the header `x-appliance-read-only: true` is limited to read access, regardless of the caller's
+A request with the `x-appliance-read-only: true` header is limited to read access, regardless of the caller's
 rights.
 
 Each action's audit rows contain the peer's uid, the key and the host.
@@ -46,7 +46,7 @@ class Caller(NamedTuple):
     host: str
     key_id: str = ""
     read_only: bool = False
-    """Whether the caller has requested a read-only session. `scopes` then contains only `read`."""
+    """Whether the caller has requested a read-only session. If so, `scopes` contains only `read`."""
 
     @property
     def actor(self) -> Actor:
@@ -94,8 +94,8 @@ class Authenticator:
         raise DeniedError(
             403,
             f"permission denied for uid {peer.uid}: run as root, as the service's user or as an "
-            "operator listed under [admin] in the settings, or set APPLIANCE_ADMIN_KEY to a key of "
-            "scope admin or read",
+            "operator listed under [admin] in the settings, or set APPLIANCE_ADMIN_KEY to a key "
+            "with the admin or read scope",
         )
 
     def _of_key(self, scheme: bytes, credentials: bytes, peer: Peer) -> Caller:
@@ -148,7 +148,7 @@ def operator_gids(settings: AdminSettings) -> list[int]:
 
 
 def keys_of(control: ControlStore) -> KeyLookup:
-    """Return a lookup function for valid keys in the control database."""
+    """Return a function that looks up valid keys in the control database."""
 
     def valid_key(secret: str) -> tuple[KeyRecord, TenantRecord] | None:
         key = control.lookup(secret)

@@ -11,7 +11,8 @@ from appliance.protocol.status import AuditStatus, CurrentProblem, DatabaseStatu
 from engine.logs import LogState
 
 _STALLED_S = 3.0
-"""Database operations and writes to standard error that take longer than this are reported as problems."""
+"""Database operations and writes to standard error that take more than this many seconds are reported as
+problems."""
 
 _RETRIED = "fix the cause given in the message; the service retries automatically"
 
@@ -88,13 +89,13 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=front.name,
             description=front.detail,
-            remedy="wait: if the front stays silent, it is killed and restarted; see the log",
+            remedy="wait: if the process still does not respond, it is killed and restarted; see the log",
         )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(
             where=front.name,
             description=front.detail,
-            remedy="raise the limit named in the message, or start more fronts",
+            remedy="raise the limit named in the message, or run more front processes",
         )
     for model, reason in front.problems.items():
         yield CurrentProblem(
@@ -143,10 +144,10 @@ def _clock(jump_s: float) -> Iterator[CurrentProblem]:
     if jump_s:
         yield CurrentProblem(
             where="clock",
-            description=f"the system clock was changed by {jump_s / 3600:+,.1f} hours, so removing old log "
-            "entries is paused",
-            remedy="if the clock is wrong now, correct it with timedatectl; if it is right, wait: removing "
-            "old entries resumes after a day",
+            description=f"the system clock was changed by {jump_s / 3600:+,.1f} hours, so the removal of old "
+            "log entries is paused",
+            remedy="if the clock is wrong now, correct it with timedatectl; if it is right, wait: the "
+            "removal resumes after a day",
         )
 
 

@@ -36,7 +36,7 @@ Handler = Callable[[Actor, Any], Awaitable[Effect]]
 
 
 def done(message: str) -> Effect:
-    """Return the effect of an action whose response is just a message."""
+    """Return the effect of an action that responds with only a message."""
     return Effect(Done(message=message))
 
 

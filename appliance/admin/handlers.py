@@ -1,4 +1,5 @@
-"""Maps each registered action to its handler. Handlers too small for a separate module are defined here."""
+"""Maps each registered action to its handler. Handlers that are too small for a separate module are defined
+here."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ class BackupAdmin:
         self._trail = trail
 
     async def begin(self, actor: Actor, asked: BeginBackup) -> Effect:
-        """Record and return the audit chain's head, against which the backup can later be checked."""
+        """Record the head of the audit chain and return it, so that the backup can later be checked against
+        it."""
         self._trail.record_head()
         head = self._trail.state().head
         return Effect(AuditHead(seq=head.seq, hash=head.hash))

@@ -63,7 +63,7 @@ class LogReading:
         self._streams = streams
         self._requests = RequestReader(history.path, limit_s=MAX_READ_S, limit_bytes=MAX_PAGE_BYTES)
         self.threads = ThreadPoolExecutor(_THREADS, "admin-reads")
-        """Threads that read the databases and, for snapshots, the machine's load."""
+        """Thread pool for reading the databases and, for snapshots, the machine's load."""
 
     def close(self) -> None:
         """Stop the threads once the reads in progress have finished."""
@@ -210,5 +210,5 @@ def _position(cursor: str) -> RequestPosition:
         return RequestPosition(float(at), request_id)
     except ValueError:
         raise QueryError(
-            f"before={cursor!r} is not valid: use the field 'next' of the previous page"
+            f"before={cursor!r} is not valid: use the 'next' field of the previous page"
         ) from None

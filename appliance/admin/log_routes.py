@@ -81,7 +81,7 @@ def log_routes(reading: LogReading, streams: Streams) -> list[ScopedRoute]:
             log_page,
             reading.follow_log,
             streams,
-            "Return the newest log lines of the core, the fronts and the replicas, or follow the log",
+            "Return the newest log lines of the core, front processes and replicas, or follow the log",
         ),
     ]
 

@@ -260,7 +260,7 @@ class ModelAdmin:
         """Make a version the default. Raises LoadError if it cannot be loaded."""
         name, version = split_target(asked.model)
         if version is None:
-            raise ValueError(f"model = {asked.model!r} names no version: write NAME@VERSION")
+            raise ValueError(f"model = {asked.model!r} does not name a version: write NAME@VERSION")
         return await self._swap(actor, "models.default", name, version, asked.grace_s)
 
     async def rollback(self, actor: Actor, asked: RollbackModel) -> Effect:
@@ -309,7 +309,7 @@ class ModelAdmin:
                 )
         await committed(registry.set_alias(actor=actor, name=asked.name, target=asked.target))
         await self.fronts.routed()
-        return done(f"alias {asked.name} now names {asked.target}")
+        return done(f"alias {asked.name} now refers to {asked.target}")
 
     # ── checks ──
 
@@ -374,7 +374,9 @@ def _check_settings(name: str, folder: str, settings: Mapping[str, Any]) -> None
     path = ("models", name)
     converter = Converter({path: Place("models add")}, "models add")
     if "folder" in settings:
-        converter.add((*path, "folder"), "folder is not a setting of a version", "give the folder itself")
+        converter.add(
+            (*path, "folder"), "folder is not a setting of a version", "use the folder parameter instead"
+        )
     template = settings.get("chat_template")
     if isinstance(template, str) and not os.path.isabs(template):
         description = f"chat_template = {template!r} is not an absolute path"

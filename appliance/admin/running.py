@@ -21,8 +21,8 @@ _PHASES: dict[RequestState, Phase] = {
     "interrupted": "queued",  # the request has lost its replica and is waiting for another one
     "ending": "ending",
 }
-"""The phase of a request in each state. A running request that has generated its first token is in the decode
-phase instead."""
+"""The phase of a request in each state. Once a running request has generated its first token, its phase is
+"decode" instead."""
 
 
 class RunningRequests:
@@ -44,8 +44,8 @@ class RunningRequests:
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:
-        """Combine the unfinished requests with their progress, and return them, oldest first. `unix` is the
-        unix time at which their ages are computed."""
+        """Combine the unfinished requests with their progress, and return them, oldest first. Their ages are
+        computed as of `unix` (Unix time)."""
         now, policies = self._traffic.clock(), self._policies()
         return [
             _request(request_id, one, progress.get(request_id), policies, unix, now)

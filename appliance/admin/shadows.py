@@ -51,7 +51,7 @@ class ShadowAdmin:
         return done(f"{asked.share:.1%} of the requests for {name} are copied to {target}")
 
     def shown(self) -> list[RegisteredModel]:
-        """Return all models with their shadows' results."""
+        """Return all models, with the results of their shadows."""
         models = self.models.states.all()
         for model in models:
             model.shadows = [shadow for name in (model.name, *model.aliases) for shadow in self._of(name)]

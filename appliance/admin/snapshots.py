@@ -38,8 +38,8 @@ from store.policies import Policies, TenantRecord
 MAX_TENANTS = 200
 """Maximum number of tenants in a snapshot. Tenants with requests take precedence."""
 _CHOOSE_EVERY_S = 30.0
-"""Interval, in seconds, at which a snapshot's tenants are chosen again if there are more than `MAX_TENANTS`
-tenants."""
+"""Interval, in seconds, at which the tenants in a snapshot are chosen again if there are more than
+`MAX_TENANTS`."""
 _BLOCK_TOKENS = 64
 _COUNT_KEYS_EVERY_S = 15.0
 
@@ -83,7 +83,7 @@ class SnapshotParts:
 
 class SnapshotReader:
     """Takes snapshots. A snapshot's batch counts cover the time since the same reader's previous snapshot, so
-    each feed needs its own reader. All readers share `SnapshotParts`. Must be used on the event loop's
+    each feed needs its own reader. All readers share `SnapshotParts`. Must be used on the event loop
     thread."""
 
     def __init__(self, parts: SnapshotParts) -> None:
@@ -95,7 +95,7 @@ class SnapshotReader:
         """Return a snapshot of the current state."""
         running = self._parts.running
         progress = await running.progress()
-        # Compute request ages at the snapshot's time, because readers derive later ages from them.
+        # Compute request ages as of the snapshot's time, because readers derive later ages from them.
         at = time.time()
         return self._read(at, running.known(progress, at))
 
@@ -249,7 +249,7 @@ class SnapshotReader:
         return [use(tenant) for tenant in chosen]
 
     def _valid_keys(self, policies: Policies) -> Counter[str]:
-        """Return each tenant's number of valid keys. Keys are recounted when a policy changes and, because
+        """Return the number of valid keys per tenant. Keys are recounted when a policy changes and, because
         they can expire, at regular intervals."""
         known, at, count = self._keys
         if known is not policies or time.monotonic() - at > _COUNT_KEYS_EVERY_S:
@@ -315,10 +315,11 @@ def _processes(status: Status) -> list[ServiceProcess]:
 
 
 def with_replicas(gpus: Iterable[Gpu], status: Status) -> list[Gpu]:
-    """Return copies of the GPU records, with the names of the replicas that use each GPU, the memory that
-    they use on it, and the replica that owns each process. A replica uses a GPU if one of its processes does.
-    If process ids are unknown, the replica's devices are compared with the GPU and its MIG instances instead.
-    For each replica, only the total memory of all ranks is known, so it is divided equally among the ranks.
+    """Return copies of the GPU records with three additions: the names of the replicas that use each GPU, the
+    memory that they use on it, and the replica that owns each process. A replica uses a GPU if one of its
+    processes does. If process ids are unknown, the replica's devices are compared with the GPU and its MIG
+    instances instead. For each replica, only the total memory of all ranks is known, so it is divided equally
+    among the ranks.
     """
     found: list[Gpu] = []
     number = 0

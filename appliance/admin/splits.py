@@ -41,13 +41,13 @@ class SplitAdmin:
         return done(f"requests for {name} are split: {shown}")
 
     def _targets(self, name: str, weights: dict[str, float]) -> dict[str, float]:
-        """Return the weights with each target written as NAME or NAME@VERSION. A target that is only a number
-        means that version of `name`."""
+        """Return the weights with each target written as NAME or NAME@VERSION. A target that is just a number
+        refers to that version of `name`."""
         found: dict[str, float] = {}
         for given, weight in weights.items():
             target = complete_target(self.models, name, given)
             if target in found:
-                raise ValueError(f"weights has {target!r} twice: give each version one weight")
+                raise ValueError(f"weights lists {target!r} twice: give each version one weight")
             found[target] = weight
         return found
 
@@ -69,8 +69,8 @@ class SplitAdmin:
 
 
 def complete_target(models: ModelAdmin, name: str, given: str) -> str:
-    """Return a target as NAME or NAME@VERSION. A target that is only a number means that version of `name`.
-    Raises UnknownModelError."""
+    """Return a target as NAME or NAME@VERSION. A target that is just a number refers to that version of
+    `name`. Raises UnknownModelError."""
     is_version = given.isascii() and given.isdecimal()
     target = f"{name}@{given}" if is_version else given
     if models.routing.target_unit(target):
@@ -78,7 +78,7 @@ def complete_target(models: ModelAdmin, name: str, given: str) -> str:
     registry = models.operations.registry.current
     if is_version and name in registry.aliases:
         raise UnknownModelError(
-            f"{name!r} is an alias, so the target {given!r} does not say which model's version it is: write "
+            f"{name!r} is an alias, so the target {given!r} does not say which model it belongs to: write "
             "NAME@VERSION"
         )
     model, version = split_target(target)

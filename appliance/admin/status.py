@@ -40,8 +40,8 @@ from store.trail import AuditTrail, TrailState
 from store.writer import Writer
 
 _ETA_EVERY_S = 1.0
-"""Interval, in seconds, at which drain durations are predicted. A prediction examines every running request,
-and consoles may read several snapshots per second, so not every snapshot computes new predictions."""
+"""Minimum interval, in seconds, between predictions of drain durations. A prediction examines every running
+request, and consoles may read several snapshots per second, so the last predictions are reused."""
 _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
@@ -50,15 +50,15 @@ _UNLOADED = "not in memory: the next request loads it"
 _UNLOADING = "being unloaded; the next request loads it again"
 
 _SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
-"""The service is "starting" while any replica or front is in a state other than these. "stopping" and
+"""The service is "starting" while any replica or front process is in a state other than these. "stopping" and
 "stopped" are included because unloading a model also stops its replicas. Without a ready replica for each
 required model, the service is not ready in any case."""
 
 
 @functools.cache
 def service_version() -> str:
-    """Return the product version at the time of the first call. The result is cached because every status
-    contains it, and each lookup reads a file and creates reference cycles, which the core rarely collects
+    """Return the product version. It is looked up only once, because every status contains it, and each
+    lookup reads a file and creates reference cycles, which the core rarely collects
     (`appliance.core.process.COLLECT_AFTER`)."""
     try:
         return version("appliance")

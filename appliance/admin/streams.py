@@ -1,6 +1,6 @@
 """Admin API responses that stay open and send lines of JSON (`application/x-ndjson`). After a few seconds
 without data, an empty line is sent so that both sides notice a broken connection. A response that cannot
-continue ends with a line that has only the field `error`.
+continue ends with a line that contains only an `error` field.
 """
 
 from __future__ import annotations

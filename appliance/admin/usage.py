@@ -16,7 +16,7 @@ from store.usage import DailyUsage, UsageFilter, read_usage
 
 DEFAULT_DAYS = 30
 MAX_DAILY_ROWS = 50_000
-"""Maximum number of daily usage rows that one report may sum."""
+"""Maximum number of daily usage rows that a report may add up."""
 _MILLION = 1e6
 
 
@@ -90,7 +90,7 @@ def _sum(rows: Iterable[DailyUsage], prices: Mapping[str, ModelPrices]) -> Usage
 
 
 def cost(row: DailyUsage, price: ModelPrices) -> float:
-    """Return the cost of a row's usage, at its model's prices."""
+    """Return the cost of a row's usage, at the prices of the row's model."""
     cached = price.prompt if price.cached is None else price.cached
     prompt_tokens = max(0, row.prompt_tokens - row.cached_tokens)
     amount = prompt_tokens * price.prompt + row.cached_tokens * cached + row.output_tokens * price.output

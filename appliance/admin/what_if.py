@@ -114,7 +114,7 @@ def _route(what_if: WhatIf, action: str, parameters: type[msgspec.Struct]) -> Sc
             return error_answer(error.status, str(error))
 
     operation = Operation(
-        "Replay the last few minutes with different limits. Nothing is changed",
+        "Replay the last few minutes' requests with different limits, without changing anything",
         body=parameters,
         answer=QuotaForecast,
         errors=_ERRORS,

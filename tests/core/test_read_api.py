@@ -88,7 +88,7 @@ def test_a_filter_of_the_request_log_is_applied_by_the_service(running: Service)
         ("/request-log?limit=1001", "limit='1001' is not valid"),
         ("/request-log?since=nan", "since='nan' is not valid"),
         ("/request-log?class=P4", "class='P4' is not valid"),
-        ("/request-log?before=yesterday", "before='yesterday' is not valid: use the field 'next'"),
+        ("/request-log?before=yesterday", "before='yesterday' is not valid: use the 'next' field"),
         ("/request-log?colour=red", "'colour' is not a query parameter of /request-log; available"),
         ("/request-log?limit=1&limit=2", "'limit' is given more than once"),
         ("/audit?before=x", "before='x' is not valid"),
