@@ -1,7 +1,7 @@
 """Alert rules: their format in the settings, the built-in rules, and the rules in effect.
 
-All parts of the product import the settings, which use this package, so it imports no other part of the
-product. `appliance.monitoring.alerts` evaluates the rules.
+The settings import this package, and all parts of the product import the settings. Therefore, this package
+imports no other part of the product. `appliance.monitoring.alerts` evaluates the rules.
 """
 
 from appliance.alert_rules.builtin import BUILT_IN

@@ -20,8 +20,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── processes ──
     BuiltInRule(
         name="replica-down",
-        reason="A replica has stopped answering requests. They continue on another replica or after a "
-        "restart, so clients only notice a pause.",
+        reason="A replica has stopped answering requests. Its requests continue on another replica or "
+        "after a restart, so clients notice only a pause.",
         metric="models[*].replicas[*].state",
         severity="critical",
         texts=["restarting", "silent", "starting", "loading"],
@@ -75,7 +75,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         severity="warning",
         texts=["restarting"],
         description="{where} exited; its connections were closed",
-        remedy="see the front's last lines in the log; the service restarts the front",
+        remedy="see the front process's last lines in the log; the service restarts the process",
     ),
     BuiltInRule(
         name="problem",
@@ -104,7 +104,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="gpu-memory-errors",
-        reason="Uncorrected errors corrupt data. The driver ends the affected program.",
+        reason="Uncorrected errors corrupt data. The driver terminates the affected program.",
         metric="gpus[*].ecc_uncorrected",
         severity="critical",
         measure="change",
@@ -149,8 +149,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── KV cache ──
     BuiltInRule(
         name="kv-cache-full",
-        reason="Without free blocks, sequences are preempted and new ones wait. A cache that is full for "
-        "a minute is not a short peak.",
+        reason="Without free blocks, sequences are preempted and new sequences wait. A cache that stays "
+        "full for a minute is not just a short peak.",
         metric="kv[*].blocks_used",
         per="blocks_total",
         above=0.97,
@@ -205,7 +205,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=0.8,
         for_s=5.0,
         downstream_of=_BUSY,
-        description="the queue is {value} full, so new requests will be refused",
+        description="the queue is {value} full, so new requests will soon be refused",
         remedy="add capacity, or lower the limit of the tenant with the most waiting requests",
         unit="%",
     ),
@@ -225,8 +225,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="load-shedding",
-        reason="The service refuses requests of lower classes to protect higher ones. This is intended, but "
-        "an operator should know about it.",
+        reason="The service refuses requests of lower classes to protect higher classes. This is intended, "
+        "but an operator should know about it.",
         metric="queue.overload_step",
         above=1.0,
         clear=0.5,
@@ -239,7 +239,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="refusals",
         reason="Some refusals are normal if tenants have limits. A rate six standard deviations above "
-        "normal is not.",
+        "the usual rate indicates a problem.",
         metric="rates.refused_per_s",
         measure="deviation",
         window_s=1800.0,
@@ -315,7 +315,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=0.8,
         for_s=10.0,
         description="{where} has used {value} of its daily token limit",
-        remedy="raise the quota, or tell the tenant: appliance tenants set {tenant} --tokens-per-day N",
+        remedy="tell the tenant, or raise the quota: appliance tenants set {tenant} --tokens-per-day N",
         unit="%",
     ),
     # ── machine ──

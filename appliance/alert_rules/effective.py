@@ -31,7 +31,7 @@ def rule_set_faults(
     configured: Sequence[AlertRule], disabled: Sequence[str]
 ) -> list[tuple[int | None, RuleFault]]:
     """Return the faults in the configured rules, each with the index of its rule. The index is None for a
-    fault in the setting `disabled`."""
+    fault in the `disabled` setting."""
     faults: list[tuple[int | None, RuleFault]] = []
     seen: set[str] = set()
     known = {rule.name for rule in (*BUILT_IN, *configured)}
@@ -59,6 +59,8 @@ def rule_set_faults(
             )
     if not faults and (circle := cycle(effective_rules(configured, ()))):
         index = max(index for index, rule in enumerate(configured) if rule.name in circle)
-        description = f"the rules {', '.join(circle)} name each other as causes and would hide their alerts"
+        description = (
+            f"the rules {', '.join(circle)} name each other as causes and would hide each other's alerts"
+        )
         faults.append((index, RuleFault("downstream_of", description, "remove one of the names")))
     return faults

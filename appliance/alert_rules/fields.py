@@ -43,15 +43,15 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     window_s: Window = 300.0
     """Time span over which the measure is computed, in seconds."""
     target: Number = 0.0
-    """The target value: "time_to" predicts when the metric will reach it."""
+    """For "time_to": the value that the metric is predicted to reach."""
     at_least: Number | None = None
-    """The rule applies only while the metric, divided by `per`, is at least this value."""
+    """The rule applies only while the metric (divided by `per`, if set) is at least this value."""
     above: Number | None = None
     """The alert is raised when the measure rises to this threshold."""
     below: Number | None = None
     """The alert is raised when the measure falls to this threshold."""
     clear: Number | None = None
-    """The alert ends when the measure has passed this value. Default: 10% away from the threshold. The gap
+    """The alert ends when the measure returns past this value. Default: 10% away from the threshold. The gap
     prevents the alert from starting and ending repeatedly."""
     texts: list[str] = []
     """For text metrics: the texts that raise the alert. `*` matches any characters. Such a rule has no
@@ -70,9 +70,9 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     description: str = ""
     """The alert's text. {where}, {value}, {threshold} and {text} are placeholders."""
     remedy: str = ""
-    """The operator's next step. {remedy} is replaced with the field `remedy` of the object that contains the
-    metric, and {tenant} and {model} with the name of the tenant or model that the alert concerns, quoted for
-    a shell. If it concerns several or none, they become TENANT and MODEL."""
+    """The operator's next step. {remedy} is replaced with the `remedy` field of the object that contains the
+    metric. {tenant} and {model} are replaced with the name of the tenant or model that the alert concerns,
+    quoted for a shell, or with TENANT and MODEL if the alert does not concern exactly one."""
     unit: Literal["", "s", "ms", "%", "bytes", "°C", "/s", "requests", "tokens"] = ""
     """Unit of the measure. With "%", the measure is a fraction, shown as a percentage."""
 
@@ -89,7 +89,7 @@ class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0
     """Time limit for one attempt, in seconds."""
     attempts: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
-    """Number of attempts before an alert is dropped. The delay between attempts doubles, starting at one
+    """Number of attempts before an alert is dropped. The delay after each attempt doubles, starting at one
     second."""
 
 

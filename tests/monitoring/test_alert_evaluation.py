@@ -200,7 +200,7 @@ def test_the_next_step_for_a_daily_quota_names_the_tenant(tenant: str, word: str
         tree["tenants"][0]["name"] = tenant
         tree["tenants"][0]["usage"][0]["used"] = 950
 
-    expected = f"raise the quota, or tell the tenant: appliance tenants set {word} --tokens-per-day N"
+    expected = f"tell the tenant, or raise the quota: appliance tenants set {word} --tokens-per-day N"
     assert remedy_of("tenant-daily-quota", change) == expected
 
 
