@@ -40,7 +40,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class TargetExchange:
-    """A request and its response. The future `done` resolves when the response ends or the request fails."""
+    """A request and its response. The `done` future resolves when the response ends or the request fails."""
 
     def __init__(self, *, streamed: bool) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -121,7 +121,8 @@ class TargetExchange:
                 # A chunk with a finish_reason but no text contains no token.
                 if not choice.text:
                     continue
-            # A chunk with neither text nor finish_reason contains a token that ends within a character.
+            # A chunk with neither text nor finish_reason contains a token that ends in the middle of a
+            # character.
             self.chunks += 1
             if self.first_at is None:
                 self.first_at = now
@@ -216,8 +217,8 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls_name else None
 
     async def complete(self, request: bytes, exchange: TargetExchange, due_at: float) -> Record:
-        """Send a request for a streamed completion and return its record. `due_at` is the time at which the
-        request should have been sent."""
+        """Send a request for a streamed completion and return the request's record. `due_at` is the time at
+        which the request should have been sent."""
         sent_at = time.monotonic()
         await self.send(request, exchange)
         return Record(

@@ -10,7 +10,7 @@ import random
 import msgspec
 
 STOPPED = "stopped"
-"""Failure kind of requests still open after `Load.stop_after_s` seconds."""
+"""Kind of failure recorded for requests that are still open after `Load.stop_after_s` seconds."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     def body(self, number: int) -> bytes:
         """Return a completion request's body as bytes. Its prompt is determined by the seed and `number`. No
-        two prompts share a prefix long enough for a prefix cache."""
+        two prompts share a prefix that is long enough to hit a prefix cache."""
         draw = random.Random(f"{self.seed}/{number}")
         body: dict[str, object] = {
             "model": self.model,
@@ -115,7 +115,7 @@ class Record(msgspec.Struct):
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
-    """Output tokens according to the server's `usage`, or None if it reported none."""
+    """Output tokens according to the server's `usage`, or None if the server did not report any."""
     prompt_tokens: int | None = None
     failure: str = ""
     """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty if the

@@ -22,7 +22,7 @@ from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 SATURATED = 0.8
 """If the busiest client process uses more than this share of a CPU, the client may be the bottleneck."""
 LATE_MS = 20.0
-"""If requests are sent this much later than planned, the client may be the bottleneck."""
+"""If requests are sent more than this many milliseconds late, the client may be the bottleneck."""
 MAX_REQUESTS = 2_000_000
 """Maximum number of requests per run, because all of their records are kept in memory."""
 RESPONSE_SHARE = 0.5
@@ -60,23 +60,23 @@ def requests_at(rate: float, duration_s: float) -> int:
 
 
 def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float, ...]:
-    """Return the sorted times of `requests` Poisson arrivals within `duration_s` seconds. Given their number,
-    Poisson arrivals are independent and uniformly distributed. The number is fixed: if it were random, the
-    rate would vary by 10 % (one standard deviation) with 100 requests.
+    """Return the sorted times of `requests` Poisson arrivals within `duration_s` seconds. For a given number
+    of Poisson arrivals, the arrival times are independent and uniformly distributed. The number is fixed: if
+    it were random, the rate would vary by 10% (one standard deviation) with 100 requests.
     """
     draw = random.Random(f"{seed}/arrivals")
     return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))
 
 
 def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
-    """Return the backlog of a run in which requests arrived over `duration_s`.
+    """Return the backlog of a run in which requests arrived over `duration_s` seconds.
 
     A server that keeps up finishes each request about one response time after its arrival. Requests that stay
     open longer form the backlog. If a server can handle only a fraction 1 − d of the load, the backlog grows
     to about a fraction d of all requests.
 
     The standard deviation of a Poisson arrival count is the square root of its mean. A backlog of up to half
-    a standard deviation is allowed; servers that run at up to 90 % of their capacity rarely reach it.
+    a standard deviation is allowed; servers that run at up to 90% of their capacity rarely reach it.
 
     The response time is measured in the first quarter of the run, before a backlog can affect it. It is the
     90th percentile or, if that exceeds RESPONSE_SHARE of the duration, the fastest response's time.
@@ -152,9 +152,10 @@ def resolution(run: Run, duration_s: float) -> float:
 
 def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
     """Search for the highest sustained number of requests per trial. Starting at `first`, double (or halve)
-    the number until the result lies between two numbers, and then bisect the interval between them. A trial
-    that fails without being stopped is repeated once, so that a brief disturbance on the machine does not
-    decide the result. `attempt` runs a trial, and raises UnsettledError if further trials would be useless.
+    the number until both a sustained and an unsustained number are known, and then bisect the interval
+    between them. A trial that fails without being stopped is repeated once, so that a brief disturbance on
+    the machine does not decide the result. `attempt` runs a trial, and raises UnsettledError if more
+    trials would be useless.
     """
     trials: list[Run] = []
     best: Run | None = None

@@ -42,7 +42,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct):
-    """The requests of a run that failed for the same kind of reason."""
+    """A group of requests with the same kind of failure."""
 
     count: int
     example: str
@@ -67,8 +67,8 @@ class Backlog(msgspec.Struct):
     run."""
 
     response_s: float
-    """Duration of a typical response; infinite if responses take so long that the run cannot show a
-    backlog."""
+    """Duration of a typical response, in seconds; infinite if responses take so long that the run cannot show
+    a backlog."""
     before: int
     """Requests in the backlog halfway through the arrivals."""
     after: int

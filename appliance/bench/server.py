@@ -148,7 +148,7 @@ def _choose(served: dict[str, dict[str, Any]], model: str | None, target: Target
 
 async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> tuple[int, str]:
     """Return a number below which all token ids are valid: the vocabulary size reported by the server, or
-    else the highest token id in a text with many scripts."""
+    else the highest token id in a text that uses many scripts."""
     meta = document.get("meta")
     for place in (document, meta if isinstance(meta, dict) else {}):
         for name in ("vocab_size", "n_vocab"):

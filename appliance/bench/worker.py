@@ -1,6 +1,6 @@
 """A client process, started as `python -m appliance.bench.worker FD`. The process receives a load over the
-pipe FD, reports that it is ready, and receives the start time. It then sends its share of the requests and
-reports the results."""
+pipe with file descriptor FD, reports that it is ready, and receives the start time. It then sends its share
+of the requests and reports the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sender:
         self._chunks = 0
 
     async def run(self, start: float, pipe: Connection) -> None:
-        """Send all requests, starting at the time `start`, and report the results over the pipe."""
+        """Send all requests, starting at time `start`, and report the results over the pipe."""
         cpu, wall = time.process_time(), time.monotonic()
 
         def report(is_done: bool) -> None:

@@ -1,6 +1,6 @@
-"""The named workloads. Those that also exist in `engine.bench` have the same name, numbers and metric here.
-The definitions are repeated because this package must not import the engine's benchmark; a test compares
-them. Workloads with `http` in their name exist only here."""
+"""The named workloads. Workloads that also exist in `engine.bench` have the same name, numbers and metric
+here. The definitions are repeated because this package must not import the engine's benchmark; a test
+compares them. Workloads with `http` in their name exist only here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A series of requests of the same shape. `requests` is their number, and at most `concurrency` of them
-    are in flight at a time."""
+    """A series of `requests` requests of the same shape, with at most `concurrency` in flight at a time."""
 
     requests: int
     concurrency: int
