@@ -184,8 +184,8 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
     """Return an unopened HTTP connection to the service's socket at `path`. `timeout_s` limits each wait for
     data; None means no limit.
 
-    Its `connect` method raises OSError if no process is listening, and UntrustedError unless the run
-    directory and the process behind the socket belong to users whom the caller trusts
+    The connection's `connect` method raises OSError if no process is listening, and UntrustedError unless the
+    run directory and the process behind the socket belong to users whom the caller trusts
     (`appliance.ownership`).
     """
     import http.client

@@ -10,7 +10,8 @@ from appliance.cli.failure import Failure
 
 
 def main() -> int:
-    """Run the `appliance` command. Returns 0 for success, 1 for a failure, 2 for an invalid command line."""
+    """Run the `appliance` command. Return 0 for success, 1 for a failure, or 2 for an invalid command
+    line."""
     # Replace characters that the terminal cannot show and bytes that are not valid text; printing them would
     # otherwise raise an error.
     for stream, substitute in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):

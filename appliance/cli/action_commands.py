@@ -52,7 +52,7 @@ class _Parameter:
         self.max = getattr(kind, "le", None)
 
     def signature(self) -> inspect.Parameter:
-        """Return the corresponding parameter for the command's function."""
+        """Return the corresponding parameter of the command's function."""
         if self.declared is not None:
             return field_option(self.declared)
         kind: Any = str | None

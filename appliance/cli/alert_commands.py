@@ -19,7 +19,7 @@ alerts = typer.Typer(
 @alerts.command("list")
 def alerts_list(run_dir: RunDir = None, json: Json = False) -> None:
     """List active alerts and alerts that ended within the last hour, newest first, with their likely causes
-    and next steps. Without --json, the active silences follow."""
+    and next steps. Without --json, also list the active silences."""
     from appliance.cli.alerts import list_alerts
 
     list_alerts(run_dir, as_json=json)
@@ -58,7 +58,7 @@ def alerts_test(
         str,
         typer.Option(
             metavar="TIME",
-            help="Test only the history since this date, or within this time span (30m, 1h, 7d).",
+            help="Test only the history since this date, or since this long ago (30m, 1h, 7d).",
         ),
     ] = "30d",
     every: Annotated[bool, typer.Option("--all", help="Also show the alerts of the built-in rules.")] = False,

@@ -216,7 +216,7 @@ def _from_journal(location: ChainLocation, wanted: bool | None) -> JournalHeads:
         if not found.heads:
             raise Failure(
                 f"the journal's audit heads cannot be used: {found.missing}. Run this command as root "
-                "or as a member of the group systemd-journal, pass the journal's output with --heads "
+                "or as a member of the systemd-journal group, pass the journal's output with --heads "
                 "FILE, or omit --journal"
             )
         return found

@@ -47,7 +47,7 @@ def audit_list(
     since: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="List only actions since this date, or within this time span (30m, 1h, 7d)."
+            metavar="TIME", help="List only actions since this date, or since this long ago (30m, 1h, 7d)."
         ),
     ] = None,
     follow: Annotated[
@@ -119,7 +119,7 @@ def audit_verify(
     json: Json = False,
 ) -> None:
     """Verify that the audit trail is complete and unchanged. If it is not, the command reports the first
-    wrong row and exits with code 1. If the run directory contains only a socket forwarded from another
+    invalid row and exits with code 1. If the run directory contains only a socket forwarded from another
     machine, the service there verifies its own trail."""
     from appliance.cli.audit import verify
 

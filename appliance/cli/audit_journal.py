@@ -25,7 +25,7 @@ class JournalHeads(NamedTuple):
 
     heads: list[Recorded]
     missing: str | None = None
-    """Why no heads were found or some may be missing."""
+    """Why no heads were found, or why some may be missing."""
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:

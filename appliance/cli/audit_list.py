@@ -35,7 +35,7 @@ _COLUMNS = (
     Column("BEFORE", flexible=True, drop=4),
     Column("AFTER", flexible=True, drop=3),
 )
-# Minimum column widths, which keep later lines aligned with the first ones.
+# Minimum column widths, which keep later lines aligned with the first lines.
 _WIDTHS = ("00-00 00:00:00", "_" * 6, "_" * 10, "_" * 8, "_" * 16, "_" * 16, "_" * 12, "_" * 8, "_" * 8)
 
 

@@ -45,7 +45,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # However this block ends, close the stream: that tells the service to stop generating.
+            # Always close the stream, which tells the service to stop generating.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:

@@ -75,7 +75,7 @@ def _find(
 
 
 def examination_lines(examination: Examination, width: int | None) -> Iterable[str]:
-    """Yield the findings as lines of text, grouped by area, followed by the verdict."""
+    """Yield the findings as lines of text, grouped by area, followed by a summary."""
     yield paint(f"{printable(examination.host)}, {local(examination.at)}", "dim")
     area = ""
     for finding in examination.findings:

@@ -24,7 +24,7 @@ from appliance.protocol import DrainStatus
 
 _EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
-"""Interval between progress lines if standard error is not a terminal."""
+"""Interval between progress lines, in seconds, if standard error is not a terminal."""
 _DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
 _CTRL_C_CELLS = 3
 """Columns left free for the ^C that the terminal echoes, because a line that wraps cannot be overwritten."""
@@ -74,8 +74,8 @@ class _Watch:
         self._said_at = 0.0
 
     def to_the_end(self) -> DrainStatus | None:
-        """Show the progress until the drain has ended, and return its last status, or None if an operator has
-        resumed the service."""
+        """Show the progress until the drain ends. Return the final status, or None if an operator resumed the
+        service."""
         status: DrainStatus | None = self._status
         try:
             while status is not None and status.state != "drained":

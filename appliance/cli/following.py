@@ -14,7 +14,7 @@ from appliance.client import ServiceNotRunningError
 Value = TypeVar("Value")
 
 _AWAY_S = 60.0
-"""Time in seconds that a command waits for the service to return after its stream has broken."""
+"""How long a command waits for the service to return after the command's stream breaks, in seconds."""
 _RETRY_S = 0.5
 
 

@@ -31,7 +31,7 @@ Settings = Annotated[
 
 
 def about(action: str) -> str:
-    """Return an action's description, which is its command's help text."""
+    """Return an action's description, which is also the help text of its command."""
     return action_named(action).description
 
 

@@ -99,7 +99,7 @@ def _check_downloaded(folders: Sequence[str]) -> None:
 
 
 def _delete_unused(client: AdminClient, folders: Sequence[str]) -> list[Deleted]:
-    """Delete those `folders` that were downloaded by `models pull` and that no model uses."""
+    """Delete the `folders` that `models pull` downloaded and that no model uses."""
     if not folders:
         return []
     from appliance.hub.cleanup import delete_snapshot, in_hub_cache

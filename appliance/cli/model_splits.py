@@ -49,8 +49,8 @@ def show_shadow(shadow: ShadowStatus) -> None:
 
 
 def shares(found: dict[str, float]) -> str:
-    """For each name with a split that includes the version, describe the fraction of the name's requests that
-    the version receives."""
+    """For each split that includes the version, describe the fraction of requests that the version
+    receives."""
     return ", ".join(f"{share:.1%} of {printable(name)}" for name, share in found.items())
 
 

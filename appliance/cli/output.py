@@ -25,8 +25,8 @@ class Column(NamedTuple):
     right: bool = False
     """Whether the column is right-aligned, as is usual for numbers."""
     drop: int = 0
-    """On a narrow terminal, the columns with the highest number here are dropped first. Columns with 0 are
-    never dropped."""
+    """Columns with higher numbers are dropped first on a narrow terminal. Columns with 0 are never
+    dropped."""
     flexible: bool = False
     """Whether the column's cells may be shortened if no more columns can be dropped."""
     colours: Mapping[str, str] | None = None
@@ -34,7 +34,7 @@ class Column(NamedTuple):
 
 
 class Layout:
-    """A table's columns, with fixed widths that keep later lines aligned with earlier ones."""
+    """A table's columns, with fixed widths that keep later lines aligned with earlier lines."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0
@@ -107,8 +107,8 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Return the terminal width of `stream` (default: standard output). None means that it is not a terminal,
-    so lines are not shortened."""
+    """Return the terminal width of `stream` (default: standard output). None means that the stream is not a
+    terminal, so lines are not shortened."""
     return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
 
 
@@ -156,7 +156,7 @@ def print_json(value: Any, *, line: bool = False) -> None:
 
 
 def of_seconds(seconds: float) -> str:
-    """Format a duration with at most two units."""
+    """Format a duration in seconds as text with at most two units, such as "2 h 5 min"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = int(seconds)

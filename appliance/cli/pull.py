@@ -26,7 +26,7 @@ from appliance.quantities import of_bytes
 from appliance.rundir import SYSTEM_STATE_DIR, start_remedy
 
 CACHE = "hub"
-"""Name of the hub cache within the state directory."""
+"""Name of the hub cache's folder in the state directory."""
 
 
 def pull(
@@ -85,8 +85,8 @@ def _check_name(run_dir: str | None, name: str) -> None:
 
 
 def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
-    """Register the folder as a version of the model, unless it already has a version with this folder. Raises
-    Failure if the service refuses it."""
+    """Register the folder as a version of the model, unless the model already has a version with this folder.
+    Raises Failure if the service refuses the action."""
     try:
         with admin_client(run_dir) as client:
             for model in client.models():

@@ -44,7 +44,7 @@ def requests_read(
     since: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Show only requests since this date, or within this time span (30m, 1h, 7d)."
+            metavar="TIME", help="Show only requests since this date, or since this long ago (30m, 1h, 7d)."
         ),
     ] = None,
     running: Annotated[

@@ -47,7 +47,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# Minimum column widths, which keep later lines aligned with the first ones.
+# Minimum column widths, which keep later lines aligned with the first lines.
 _MIN_CELLS = (
     "00-00 00:00:00",
     "req-" + "0" * 24,

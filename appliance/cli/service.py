@@ -89,7 +89,7 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
 
 def is_forwarded(run_dir: Path) -> bool:
     """Return True if the directory contains a service's socket but no other trace of a service on this
-    machine. The socket was then probably forwarded from the machine that has the service's files. Raises
+    machine. Such a socket was probably forwarded from the machine that has the service's files. Raises
     UntrustedError if the directory's owner is not trusted."""
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, last_holder, unit_is_installed

@@ -144,7 +144,7 @@ def logs(
         typer.Option(
             "--process",
             metavar="NAME",
-            help="Show only lines of this process: core, or the name of a front or replica.",
+            help="Show only lines of this process: core, or the name of a front process or replica.",
             show_default=False,
         ),
     ] = None,

@@ -55,7 +55,7 @@ def load_line(replica: str, detail: str, load: LoadStatus | None) -> str:
 def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | None = None) -> Iterator[None]:
     """Show the progress of loading replicas on `stream` (default: standard error) while the context is
     active. Nothing is shown if `stream` is not a terminal. `replicas` returns the replicas' current status
-    and is called in a thread. If it raises an error, the progress is no longer shown.
+    and is called in a thread. If this call raises an error, the progress is no longer shown.
     """
     line, ended = StatusLine(stream), threading.Event()
 

@@ -22,7 +22,7 @@ def field_columns(fields: Sequence[Declared], first_drop: int) -> Iterator[Colum
 
 
 def field_cells(fields: Sequence[Declared], record: Any) -> Iterator[str]:
-    """Yield the cells of the table row for a record."""
+    """Yield a record's table cells, one for each field."""
     for field in fields:
         value = getattr(record, field.name)
         yield "" if value is None else printable(shown(field, value))

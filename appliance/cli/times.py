@@ -17,9 +17,9 @@ from appliance.quantities import (
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
-    """Parse a date or duration and return unix seconds. A duration is subtracted from `now`, or added to it
-    if `ahead` is set. If `ahead` is not set, a time of day such as 14:03 means the latest such time before
-    `now`. Raises CommandLineError, whose message names `option`."""
+    """Parse a date or duration and return a Unix time. A duration is subtracted from `now`, or added to it if
+    `ahead` is set. If `ahead` is not set, a time of day such as 14:03 means the latest such time before
+    `now`. Raises CommandLineError with a message that names `option`."""
     parse = future_time if ahead else past_time
     try:
         return parse(text, time.time() if now is None else now)
@@ -28,7 +28,8 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
 
 
 def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
-    """Parse a duration and return it in seconds. Raises CommandLineError, whose message names `option`."""
+    """Parse a duration and return it in seconds. Raises CommandLineError with a message that names
+    `option`."""
     seconds = span_seconds(text)
     if seconds is None:
         raise CommandLineError(f"{option} {not_valid(text, 'a time span such as 90s, 30m, 12h or 7d')}")
@@ -38,10 +39,10 @@ def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
 
 
 def local(seconds: float | None) -> str:
-    """Format unix seconds as a local date and time. Returns an empty string for None."""
+    """Format a Unix time as a local date and time. Returns an empty string for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def local_short(seconds: float) -> str:
-    """Format unix seconds as a local date and time, without the year."""
+    """Format a Unix time as a local date and time, without the year."""
     return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
