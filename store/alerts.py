@@ -26,8 +26,7 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     severity: str
     subject: str
-    """What the alert is about: the name of a model, replica, front process, GPU, tenant or other
-    component."""
+    """Name of the model, replica, front process, GPU, tenant or other component that the alert is about."""
     description: str
     cause: str
     remedy: str
@@ -43,7 +42,7 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     suppressed_by: str = ""
     """Id of the alert that caused this one and therefore suppresses it."""
     suppressed: int = 0
-    """Number of alerts caused, and therefore suppressed, by this one."""
+    """Number of alerts that this one caused and therefore suppresses."""
     acknowledged_by: str = ""
     acknowledged_at: float | None = None
 
@@ -100,8 +99,8 @@ class AlertReader:
         )
 
     def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
-        """Return up to `limit` alerts, newest first, that were active at the given time (unix seconds) or
-        ended up to `ended_s` seconds earlier. Suppressed alerts are omitted."""
+        """Return up to `limit` alerts that were active at the given time (unix seconds) or had ended at most
+        `ended_s` seconds earlier, newest first. Suppressed alerts are omitted."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) AND suppressed_by = '' "
             "ORDER BY since DESC LIMIT ?",
@@ -109,8 +108,8 @@ class AlertReader:
         )
 
     def between(self, since: float, until: float, limit: int) -> list[AlertRow]:
-        """Return up to `limit` alerts, newest first, that were raised between two times or already active at
-        `since`."""
+        """Return up to `limit` alerts that were raised between `since` and `until` or were already active at
+        `since`, newest first."""
         return self._alerts(
             "WHERE raised_at <= ? AND (raised_at >= ? OR ended_at IS NULL OR ended_at > ?) "
             "ORDER BY raised_at DESC LIMIT ?",

@@ -48,7 +48,7 @@ class Actor(NamedTuple):
     host: str | None = None
     """The machine from which the action was requested."""
     act: str | None = None
-    """Id of the action, shared by its rows."""
+    """Id of the action, shared by its intent row and its result row."""
 
 
 class Entry(NamedTuple):
@@ -126,7 +126,7 @@ def new_act() -> str:
 
 
 def as_actor(actor: Actor | str) -> Actor:
-    """Return `actor` as an `Actor`. A string is taken as the actor's name."""
+    """Convert `actor` to an `Actor`. A string is the actor's name."""
     return Actor(actor) if isinstance(actor, str) else actor
 
 
@@ -240,7 +240,7 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, including that it contains every head in `recorded` (heads kept outside the
+    """Check the whole chain, and check that it contains every head in `recorded` (heads kept outside the
     database). Returns the fault with the lowest seq.
 
     Without recorded heads, two kinds of tampering go undetected: rewriting the whole chain, and removing the

@@ -77,7 +77,7 @@ def back_up(
     its path. The target can be
 
     - a new folder,
-    - an existing folder, in which a new folder named after the time is created,
+    - an existing folder, in which a new folder named after the current time is created,
     - an archive, if the name ends with .tar, .tar.gz or .tgz.
 
     Only the owner can read the backup.
@@ -197,7 +197,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Append the heads recorded since the heads file was copied, but only those of rows up to `seq`."""
+    """Append the heads recorded since the heads file was copied, but only those for rows up to `seq`."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -49,7 +49,7 @@ class ContentLog:
 
     @property
     def dropped(self) -> int:
-        """Number of requests whose contents were dropped, because too many texts were waiting or the database
+        """Number of requests whose contents were dropped because too many texts were waiting or the database
         could not store them."""
         return self._dropped
 

@@ -233,8 +233,9 @@ CREATE TABLE shadows (
 def _added_fields(
     table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
 ) -> Iterator[Migration]:
-    """Yield a migration for each field declared in `record` after the field `after`. The migration adds the
-    field's column to `table` and its view. Hand-written migrations create the columns of earlier fields."""
+    """Yield a migration for each field of `record` that is declared after the field named in `after`. The
+    migration adds the field's column to `table` and its view. Hand-written migrations create the columns of
+    earlier fields."""
     names = record.__struct_fields__
     hints, fields, added = get_type_hints(record), declared(record), ""
     for name in names[names.index(after) + 1 :]:

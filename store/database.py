@@ -44,7 +44,7 @@ PAGE_CACHE_BYTES = 512 << 10
 looks like a memory leak. Pages that do not fit are read from the kernel's page cache."""
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _CHECKED_INSTRUCTIONS = 20_000
-"""Number of SQLite instructions between checks of a query's time limit; they take about a millisecond."""
+"""Number of SQLite instructions (about 1 ms of work) between checks of a query's time limit."""
 _COPIED_PAGES = 1000
 """Number of pages that `write_back` copies between calls to `progress`."""
 
@@ -59,7 +59,7 @@ class WritableDatabase:
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
         """Open or create the file and migrate it to `schema`. Raises `StorageFaultError` if a later attempt
-        may succeed, and another `StoreError` otherwise."""
+        may succeed, otherwise another `StoreError`."""
         self.path = path
         self._schema = schema
         self._synchronous = synchronous

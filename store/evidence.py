@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     head: Head
     source: str
     signed: SignedHead | None = None
-    """The signed head, or None if an auditor recorded only the head."""
+    """The head with its signature, or None if it was recorded without one."""
 
 
 class Findings(NamedTuple):
@@ -65,7 +65,7 @@ class Findings(NamedTuple):
 
 
 class ActionRecord(NamedTuple):
-    """One action: its intent and its result combined. Times are in ISO 8601; values are JSON text, as
+    """An action, combined from its intent and result rows. Times are in ISO 8601; values are JSON text, as
     stored."""
 
     seq: int | None
@@ -125,8 +125,8 @@ def read_actions(
     limit_s: float | None = None,
 ) -> list[ActionRecord]:
     """Return the newest `limit` matching actions, oldest first, through a read-only connection. If `before`
-    is given, return only actions whose first row precedes the row with this seq. `limit_s` is the call's time
-    limit. Raises `StoreError` on failure."""
+    is given, return only actions whose first row precedes the row with this seq. `limit_s` is the time limit
+    of the call, in seconds. Raises `StoreError` on failure."""
     sql, values = _ACTIONS, list[Any]()
     if before is not None:
         sql += " AND first.seq < ?"
@@ -150,8 +150,8 @@ def read_actions(
 
 
 def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) -> list[ActionRecord]:
-    """Return the first `limit` actions that have a row after seq `after`, ordered by their newest row. Raises
-    `StoreError` on failure."""
+    """Return the first `limit` actions that have a row with a seq above `after`, ordered by their newest row.
+    Raises `StoreError` on failure."""
     sql = f"{_ACTIONS} AND ifnull(last.seq, first.seq) > ? AND first.seq > ? "
     since = max(0, after - _MAX_ACTION_ROWS)
     with reading(path, CONTROL, limit_s) as connection:

@@ -21,7 +21,7 @@ Kind = Literal["number", "count", "class", "span", "time", "text", "choice", "li
 
 MAX_COUNT = 10**12
 MAX_TIME = 1e11
-"""Latest allowed time, in unix seconds: the year 5138. Some systems cannot show later times as dates."""
+"""Latest allowed unix time, in the year 5138. Some systems cannot show later times as dates."""
 MAX_TEXT_CHARS = 200
 MAX_NAMES = 256
 """Maximum number of items in a list."""
@@ -30,15 +30,15 @@ CLASSES = 4
 
 
 class Field(NamedTuple):
-    """A field's declaration, apart from its name, type and default. Operators can set only fields with a
-    `Field`."""
+    """A field's declaration, apart from its name, type and default. Operators can set only fields that have
+    a `Field`."""
 
     help: str
     """One sentence that describes the field, without the final full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
-    """Upper bound of a number's range. Both bounds are inclusive."""
+    """Highest allowed number. Both `low` and `high` are themselves allowed."""
     none: str = ""
     """What None means, if the field is optional."""
 
@@ -103,7 +103,7 @@ class Declared(NamedTuple):
             case "choice":
                 return either(self.choices)
             case "list" if self.choices:
-                return f"one or more of {', '.join(self.choices)}, each once"
+                return f"one or more of {', '.join(self.choices)}, each at most once"
             case "list":
                 return f"1 to {MAX_NAMES} printable names"
             case "time":

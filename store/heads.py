@@ -80,7 +80,7 @@ class SigningKey:
         return self.sign("audit key id", "")[:16]
 
     def sign(self, purpose: str, content: str) -> str:
-        """Return a signature of `content`, in hex, that is valid only for this `purpose`."""
+        """Sign `content`. The signature (hex) is valid only for this `purpose`."""
         return hmac.new(self._secret, f"{purpose}\n{content}".encode(), hashlib.sha256).hexdigest()
 
     def signed(self, purpose: str, content: str, signature: str) -> bool:
@@ -173,15 +173,15 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the heads file if it does not exist. It is created before the chain's first row, so if the
-        chain has rows but the file is missing, the file was removed."""
+        """Create the heads file if it does not exist. The file is created before the chain's first row, so a
+        chain with rows but without a heads file means that the file was removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
             self.last_error = f"{self.path} cannot be created ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Return True if the chain needs a new row that names this key as the signing key, because
+        """Return True if the chain needs a new row that names this key as the signing key. It does if
 
         - the key was just created, or
         - the file contains heads of rows after `named` that were signed with a different key.

@@ -1,7 +1,7 @@
 """Incident files: a slice of the recorded history in one SQLite file that can be read on any machine, without
 the service. An incident file contains the slice's rows in the same tables as `history.db`, so code that reads
 `history.db` can read it too. Additional tables hold data from other files: operators' actions and log lines,
-as JSON documents whose format only the caller knows.
+as JSON documents in a format known only to the caller.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class IncidentReader:
 
     def actions(self, since: float, until: float, before: int | None, limit: int) -> list[str]:
         """Return the documents of the newest `limit` actions between two times, newest first. If `before` is
-        given, return only actions whose seq is below it."""
+        given, return only actions with a lower seq."""
         return self._documents(
             "SELECT document FROM incident_actions WHERE at >= ? AND at <= ? AND (? IS NULL OR seq < ?) "
             "ORDER BY at DESC, seq DESC LIMIT ?",

@@ -1,8 +1,8 @@
 """Schemas as ordered migrations, recorded in the database by sqlite-utils.
 
 `PRAGMA user_version` counts the applied migrations. An up-to-date file can therefore be opened without
-importing sqlite-utils, which takes 116 ms. `_sqlite_migrations` records when each migration was applied. The
-counter and this table are updated in one transaction.
+importing sqlite-utils, an import that takes 116 ms. `_sqlite_migrations` records when each migration was
+applied. The counter and this table are updated in one transaction.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How the requests for a name are distributed over several models or versions."""
 
     name: str
-    """A model in the registry, or an alias."""
+    """The name that clients request: a model in the registry, or an alias."""
     weights: dict[str, float]
     """Weight of each target. A target is a model's name, or NAME@VERSION."""
     created_at: float

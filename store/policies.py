@@ -84,7 +84,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     concurrent_requests: Annotated[
         int | None,
         Field(
-            "Maximum number of requests that run at the same time; further requests wait",
+            "Maximum number of requests that run at the same time; additional requests wait",
             "requests",
             none="no limit",
         ),
@@ -92,7 +92,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued_requests: Annotated[
         int | None,
         Field(
-            "Maximum number of waiting requests; further requests are refused", "requests", none="no limit"
+            "Maximum number of waiting requests; additional requests are refused", "requests", none="no limit"
         ),
     ] = None
     context_tokens: Annotated[
@@ -140,7 +140,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     default_class: Annotated[
         int,
         Field(
-            "Service class of requests that do not set one, capped at the highest class",
+            "Service class of requests that do not set one, capped at the tenant's highest class",
             "class",
             0,
             BACKGROUND,
@@ -212,7 +212,7 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
     highest_class: Annotated[
         int | None,
         Field(
-            "Highest service class that requests with the key can use, limited to the tenant's highest class",
+            "Highest service class that requests with the key can use, capped at the tenant's highest class",
             "class",
             0,
             BACKGROUND,
@@ -226,8 +226,8 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
     fallback: Annotated[
         Fallback,
         Field(
-            "Whether a model's fallback (setting models.NAME.fallback) may answer requests that the model "
-            "cannot take because it is overloaded or has failed"
+            "Whether a model's fallback (the models.NAME.fallback setting) may answer requests that the "
+            "model cannot take because it is overloaded or has failed"
         ),
     ] = "never"
 

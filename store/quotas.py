@@ -32,7 +32,7 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """Time when the levels were stored, in unix seconds."""
     remaining: dict[str, float] = {}
-    """Remaining amount of each limit that is set, keyed by limit name (`RATE_LIMITS`)."""
+    """Amount remaining under each limit that is set, keyed by limit name (`RATE_LIMITS`)."""
 
 
 class Used(msgspec.Struct, frozen=True):

@@ -142,8 +142,8 @@ class ModelRegistry:
     def set_default(
         self, *, actor: Actor | str, action: str, model: str, version: int
     ) -> Future[ModelRecord]:
-        """Make a version the default of its model, and end any split of the model's name. The future raises
-        UnknownModelError if there is no such version."""
+        """Make a version the default of its model, and end any split of the model's requests. The future
+        raises UnknownModelError if there is no such version."""
         before: dict[str, object] = {}
 
         def apply(connection: sqlite3.Connection) -> ModelRecord:
@@ -171,7 +171,7 @@ class ModelRegistry:
     def set_pinned(
         self, *, actor: Actor | str, action: str, model: str, version: int, pinned: bool
     ) -> Future[VersionRecord]:
-        """Set whether a version stays loaded once it has been loaded (the setting `pinned`). The future
+        """Set whether a version stays loaded once it has been loaded (the `pinned` setting). The future
         raises UnknownModelError if there is no such version."""
         before: list[bool] = []
 
@@ -212,7 +212,7 @@ class ModelRegistry:
     # ── aliases ──
 
     def set_alias(self, *, actor: Actor | str, name: str, target: str) -> Future[AliasRecord | None]:
-        """Create or change an alias. The future returns the previous alias."""
+        """Create or change an alias. The future returns the alias as it was before, or None if it is new."""
         alias = AliasRecord(name=name, target=target, created_at=time.time())
 
         def apply(connection: sqlite3.Connection) -> AliasRecord | None:

@@ -32,7 +32,7 @@ MAX_EXAMINED = 20_000
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
     """A request's record, without its prompt and answer. Times are in unix seconds. A row is open while
     `finished_at` is None; fields such as `finish_reason` are set when the row is closed. Each field is a
-    column of the `requests` table; `request_class` is the column `class`."""
+    column of the `requests` table; `request_class` is stored in the `class` column."""
 
     request_id: str
     created_at: float
@@ -55,7 +55,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     queue_ms: float | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    """Mean time between tokens, counted from the first token."""
+    """Mean time between output tokens, starting at the first."""
     e2e_ms: float | None = None
     finish_reason: str | None = None
     status: int | None = None
@@ -67,8 +67,9 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     preemptions: int = 0
     resubmissions: int = 0
     quota_tokens: int = 0
-    """Number of tokens charged to quotas: the reserved tokens while the row is open, the tokens used once it
-    is closed. 0 for a request that never ran; such a request does not count towards request quotas either."""
+    """Number of tokens charged to quotas. While the row is open, this is the number reserved; once the row is
+    closed, it is the number used. 0 for a request that never ran; such a request does not count towards
+    request quotas either."""
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
@@ -76,7 +77,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     - "repeated": the retry got the stored response of a finished run.
     - "anew": the request was run again, because the first run's response was not kept."""
     retry_of: str | None = None
-    """Id of the earlier request whose response the retry got."""
+    """Id of the earlier request whose response was returned to the retry."""
     user: str | None = None
     """The request body's `user` field, in which the client identifies its end user."""
     unit: str | None = None
@@ -84,7 +85,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     registry. It differs from `model` if `model` is an alias, a name with a split, or a model in the
     registry."""
     fallback_of: str | None = None
-    """The requested model, if its fallback `model` was used instead."""
+    """The model that was requested, if its fallback answered instead. `model` is then the fallback."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):
@@ -94,8 +95,8 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Sequence number of the row's last change, used by `RequestReader.changes`."""
     state: Literal["open", "ended"]
     double_ends: int
-    """Number of times that the request was closed again after its row had been closed. Any value other than 0
-    indicates a bug in the service."""
+    """Number of attempts to close the row after it had already been closed. Any value other than 0 indicates
+    a bug in the service."""
 
     def stored(self, sequence: int) -> tuple[object, ...]:
         """Return the values that `INSERT_LOGGED` stores, with the given sequence number."""
@@ -166,7 +167,7 @@ class RequestLog:
         if self._execute(connection, _END, row):
             add_ended(connection, _storable(row.request_id))
         else:
-            log.error("request %s was ended twice: only the first end is kept", row.request_id)
+            log.error("request %s was ended twice: only the first result is kept", row.request_id)
             connection.execute(
                 "UPDATE requests SET double_ends = double_ends + 1 WHERE request_id = ?",
                 (_storable(row.request_id),),
@@ -257,8 +258,8 @@ class RequestReader:
     is running.
 
     Each call opens and closes a connection, because an open connection would keep the file in WAL mode when
-    the service stops. Calls block for milliseconds. They raise `StoreError` if the log cannot be read. All
-    lists are ordered oldest first.
+    the service stops. Each call blocks for a few milliseconds, and raises `StoreError` if the log cannot
+    be read. All lists are ordered oldest first.
     """
 
     def __init__(self, path: Path, *, limit_s: float | None = None, limit_bytes: int | None = None) -> None:
@@ -333,7 +334,7 @@ def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
 
 
 def _within(rows: Iterable[tuple[Any, ...]], limit_bytes: int) -> list[Any]:
-    """Return rows up to and including the one whose texts bring the total size above the limit."""
+    """Return rows until their texts exceed the size limit, including the row that exceeds it."""
     found, size = [], 0
     for row in rows:
         found.append(row)

@@ -1,6 +1,6 @@
-"""Removes rows of the request log, telemetry and stored contents after their retention periods, and returns
-free pages to the file system. Rows are removed in small batches, so that other operations never wait long.
-Functions that take a connection are meant to be submitted to the database's writer.
+"""Removes rows of the request log, telemetry and stored contents when their retention period ends, and
+returns free pages to the file system. Rows are removed in small batches, so that other operations never wait
+long. Functions that take a connection are meant to be submitted to the database's writer.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Removed(NamedTuple):
 
 
 def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
-    """Remove a batch of closed requests that were admitted before `before` (unix seconds). The most recently
-    changed row is kept, because readers that follow the log continue from its sequence number."""
+    """Remove a batch of closed requests that were admitted earlier than `before` (unix seconds). The most
+    recently changed row is kept, because readers that follow the log continue from its sequence number."""
     removed = connection.execute(
         "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE created_at < ? "
         "AND finished_at IS NOT NULL AND sequence < (SELECT max(sequence) FROM requests) "
@@ -100,7 +100,7 @@ def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]
 
 
 def remove_details(connection: sqlite3.Connection, before: float) -> Removed:
-    """Remove a batch of the details recorded before `before` (unix seconds)."""
+    """Remove a batch of details recorded earlier than `before` (unix seconds)."""
     removed = connection.execute(
         f"DELETE FROM {DETAILS} WHERE at IN (SELECT at FROM {DETAILS} WHERE at < ? ORDER BY at LIMIT ?)",
         (before * 1000, BATCH_ROWS),

@@ -22,16 +22,16 @@ Tree = dict[str, Any]
 _IDENTITY = ("id", "replica", "number", "name", "limit", "where", "model", "kind", "pid")
 """Fields that identify a list entry. The first one with a value is used."""
 _CONSTANT = "="
-"""Key of a JSON object that represents a number in a layout. The only numbers in a layout are those that
-identify list entries."""
+"""Key of the JSON object that stands for a number in a layout. A layout contains only numbers that identify
+list entries."""
 _DOUBLE_BYTES = 8
 _SINGLE_BITS = 23
 """Number of mantissa bits in a single-precision number."""
 _LARGE = 1 << 24
 """Single precision represents all whole numbers up to this one."""
 _LEVEL = 1
-"""Compression level of zlib. Measured on samples of 8 GPUs and 20 tenants, level 6 would save 4% of the space
-but take three times as long."""
+"""Compression level for zlib. On samples with 8 GPUs and 20 tenants, level 6 saves 4% of the space but takes
+three times as long."""
 
 
 class _Constant(NamedTuple):
@@ -41,7 +41,7 @@ class _Constant(NamedTuple):
 
 
 class TelemetryLayout:
-    """A tree whose numbers are replaced by placeholders: 0 for whole numbers, otherwise 0.0."""
+    """A tree with its numbers replaced by placeholders: 0 for whole numbers, 0.0 for all others."""
 
     def __init__(self, document: bytes) -> None:
         """`document` is JSON."""
@@ -98,8 +98,8 @@ class TelemetrySample(msgspec.Struct, frozen=True):
 
 
 class Splitter:
-    """Splits trees into samples. Once a metric has had a value, it remains a metric while its value is None;
-    otherwise, every change between a number and None would create a new layout."""
+    """Splits trees into samples. Once a metric has had a value, it stays in the layout even while its value
+    is None. Otherwise, every change between a number and None would create a new layout."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, int | float] = {}
@@ -146,8 +146,8 @@ class Splitter:
 
 def rounded(numbers: array[float], mantissa_bits: int = 23) -> array[float]:
     """Round numbers to fewer significant bits so that they compress better. With 23 bits, the relative error
-    is below 1e-7 and whole numbers are exact. Numbers from 2²⁴ up, such as times and byte counts, are not
-    rounded at all with 23 bits; with fewer bits, they are rounded to whole numbers."""
+    is below 1e-7 and whole numbers are exact. Numbers of 2²⁴ or more, such as times and byte counts, are
+    not rounded at all with 23 bits; with fewer bits, they are rounded to whole numbers."""
     single = array("I")
     single.frombytes(array("f", numbers).tobytes())
     if mantissa_bits < _SINGLE_BITS:
@@ -212,8 +212,8 @@ def _decompressed(packed: bytes, rows: int) -> bytes:
 
 
 def _keyed(items: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield each item with its key and the field that the key was taken from: the first identifying field
-    with a value. Without such a field, the key is the item's position."""
+    """Yield each item with its key and the name of the field that supplied the key. This is the first
+    identifying field that has a value. Without such a field, the key is the item's position."""
     used: set[str] = set()
     for position, item in enumerate(items):
         key, field = str(position), ""

@@ -172,7 +172,7 @@ ADD_USAGE = (
 """Adds the finished request with the given id to the daily usage."""
 
 # Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
-# the format of store.samples.pack. The indexes are used to find layouts that no row uses any more.
+# the format of store.samples.pack. The indexes are used to find layouts that are no longer in use.
 _TELEMETRY = (
     """
 CREATE TABLE telemetry_layouts (

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SPOOL_FILE = "audit.spool"
 RESERVED_BYTES = 256 << 10
-"""Reserved size of the file, enough for about 500 entries."""
+"""Size reserved for the file, enough for about 500 entries."""
 MAX_ENTRIES = 10_000
 
 _PURPOSE = "audit spool"
@@ -121,7 +121,7 @@ class Spool:
                 log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
-        """Try again to write the entries that are only in memory to the file."""
+        """Retry writing the entries that are not yet in the file."""
         with self._lock:
             self._write()
 
@@ -174,7 +174,7 @@ class Spool:
                     self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Write the entries that are only in memory to the file, oldest first, until a write fails."""
+        """Write the entries that are not yet in the file, oldest first, until a write fails."""
         for entry in self._entries[len(self._entries) - self._in_memory :]:
             try:
                 self._append(entry)

@@ -32,7 +32,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     lag_rows: int
     """Number of operations waiting to be committed."""
     lag_ms: float
-    """Age of the oldest waiting operation; an age up to the commit interval is normal."""
+    """Age of the oldest waiting operation. An age below the commit interval is normal."""
     last_error: str | None
     """Why the latest write failed; None if it succeeded."""
     failing_s: float

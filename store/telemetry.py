@@ -1,8 +1,8 @@
 """Telemetry in `history.db`: the service state at one-second resolution for the last hour, and at coarser
 resolutions before that. Each resolution has its own table. Coarse rows contain each metric's mean, minimum
 and maximum, so that short incidents remain visible. `TelemetryLog` writes through the writer thread and never
-blocks. `store.telemetry_reader` reads the tables. The details of a second, such as the unfinished requests,
-are documents in a format that only the caller knows.
+blocks. `store.telemetry_reader` reads the tables. Details of each second, such as the unfinished requests,
+are stored as documents in a format known only to the caller.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TelemetryLog:
 
 def combine(samples: Sequence[TelemetrySample]) -> list[array[float]]:
     """Return each metric's mean, minimum and maximum over the samples. The last sample's layout determines
-    the metrics and their order. A metric unknown in all samples is NaN."""
+    the metrics and their order. A metric with no known value in any sample is NaN."""
     layout = samples[-1].layout
     columns = zip(*(_aligned(sample, layout) for sample in samples), strict=True)
     means, lows, highs = array("d"), array("d"), array("d")

@@ -76,8 +76,8 @@ class TooManyValuesError(ValueError):
 
 
 class TelemetryReader:
-    """Reads the telemetry at `path`. Calls block for milliseconds, and raise `StoreError` if the database
-    cannot be read."""
+    """Reads the telemetry at `path`. Each call blocks for a few milliseconds, and raises `StoreError` if
+    the database cannot be read."""
 
     def __init__(self, path: Path, *, limit_s: float | None = None) -> None:
         """`limit_s` is the time limit per query; slower queries raise `SlowQueryError`."""

@@ -42,7 +42,7 @@ _CONDITIONS = ("day >= ?", "day <= ?", "tenant = ?", "key_id = ?", "model = ?")
 
 
 def add_ended(connection: sqlite3.Connection, request_id: str) -> None:
-    """Add a request to the usage. Call this in the transaction that closes the request."""
+    """Add a request to the daily usage. Call this in the transaction that closes the request."""
     connection.execute(ADD_USAGE, (request_id,))
 
 

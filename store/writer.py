@@ -43,7 +43,7 @@ _LOOK_EVERY_S = 2.0
 _PROGRESS_EVERY_S = 0.1
 """Interval at which `close` checks whether the writer is making progress."""
 
-# After these errors, the connection is usable again once their cause is gone.
+# After these errors, the connection can be kept: it works again once the cause is gone.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
@@ -164,8 +164,8 @@ class Writer:
         """Commit the waiting operations, leave the file complete and readable without write permission, and
         stop the thread.
 
-        Operations that the disk still refuses `timeout_s` after the latest commit are lost, counted and
-        logged. Calling this method again does nothing.
+        Operations that the disk still refuses `timeout_s` seconds after the latest commit are lost; they are
+        counted and logged. Calling this method again does nothing.
         """
         with self._condition:
             if self._close_by is None:
@@ -230,7 +230,9 @@ class Writer:
             self._dropped_rows += 1
             dropped = self._dropped_rows
         reason = (
-            "is closed" if closed else f"is full ({self._spool_rows} rows are waiting; {self._last_error})"
+            "is closed"
+            if closed
+            else f"has reached its limit of {self._spool_rows} waiting rows ({self._last_error})"
         )
         if item.future is not None:
             error = WriterClosedError if closed else StorageFaultError
@@ -381,7 +383,7 @@ class Writer:
             isinstance(error, sqlite3.Error) and primary_code(error) in _KEEP_CONNECTION
         )
         try:
-            # After some errors SQLite has already rolled back, in which case rollback() does nothing.
+            # SQLite has already rolled back after some errors; rollback() then does nothing.
             database.connection.rollback()
         except sqlite3.Error:
             keep = False

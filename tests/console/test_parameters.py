@@ -139,7 +139,7 @@ def test_a_dry_run_needs_no_confirmation(monkeypatch: pytest.MonkeyPatch) -> Non
         ("tenants.set", "tokens_per_day", "-1", "a number from 1e-06 to 1e+15, or none"),
         ("tenants.set", "highest_class", "P7", "P0, P1, P2 or P3"),
         ("tenants.set", "log_policy", "all", "metadata, hashes or full"),
-        ("keys.set", "scopes", "all", "one or more of inference, admin, read, each once"),
+        ("keys.set", "scopes", "all", "one or more of inference, admin, read, each at most once"),
         ("models.split", "weights", "1", "TARGET=WEIGHT for each target, such as 1=90,2=10, or none"),
         ("models.split", "weights", "1=1,1=2", "TARGET=WEIGHT for each target, such as 1=90,2=10, or none"),
         ("models.shadow", "share", "200%", "a percentage above 0% and at most 100%, such as 5%"),

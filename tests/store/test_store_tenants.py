@@ -237,7 +237,7 @@ def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
     [
         ({"scopes": ()}, r"scopes is \[\]: use one or more of inference, admin, read"),
         ({"scopes": ("root",)}, "scopes is"),
-        ({"scopes": ("read", "read")}, "each once"),
+        ({"scopes": ("read", "read")}, "each at most once"),
         ({"models": ()}, "use 1 to 256 printable names, or none for all models"),
         ({"models": ("a\n",)}, r"models is \['a"),
         ({"models": tuple(map(str, range(257)))}, "use 1 to 256 printable names"),
