@@ -59,7 +59,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task. Must be called on a running event loop thread."""
+        """Start a task. Must be called from the thread of a running event loop."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -69,7 +69,7 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
 
 def trusted_state(state_dir: Path, run_dir: Path | None) -> frozenset[int]:
     """Return the users who may own the files in a state directory: root, the caller, and the owner of
-    `run_dir`, where the service runs. Raises UntrustedError in the same cases as `trusted_directory`."""
+    the service's run directory, `run_dir`. Raises UntrustedError in the same cases as `trusted_directory`."""
     service = frozenset[int]() if run_dir is None else trusted_directory(run_dir, "--run-dir")
     return trusted_directory(state_dir, "--state-dir", service)
 

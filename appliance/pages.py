@@ -194,7 +194,7 @@ class ChainReport(msgspec.Struct, kw_only=True):
 
 
 def chain_report(path: Path, findings: Findings, journal_heads: int, missing: str | None) -> ChainReport:
-    """Return a report on the chain at `path`. `missing` becomes the field `journal_missing`."""
+    """Return a report on the chain at `path`. `missing` becomes its `journal_missing` field."""
     verdict = findings.verdict
     return ChainReport(
         at=time.time(),

@@ -108,8 +108,8 @@ def clock_time(text: str, now: float) -> float | None:
 
 def past_time(text: str, now: float) -> float:
     """Convert a past time to unix time. Accepts 14:03, 14:03:20, 20m or -20m (both mean 20 minutes ago), and
-    ISO 8601 dates. Times are local unless they carry an offset. Raises ValueError with a message that says
-    how to fix the input."""
+    ISO 8601 dates. Times are local unless they include a UTC offset. Raises ValueError with a message that
+    says how to fix the input."""
     if (at := clock_time(text, now)) is not None:
         return at
     if (seconds := span_seconds(text.strip().removeprefix("-"))) is not None:
@@ -119,8 +119,8 @@ def past_time(text: str, now: float) -> float:
 
 def future_time(text: str, now: float) -> float:
     """Convert a future time to unix time. Accepts a time span from now, such as 90d, and ISO 8601 dates.
-    Times are local unless they carry an offset. Raises ValueError with a message that says how to fix the
-    input."""
+    Times are local unless they include a UTC offset. Raises ValueError with a message that says how to fix
+    the input."""
     if (seconds := span_seconds(text)) is not None:
         return now + _allowed(text, seconds, MAX_SPAN_S)
     at = _date(text, "a time span such as 90d, or a date such as 2026-11-20 or 2026-11-20T14:30")

@@ -88,8 +88,8 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return the process that holds, or last held, the directory's lock, and its service's state directory.
-    The directory must be trusted (`appliance.ownership`)."""
+    """Return the process that holds, or last held, the directory's lock, and the state directory of its
+    service. The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -105,7 +105,7 @@ def unit_is_installed() -> bool:
 
 def start_remedy(run_dir: Path) -> str:
     """Return instructions for starting the service. If its unit is installed, only the systemctl command is
-    given: a service started any other way would begin with an empty state.
+    given, because a service started in any other way would begin with an empty state directory.
     """
     if unit_is_installed():
         return "start the service with: systemctl start appliance"

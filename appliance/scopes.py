@@ -54,7 +54,7 @@ class ScopedRoute(Route):
         self.operation = operation
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the endpoint. Raises InsufficientScopeError."""
+        """Call the endpoint. Raises InsufficientScopeError if the caller lacks the required scope."""
         if self.wanted != OPEN:
             scopes = scope["state"].get("scopes", ())
             if self.wanted not in scopes:

@@ -257,7 +257,7 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     name: str = ""
     replica: str = ""
-    """Name of the process's replica; empty if the process is not part of the service."""
+    """Name of the replica that the process belongs to; empty if the process is not part of the service."""
 
 
 class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,7 +312,7 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     """If set, the tenant's requests are refused."""
     weight: float | None = None
     highest_class: int | None = None
-    """Highest service class that the tenant's requests can get."""
+    """Highest service class that the tenant's requests can use."""
     keys: int | None = None
     """Number of valid keys."""
     peers: int | None = None
@@ -456,7 +456,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 def with_blocks(snapshot: Snapshot, blocks: Mapping[str, BlockMap]) -> Snapshot:
     """Return the snapshot with each replica's blocks. Each request's block and preemption counts are taken
-    from the block maps. An older service's maps may lack these counts."""
+    from the block maps. Maps from an older service may lack these counts."""
     snapshot.kv = [
         msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
     ]
