@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store import audit, exports, spool
+from store import audit, exports
 from store.audit import INTENT, Entry, Head, Verdict
 from store.control_schema import CONTROL
 from store.database import reading
@@ -24,7 +24,7 @@ from store.heads import (
     heads_in,
     read_key,
 )
-from store.spool import SPOOL_FILE
+from store.spool import SPOOL_FILE, read_spool
 
 AUDIT_FILES = ("control.db", KEY_FILE, HEADS_FILE, SPOOL_FILE)
 """The files in a state directory that hold the audit trail."""
@@ -177,7 +177,7 @@ def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
 def spooled_actions(folder: Path) -> list[ActionRecord]:
     """Return the actions waiting in the spool in `folder`, oldest first. Raises `StoreError` on failure."""
     found: dict[str, ActionRecord] = {}
-    for entry in read_spool(folder):
+    for entry in spooled_entries(folder):
         intended = found.get(entry.act or "")
         ended = entry.phase != INTENT
         found[entry.act or ""] = ActionRecord(
@@ -210,10 +210,10 @@ def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
         return audit.verify(connection, recorded)
 
 
-def read_spool(folder: Path) -> list[Entry]:
+def spooled_entries(folder: Path) -> list[Entry]:
     """Return the entries waiting in the spool in `folder`. Raises `StoreError` on failure."""
     try:
-        return spool.read_spool(folder / SPOOL_FILE).entries
+        return read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
         raise explain_os(folder / SPOOL_FILE, error) from error
 
@@ -257,7 +257,7 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
             folder / KEY_FILE, os.R_OK, effective_ids=True
         )
         (problems if has_rows and not kept_from_us else notes).append(unchecked)
-    waiting = read_spool(folder)
+    waiting = spooled_entries(folder)
     if waiting:
         first = waiting[0].at
         entries = (

@@ -56,7 +56,7 @@ def test_entries_that_the_database_refuses_are_spooled_and_reach_the_chain_in_or
         assert state.spool.path == tmp_path / "audit.spool"
         assert "full" in (state.last_error or "")
         assert len(read_audit(control.path)) == 1
-        waiting = evidence.read_spool(tmp_path)
+        waiting = evidence.spooled_entries(tmp_path)
         assert [entry.phase for entry in waiting] == ["intent", "result"] * 3
         assert "6 entries since" in evidence.examine_folder(tmp_path).notes[-1]
     control.trail.retry()
