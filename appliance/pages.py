@@ -4,17 +4,16 @@ not import."""
 
 from __future__ import annotations
 
-import json
 import time
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from appliance.protocol import AuditHead
-from store.evidence import ActionFilter, ActionRecord, Findings
+from store.evidence import ActionFilter, Findings
+from store.evidence import AuditAction as AuditAction
 from store.requests import LoggedRequest, RequestFilter
 
 MAX_PAGE_ROWS = 1000
@@ -89,29 +88,6 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 # ── the audit trail ──
 
 
-class AuditAction(msgspec.Struct, kw_only=True):
-    """An operator's action. Times are in ISO 8601."""
-
-    seq: int | None
-    """Sequence number of the audit chain row with the action's intent. Null while the action is still in the
-    spool."""
-    result_seq: int | None
-    """Sequence number of the row with the action's result."""
-    at: str
-    ended_at: str | None
-    actor: str
-    host: str | None
-    action: str
-    params: Any
-    """The action's parameters, without secrets. This field, `before` and `after` are JSON values, or strings
-    if the stored text is not valid JSON."""
-    result: str | None
-    """"ok", or the error. Null if no result has been recorded."""
-    before: Any
-    after: Any
-    note: str | None
-
-
 class AuditPage(msgspec.Struct, kw_only=True):
     """A page of the audit trail, newest actions first. Actions still in the spool come first, on the first
     page."""
@@ -151,16 +127,6 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
         """The query's conditions, as a filter for the store."""
         since, until = (None if at is None else iso_utc(at) for at in (self.since, self.until))
         return ActionFilter(self.actor, self.action, since, until)
-
-
-def audit_action(record: ActionRecord) -> AuditAction:
-    """Convert a stored action to the API's format."""
-    fields = record._asdict()
-    for name in ("params", "before", "after"):
-        # A row that was tampered with may contain invalid JSON. Show the text unchanged.
-        with suppress(ValueError):
-            fields[name] = json.loads(fields[name] or "null")
-    return AuditAction(**fields)
 
 
 class ChainReport(msgspec.Struct, kw_only=True):

@@ -3,12 +3,15 @@ entries in the spool. Needs only read permission; the service need not be runnin
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from store import audit, exports
 from store.audit import INTENT, Entry, Head, Verdict
@@ -64,23 +67,26 @@ class Findings(NamedTuple):
         return not self.problems
 
 
-class ActionRecord(NamedTuple):
-    """An action, combined from its intent and result rows. Times are in ISO 8601; values are JSON text, as
-    stored."""
+class AuditAction(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator's action. Times are in ISO 8601."""
 
     seq: int | None
-    """The seq of the action's first row; None while the action is only in the spool."""
+    """Sequence number of the audit chain row with the action's intent. Null while the action is still in the
+    spool."""
     result_seq: int | None
+    """Sequence number of the row with the action's result."""
     at: str
     ended_at: str | None
     actor: str
     host: str | None
     action: str
-    params: str
+    params: Any
+    """The action's parameters, without secrets. This field, `before` and `after` are JSON values, or strings
+    if the stored text is not valid JSON."""
     result: str | None
-    """The recorded result, or None if there is no result yet."""
-    before: str | None
-    after: str | None
+    """"ok", or the error. Null if no result has been recorded."""
+    before: Any
+    after: Any
     note: str | None
 
 
@@ -123,7 +129,7 @@ def read_actions(
     *,
     before: int | None = None,
     limit_s: float | None = None,
-) -> list[ActionRecord]:
+) -> list[AuditAction]:
     """Return the newest `limit` matching actions, oldest first, through a read-only connection. If `before`
     is given, return only actions whose first row precedes the row with this seq. `limit_s` is the time limit
     of the call, in seconds. Raises `StoreError` on failure."""
@@ -146,10 +152,10 @@ def read_actions(
         values.append(wanted.until)
     with reading(path, CONTROL, limit_s) as connection:
         found = connection.execute(f"{sql} ORDER BY first.seq DESC LIMIT ?", (*values, limit)).fetchall()
-    return [ActionRecord(*row) for row in reversed(found)]
+    return [_action(row) for row in reversed(found)]
 
 
-def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) -> list[ActionRecord]:
+def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) -> list[AuditAction]:
     """Return the first `limit` actions that have a row with a seq above `after`, ordered by their newest row.
     Raises `StoreError` on failure."""
     sql = f"{_ACTIONS} AND ifnull(last.seq, first.seq) > ? AND first.seq > ? "
@@ -158,10 +164,10 @@ def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) 
         found = connection.execute(
             f"{sql} ORDER BY ifnull(last.seq, first.seq) LIMIT ?", (after, since, limit)
         ).fetchall()
-    return [ActionRecord(*row) for row in found]
+    return [_action(row) for row in found]
 
 
-def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
+def matches_action(record: AuditAction, wanted: ActionFilter) -> bool:
     """Return True if an action matches the filter, as in `read_actions`."""
     actor, action, since, until = wanted
     by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
@@ -174,13 +180,13 @@ def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
     return by and named and began
 
 
-def spooled_actions(folder: Path) -> list[ActionRecord]:
+def spooled_actions(folder: Path) -> list[AuditAction]:
     """Return the actions waiting in the spool in `folder`, oldest first. Raises `StoreError` on failure."""
-    found: dict[str, ActionRecord] = {}
+    found: dict[str, AuditAction] = {}
     for entry in spooled_entries(folder):
         intended = found.get(entry.act or "")
         ended = entry.phase != INTENT
-        found[entry.act or ""] = ActionRecord(
+        found[entry.act or ""] = AuditAction(
             seq=None,
             result_seq=None,
             at=intended.at if intended else entry.at,
@@ -188,13 +194,26 @@ def spooled_actions(folder: Path) -> list[ActionRecord]:
             actor=entry.actor,
             host=entry.host,
             action=entry.action,
-            params=entry.params,
+            params=_value(entry.params),
             result=entry.result if ended else None,
-            before=entry.before,
-            after=entry.after,
+            before=_value(entry.before),
+            after=_value(entry.after),
             note="waits in the spool",
         )
     return list(found.values())
+
+
+def _action(row: tuple[Any, ...]) -> AuditAction:
+    """Return the action in a row that `_ACTIONS` selects."""
+    fields = dict(zip(AuditAction.__struct_fields__, row, strict=True))
+    return AuditAction(**fields | {name: _value(fields[name]) for name in ("params", "before", "after")})
+
+
+def _value(text: str | None) -> Any:
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text  # A row that was tampered with may contain invalid JSON.
 
 
 def read_audit_head(path: Path) -> Head:

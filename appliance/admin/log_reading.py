@@ -26,7 +26,6 @@ from appliance.pages import (
     RequestPage,
     UsageQuery,
     UsageReport,
-    audit_action,
 )
 from appliance.settings import ModelPrices
 from store.control import ControlStore
@@ -100,13 +99,9 @@ class LogReading:
             )[::-1]
             waiting = spooled_actions(self._control.path.parent) if query.before is None else []
             shown = found[: query.limit]
-            rows = [record for record in reversed(waiting) if matches_action(record, query.filter)] + shown
+            rows = [action for action in reversed(waiting) if matches_action(action, query.filter)] + shown
             more = len(found) > query.limit
-            return AuditPage(
-                rows=[audit_action(record) for record in rows],
-                next=shown[-1].seq if more else None,
-                sequence=sequence,
-            )
+            return AuditPage(rows=rows, next=shown[-1].seq if more else None, sequence=sequence)
 
         return await self._in_thread(read)
 
@@ -155,7 +150,7 @@ class LogReading:
             found = read_changed_actions(self._control.path, after, _FOLLOWED_ROWS, limit_s=MAX_READ_S)
             if found:
                 after = max(found[-1].result_seq or 0, found[-1].seq or 0)
-            shown = [audit_action(record) for record in found if matches_action(record, query.filter)]
+            shown = [action for action in found if matches_action(action, query.filter)]
             return list(shown), len(found) == _FOLLOWED_ROWS
 
         return self._follow(head, read)

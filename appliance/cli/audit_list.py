@@ -20,7 +20,7 @@ from appliance.cli.output import Column, Layout, paint, print_json, printable, t
 from appliance.cli.service import find_run_dir, service_or_files
 from appliance.cli.times import local_short, moment
 from appliance.client import AdminClient, ServiceNotRunningError
-from appliance.pages import MAX_PAGE_ROWS, AuditAction, AuditQuery, audit_action
+from appliance.pages import MAX_PAGE_ROWS, AuditAction, AuditQuery
 from store.errors import StoreError
 from store.evidence import matches_action, read_actions, spooled_actions
 
@@ -100,8 +100,7 @@ def _of_service(client: AdminClient, query: AuditQuery, limit: int) -> tuple[lis
 def _of_files(location: ChainLocation, query: AuditQuery, limit: int) -> list[AuditAction]:
     found = read_actions(location.database, query.filter, limit)
     waiting = spooled_actions(location.folder) if location.folder else []
-    found += [record for record in waiting if matches_action(record, query.filter)]
-    return [audit_action(record) for record in found]
+    return found + [action for action in waiting if matches_action(action, query.filter)]
 
 
 def _ended(client: AdminClient, query: AuditQuery, after: int) -> Iterator[AuditAction]:

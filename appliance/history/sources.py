@@ -37,7 +37,6 @@ from appliance.pages import (
     NamedRequest,
     RequestLogQuery,
     RequestPage,
-    audit_action,
 )
 from store.errors import StoreError
 from store.evidence import read_actions
@@ -230,8 +229,7 @@ class FilePast:
                     f"{self._control} does not exist, and history.db contains no actions: open an incident "
                     "file written by 'appliance history export'"
                 )
-            found = read_actions(self._control, query.filter, query.limit + 1, before=query.before)
-            return [audit_action(record) for record in reversed(found)]
+            return read_actions(self._control, query.filter, query.limit + 1, before=query.before)[::-1]
         documents = self._incident.actions(
             0.0 if query.since is None else query.since,
             _END if query.until is None else query.until,

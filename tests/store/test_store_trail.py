@@ -43,6 +43,13 @@ def test_two_changes_of_one_action_are_both_recorded(control):
     assert [row.phase for row in read_audit(control.path)] == ["intent", "result", "result"]
 
 
+def test_values_of_actions_are_decoded_unless_their_text_was_damaged(tmp_path):
+    fill(tmp_path)
+    forge(tmp_path, "UPDATE audit SET params = '{' WHERE seq = 2")
+    first, second, *_ = evidence.read_actions(tmp_path / "control.db", evidence.ActionFilter(), 10)
+    assert (first.params["name"], first.before, second.params) == ("t0", None, "{")
+
+
 def test_an_intent_left_by_an_ended_service_gets_the_result_unknown(tmp_path):
     first = ControlStore(tmp_path / "control.db")
     first.start()
