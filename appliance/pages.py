@@ -14,15 +14,14 @@ import msgspec
 from appliance.protocol import AuditHead
 from store.evidence import ActionFilter, Findings
 from store.evidence import AuditAction as AuditAction
-from store.requests import LoggedRequest, RequestFilter
+from store.requests import LoggedRequest, RequestFilter, Text
+from store.requests import Time as Time
 
 MAX_PAGE_ROWS = 1000
 """Maximum number of rows in a page."""
 
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE_ROWS)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Time = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
-Text = Annotated[str, msgspec.Meta(max_length=400)]
 Level = Literal["debug", "info", "warning", "error", "critical"]
 
 
@@ -47,10 +46,11 @@ class RequestPage(msgspec.Struct, kw_only=True):
     without missing a change."""
 
 
-class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class RequestLogQuery(RequestFilter, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Parameters of `GET /request-log`. Rows that match all conditions are returned; times are in unix
     seconds."""
 
+    # These fields are not keyword-only, so that they come before the filter's fields.
     limit: Rows = 100
     """Maximum number of rows in a page."""
     before: Text | None = None
@@ -60,29 +60,6 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     = "open", when it is admitted."""
     after: Number | None = None
     """Sequence number of a change. Only later changes are sent. Default: the latest change."""
-    since: Time | None = None
-    """Include only requests that arrived at or after this time."""
-    until: Time | None = None
-    """Include only requests that arrived before this time."""
-    request_id: Text | None = None
-    tenant: Text | None = None
-    key_id: Text | None = None
-    peer: Text | None = None
-    """Include only requests from this peer, such as "uid 1000"."""
-    model: Text | None = None
-    request_class: Literal["P0", "P1", "P2", "P3"] | None = msgspec.field(default=None, name="class")
-    state: Literal["open", "ended"] | None = None
-    status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
-    """Include only requests with this HTTP status."""
-    finish_reason: Text | None = None
-    failed: bool | None = None
-    """True: include only requests with a status of 400 or more, or with an error. False: include only the
-    other finished requests."""
-
-    @property
-    def filter(self) -> RequestFilter:
-        """The query's conditions, as a filter for the store."""
-        return RequestFilter(**{name: getattr(self, name) for name in RequestFilter.__struct_fields__})
 
 
 # ── the audit trail ──

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 _TEXT_LIMIT_CHARS = 2000
 MAX_EXAMINED = 20_000
 """Maximum number of requests that `RequestReader.unfinished` examines."""
+
+Time = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+Text = Annotated[str, msgspec.Meta(max_length=400)]
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
@@ -210,20 +213,22 @@ class RequestLog:
 
 class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions that select requests; None matches any value. Times are in unix seconds and are compared
-    with `created_at`."""
+    with `created_at`. The values' limits are checked only when a client's query is parsed."""
 
-    since: float | None = None
-    until: float | None = None
+    since: Time | None = None
+    until: Time | None = None
     """Exclusive upper bound."""
-    request_id: str | None = None
-    tenant: str | None = None
-    key_id: str | None = None
-    peer: str | None = None
-    model: str | None = None
-    request_class: str | None = None
+    request_id: Text | None = None
+    tenant: Text | None = None
+    key_id: Text | None = None
+    peer: Text | None = None
+    """A client, such as "uid 1000"."""
+    model: Text | None = None
+    request_class: Literal["P0", "P1", "P2", "P3"] | None = msgspec.field(default=None, name="class")
     state: Literal["open", "ended"] | None = None
-    status: int | None = None
-    finish_reason: str | None = None
+    status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
+    """HTTP status code."""
+    finish_reason: Text | None = None
     failed: bool | None = None
     """True selects requests with a status of 400 or more, or with an error. False selects all other closed
     requests."""
@@ -326,9 +331,10 @@ class RequestReader:
 def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
     """Return a filter's SQL conditions and the values for their placeholders."""
     conditions, values = ["true"], []
-    for field, value in msgspec.structs.asdict(wanted).items():
+    for field, condition in _CONDITIONS.items():
+        value = getattr(wanted, field)
         if value is not None:
-            conditions.append(_CONDITIONS[field])
+            conditions.append(condition)
             values.append(_storable(value))
     return conditions, values
 

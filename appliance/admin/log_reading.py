@@ -77,7 +77,7 @@ class LogReading:
         def read() -> RequestPage:
             sequence = self._requests.last_sequence()
             # Fetch one row more than the page holds, to find out whether there is a next page.
-            rows = self._requests.query(query.filter, query.limit + 1, before)[::-1]
+            rows = self._requests.query(query, query.limit + 1, before)[::-1]
             shown = rows[: query.limit]
             size = sum(_size(row) for row in shown)
             more = len(rows) > query.limit or size > MAX_PAGE_BYTES
@@ -118,7 +118,7 @@ class LogReading:
     def follow_requests(self, query: RequestLogQuery) -> AsyncIterator[bytes]:
         """Return a stream that yields each request when it ends, or when it is admitted if the query selects
         open requests."""
-        wanted = msgspec.structs.replace(query.filter, state=query.state or "ended")
+        wanted = msgspec.structs.replace(query, state=query.state or "ended")
         after = query.after
 
         def read() -> tuple[list[NamedRequest], bool]:

@@ -90,13 +90,13 @@ class FileLog:
         """Return the newest `limit` requests that match the query."""
         try:
             sequence = self._reader.last_sequence()
-            return Found([named(row) for row in self._reader.query(query.filter, limit)], sequence)
+            return Found([named(row) for row in self._reader.query(query, limit)], sequence)
         except StoreError as error:
             raise Failure(str(error)) from error
 
     def follow(self, query: RequestLogQuery, after: int) -> Iterator[NamedRequest]:
         """Yield matching requests when they end or are admitted."""
-        wanted = msgspec.structs.replace(query.filter, state=query.state or "ended")
+        wanted = msgspec.structs.replace(query, state=query.state or "ended")
         failing_since: float | None = None
         while True:
             try:

@@ -178,7 +178,7 @@ class FilePast:
             at, _, request_id = query.before.partition(":")
             before = RequestPosition(float(at), request_id)
         with _explained():
-            rows = self._requests.query(query.filter, query.limit + 1, before)[::-1]
+            rows = self._requests.query(query, query.limit + 1, before)[::-1]
         shown = rows[: query.limit]
         return RequestPage(
             rows=[NamedRequest(**msgspec.structs.asdict(row)) for row in shown],
