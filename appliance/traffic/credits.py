@@ -24,13 +24,15 @@ _LONG_RUN_S = 120.0
 _SLICE_ENDS = {*FIRST_VICTIMS, LEVELS}
 
 
-class _Availability(NamedTuple):
-    """Cached results of `free_slots` (one per level), `free_levels`, `slot_levels` and `open_levels`."""
+class Levels(NamedTuple):
+    """Sets of service levels as bit masks. Bit `l` stands for level `l`."""
 
-    free: list[int]
-    free_levels: int
-    slot_levels: int
-    open_levels: int
+    open: int
+    """The levels at which a replica accepts requests."""
+    slots: int
+    """The levels that have a free slot or could get one by preempting lower-priority sequences."""
+    free: int
+    """The levels that have a free slot."""
 
 
 class CreditAccount:
@@ -59,8 +61,9 @@ class CreditAccount:
         self._returned_tokens = [0] * LEVELS
         self._waiting_seqs = [0] * LEVELS
         """Number of sequences waiting for a slot at each level, as of the replica's last report."""
-        self._available: dict[float, _Availability] = {}
-        """Cached availability, keyed by the reserved fraction of slots. Cleared when the account changes."""
+        self._available: dict[float, tuple[list[int], Levels]] = {}
+        """Cached results of `free_slots` (one per level) and `levels`, keyed by the reserved fraction of
+        slots. Cleared when the account changes."""
         self.kv_tokens = 0
         """KV cache capacity in tokens."""
         self.generated_each = 0.0
@@ -97,23 +100,14 @@ class CreditAccount:
     def free_slots(self, level: int, share: float) -> int:
         """Return how many slots are free for a level's requests if the fraction `share` of all slots is
         reserved. The result is zero or negative if such a request can start only by preempting sequences."""
-        return self._availability(share).free[level]
+        return self._availability(share)[0][level]
 
-    def free_levels(self, share: float) -> int:
-        """Return a bit mask of the levels that would still have a free slot if the fraction `share` of all
-        slots were reserved. Bit `l` stands for level `l`."""
-        return self._availability(share).free_levels
+    def levels(self, share: float) -> Levels:
+        """Return the levels for which the replica has credit and slots if the fraction `share` of all slots
+        is reserved."""
+        return self._availability(share)[1]
 
-    def slot_levels(self, share: float) -> int:
-        """Return a bit mask, as for `free_levels`, of the levels that have a free slot or could get one by
-        preempting lower-priority sequences."""
-        return self._availability(share).slot_levels
-
-    def open_levels(self, share: float) -> int:
-        """Return a bit mask, as for `free_levels`, of the levels at which the replica accepts requests."""
-        return self._availability(share).open_levels
-
-    def _availability(self, share: float) -> _Availability:
+    def _availability(self, share: float) -> tuple[list[int], Levels]:
         known = self._available.get(share)
         if known is None:
             free, slot_levels = self._slots(self.reserved_slots(share))
@@ -122,12 +116,12 @@ class CreditAccount:
                 tokens -= self._spent_tokens[level] - self._returned_tokens[level]
                 token_levels |= (tokens > 0) << level
             free_levels = sum((slots > 0) << level for level, slots in enumerate(free))
-            known = _Availability(free, free_levels, slot_levels, slot_levels & token_levels)
+            known = free, Levels(slot_levels & token_levels, slot_levels, free_levels)
             self._available[share] = known
         return known
 
     def _slots(self, reserved: int) -> tuple[list[int], int]:
-        """Compute `free_slots` for each level, and `slot_levels`. Lower-priority sequences waiting in the
+        """Compute `free_slots` for each level, and `Levels.slots`. Lower-priority sequences waiting in the
         engine occupy no slots; the replica's last report gives their number. Sequences dispatched since that
         report occupy at most as many slots as the engine allows for their tier of levels.
         """

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import NamedTuple
 
 from appliance.channel.front_messages import Admit
-from appliance.traffic.credits import REAL_TIME, CreditAccount
+from appliance.traffic.credits import REAL_TIME, CreditAccount, Levels
 from appliance.traffic.expected_ends import MIN_RUN_S, ExpectedEnds
 from appliance.traffic.fairness import Ticket
 from appliance.traffic.forecast import Forecast
@@ -165,38 +164,30 @@ class ModelTraffic:
 
     # ── choosing the next request ──
 
-    def open_levels(self) -> int:
-        """Return a bit mask of the levels that at least one replica currently accepts. Bit `l` stands for
-        level `l`."""
-        return self._levels(CreditAccount.open_levels)
-
-    def _free_levels(self) -> int:
-        """Return a bit mask of the levels for which any replica has a free slot."""
-        return self._levels(CreditAccount.free_levels)
-
-    def _slot_levels(self) -> int:
-        """Return a bit mask of the levels for which any replica has a free slot or could free one by
-        preempting sequences."""
-        return self._levels(CreditAccount.slot_levels)
-
-    def _levels(self, of_account: Callable[[CreditAccount, float], int]) -> int:
-        share, levels = self._reserved_share(), 0
+    def levels(self) -> Levels:
+        """Return the levels for which at least one replica has credit and slots."""
+        share, accepted, slots, free = self._reserved_share(), 0, 0, 0
         for account in self.accounts:
-            levels |= of_account(account, share)
-        return levels
+            one = account.levels(share)
+            accepted |= one.open
+            slots |= one.slots
+            free |= one.free
+        return Levels(accepted, slots, free)
 
     def next_turn(self, now: float) -> Turn | None:
         """Return the next request to dispatch, or None. A request is chosen only if a replica has credit for
         its level. During the search, tenants that have reached their limits are held, and requests whose keys
         have reached their limits are parked.
         """
-        levels = self.open_levels()
-        if not levels:
+        levels = self.levels()
+        if not levels.open:
             return None
-        if (resumed := self._next_resumed(levels)) is not None:
+        if (resumed := self._next_resumed(levels.open)) is not None:
             return resumed
-        promises_from, slots, free = self.promises_from(now), self._slot_levels(), self._free_levels()
-        while (found := self.queue.next(levels, now, promises_from, slots, free)) is not None:
+        promises_from = self.promises_from(now)
+        while (
+            found := self.queue.next(levels.open, now, promises_from, levels.slots, levels.free)
+        ) is not None:
             ticket, level = found
             request, fair = ticket.item, self.queue.classes[ticket.request_class]
             tenant = self._tenants.of(ticket.tenant)
@@ -252,8 +243,10 @@ class ModelTraffic:
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
         """True if a new request would be dispatched immediately."""
-        levels = self.open_levels()
-        if not levels >> self._level_of(request, tenant) & 1 or self._next_resumed(levels) is not None:
+        levels = self.levels()
+        if not levels.open >> self._level_of(request, tenant) & 1:
+            return False
+        if self._next_resumed(levels.open) is not None:
             return False
         if not (self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)):
             return False
@@ -261,11 +254,11 @@ class ModelTraffic:
             self._ticket(request, sys.maxsize),
             tenant.weight,
             self._may_be_urgent(request.request_class, tenant),
-            levels,
+            levels.open,
             now,
             self.promises_from(now),
-            self._slot_levels(),
-            self._free_levels(),
+            levels.slots,
+            levels.free,
         )
 
     def _may_run(self, tenant: TenantTraffic, request: Request, *, key: bool) -> bool:
@@ -285,7 +278,7 @@ class ModelTraffic:
         fit = {
             account: account.free_slots(level, share)
             for account in self.accounts
-            if account not in request.tried and account.open_levels(share) >> level & 1
+            if account not in request.tried and account.levels(share).open >> level & 1
         }
         most_free = max(fit.values(), default=0)
 
@@ -402,7 +395,7 @@ class ModelTraffic:
 
     def _has_credit(self) -> bool:
         """True if a replica has credit to start an ordinary interactive request now."""
-        return bool(self.open_levels() >> level_of(INTERACTIVE, 0) & 1)
+        return bool(self.levels().open >> level_of(INTERACTIVE, 0) & 1)
 
     # ── predictions ──
 
@@ -462,9 +455,10 @@ class ModelTraffic:
 
     def first_credit_s(self, level: int, now: float) -> float:
         """Return the time in seconds until a replica has credit for `level`."""
-        if self.open_levels() >> level & 1:
+        levels = self.levels()
+        if levels.open >> level & 1:
             return 0.0
-        if self._slot_levels() >> level & 1:
+        if levels.slots >> level & 1:
             return self.forecast.step_s
         end = self._expected_ends.first()
         return self.forecast.step_s if end is None else max(0.0, end - now)

@@ -208,7 +208,7 @@ class Quotas:
         if short:
             shortages = [Shortage(bucket, needed if bucket.counts_tokens else 1) for bucket in short]
             return max(shortages, key=lambda shortage: shortage.wait_s)
-        taken = tuple((bucket, bucket.take(needed if bucket.counts_tokens else 1)) for bucket in buckets)
+        taken = tuple([(bucket, bucket.take(needed if bucket.counts_tokens else 1)) for bucket in buckets])
         reservation = Reservation(accounts, taken, prompt_tokens, max_tokens)
         self._note(reservation)
         return reservation

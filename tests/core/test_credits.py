@@ -63,7 +63,7 @@ def test_a_request_for_which_the_credits_name_a_slot_starts_in_the_next_step(see
         pair.several = draw.random() < 0.5
         level = draw.randrange(LEVELS)
         waiting = pair.engine.scheduler.waiting_by_level
-        if pair.account.slot_levels(pair.share) >> level & 1 and not any(waiting[: level + 1]):
+        if pair.account.levels(pair.share).slots >> level & 1 and not any(waiting[: level + 1]):
             tried += 1
             samples = draw.choice((1, 1, 3, 40)) if TIERS[level] else 1
             submit = pair.submit(level, samples, draw.choice((2, 20, 100)))
