@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from appliance.front.stream import EventStream
 from appliance.http import Connection
 
 HEAD_DELAY_S = 0.5
@@ -23,12 +24,12 @@ async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
     return True
 
 
-async def send_comments(client: Connection, until: asyncio.Event, interval_s: float) -> None:
-    """Until the event is set, write a comment to the stream whenever nothing has been written for
+async def send_comments(client: Connection, stream: EventStream, interval_s: float) -> None:
+    """Until the stream is done, write a comment to the client whenever nothing has been written for
     `interval_s` seconds. The response head must already have been written."""
     silent_since = time.monotonic()
-    while not await happens_within(until, silent_since + interval_s - time.monotonic()):
-        silent_since = max(silent_since, client.last_chunk_at)
+    while not await happens_within(stream.done, silent_since + interval_s - time.monotonic()):
+        silent_since = max(silent_since, stream.wrote_at)
         if time.monotonic() - silent_since >= interval_s:
             if client.writable and not client.disconnected:
                 client.write_chunk(COMMENT)

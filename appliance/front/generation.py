@@ -79,6 +79,8 @@ class Generation:
         """Number of output tokens written to the client. Updated by the response."""
         self.first_bytes_at: float | None = None
         """Monotonic time, in seconds, at which the stream's first bytes were written. Set by the response."""
+        self.last_token_at = 0.0
+        """Monotonic time, in seconds, at which the latest output token arrived."""
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
@@ -90,8 +92,6 @@ class Generation:
         self._handles: list[int] = []
         self._submitted_at = 0.0
         self._first_token_at: float | None = None
-        self._last_token_at = 0.0
-        self._tokens = 0
         self._retry: asyncio.TimerHandle | None = None
 
     # ── events from the client ──
@@ -210,10 +210,14 @@ class Generation:
         first = self._first_token_at
         return RequestProgress(
             self.context.request_id,
-            self._tokens,
+            self._generated_tokens,
             self.cached_tokens,
             None if first is None else self.context.elapsed_ms(first) / 1000.0,
         )
+
+    @property
+    def _generated_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
 
     # ── outputs from the replica ──
 
@@ -234,7 +238,7 @@ class Generation:
             sample.take(output)
         except Exception:
             # The message also contains outputs for other requests, so an error must end only this request.
-            log.exception("request %s: processing an output failed", self.context.request_id)
+            log.exception("request %s: failed to process an output", self.context.request_id)
             self._fail(
                 ApiError(
                     500,
@@ -246,10 +250,8 @@ class Generation:
             return
         self.completion_tokens += sample.delivered - delivered
         if output.token_ids:
-            count = len(output.token_ids)
-            self._tokens += count
-            self.state.tokens += count
-            self._last_token_at = now = time.monotonic()
+            self.state.tokens += len(output.token_ids)
+            self.last_token_at = now = time.monotonic()
             if self._first_token_at is None:
                 self._first_token_at = now
                 self.begun.set()
@@ -365,12 +367,12 @@ class Generation:
         self.state.active.pop(self.context.request_id, None)
         now = time.monotonic()
         first = self.first_bytes_at or self._first_token_at
-        gaps = self._tokens - len(self.samples)
+        gaps = self._generated_tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
             # The samples run in parallel: during one engine step, every sample waits for its next token. The
             # time therefore counts once per sample.
-            itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
+            itl_ms = (self.last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
                 request_id=self.context.request_id,
@@ -395,7 +397,7 @@ class Generation:
             return None
         tokens = sum(sample.delivered for sample in self.samples)
         began = self._submitted_at
-        return ShadowMeasure(self._first_token_at - began, self._last_token_at - began, tokens)
+        return ShadowMeasure(self._first_token_at - began, self.last_token_at - began, tokens)
 
     @property
     def answers(self) -> list[Sample]:

@@ -103,7 +103,7 @@ class GenerationResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + headers})
             stream.open()
             if interval_s:
-                await send_comments(self._context.connection, stream.done, interval_s)
+                await send_comments(self._context.connection, stream, interval_s)
             await stream.done.wait()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

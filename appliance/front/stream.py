@@ -44,6 +44,8 @@ class EventStream:
         self.generation = generation
         self.done = asyncio.Event()
         """Set when the last event has been written or the client has disconnected."""
+        self.wrote_at = 0.0
+        """Monotonic time, in seconds, at which the latest token that has been written arrived."""
         self._connection = generation.context.connection
         self._state = generation.state
         self._is_open = False
@@ -114,7 +116,7 @@ class EventStream:
         except Exception:
             # An error in one stream must not affect others waiting to be flushed.
             log.exception(
-                "request %s: creating the stream's events failed", self.generation.context.request_id
+                "request %s: failed to create the stream's events", self.generation.context.request_id
             )
             self.generation.client_disconnected()
             self._connection.abort()
@@ -149,6 +151,7 @@ class EventStream:
             last = True
         if events:
             self._connection.write_chunk(b"".join(events) if len(events) > 1 else events[0])
+            self.wrote_at = generation.last_token_at
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -59,8 +58,6 @@ class Connection(asyncio.BufferedProtocol):
         response in progress."""
         self.on_chunk: Callable[[bytes], None] | None = None
         """Called with each chunk passed to `write_chunk`, even after the connection has closed."""
-        self.last_chunk_at = 0.0
-        """Monotonic time, in seconds, at which part of a response was last written."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
@@ -116,7 +113,6 @@ class Connection(asyncio.BufferedProtocol):
                 return
         if self._exchange is not None and self._exchange.chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
-        self.last_chunk_at = time.monotonic()
         self.transport.write(data)
 
     def release(self) -> None:
