@@ -112,8 +112,8 @@ class ConsoleSession:
     def take_rows(
         self, name: ListName, rows: Sequence[Row], error: str = "", *, context: Context | None = None
     ) -> None:
-        """Store a list, or the reason why it could not be read, in `context`; by default, in the screens'
-        live input."""
+        """Store a list, or the reason it could not be read, in `context` (default: the screens' live
+        input)."""
         target = self._live if context is None else context
         if error:
             target.row_errors[name] = error

@@ -6,7 +6,8 @@ bounded queue, and a daemon thread writes them. If the queue is full, new lines 
 their number is logged once standard error is writable again.
 
 A process started by the core also sends a copy of its records to the core over a pipe (`engine.child_log`).
-The copy has its own queue and thread, so a core that stops reading causes no other delays.
+The copy has its own queue and thread, so a core that stops reading delays neither the caller
+nor the lines on standard error.
 """
 
 from __future__ import annotations

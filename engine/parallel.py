@@ -36,8 +36,8 @@ class Overlap(Protocol):
         that the caller must allocate one."""
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
-        """Start computing a half's `residual` plus the sum of `part` over the ranks. May overwrite both
-        tensors. If `part` is not in the buffer returned by the `part` method, it is first copied there."""
+        """For one half, start computing `residual` plus the sum of `part` over the ranks. Both tensors may be
+        overwritten. If `part` is not already in the buffer returned by `part()`, it is copied there first."""
 
     def finish(self, half: int) -> Residual:
         """Wait for the result of a half's latest `start`, and return it. It stays valid until `start` has

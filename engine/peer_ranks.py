@@ -17,7 +17,8 @@ from kernels.triton import all_gather, all_reduce, all_reduce_norm
 from kernels.triton.peer_arena import Arena
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that can be gathered through peer memory, which preserves all values except the sign of zero."""
+"""Dtypes that can be gathered through peer memory. Gathering preserves every value, but not the sign of
+zero."""
 
 
 class Memory(Protocol):

@@ -108,7 +108,7 @@ class StepTokens(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob | None] | None
     """Log probabilities of the sampled tokens, or None if no slot requested them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    """For each slot, the log probabilities of the prompt tokens that follow the tokens of the slot's
+    """For each slot, the log probability of the prompt token that follows each token in the slot's
     chunk."""
     non_finite: list[int] = []
     """Slots whose chunk does not sample and has non-finite hidden states. A slot that samples reports

@@ -32,7 +32,8 @@ _MAX_READS = 16
 _MAX_FDS = 64
 
 MAX_FRAME_BYTES = 64 << 20
-"""Default maximum frame size in bytes. A longer frame violates the protocol, and closes the channel."""
+"""Default maximum frame size in bytes. A longer frame is a protocol violation, so
+the channel is closed."""
 MAX_BACKLOG_BYTES = 256 << 20
 """Maximum number of unsent bytes. If the peer leaves more unread, the channel is closed to limit memory
 use."""

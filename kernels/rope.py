@@ -31,7 +31,7 @@ def dynamic_frequencies(
     `length` tokens.
 
     positions: the configured `max_position_embeddings`. For lengths up to `positions`, the frequencies are
-    unscaled. For longer sequences, they are those that transformers computes for a sequence of exactly
+    unscaled. For longer sequences, they match what transformers computes for a sequence of exactly
     `length` tokens.
     """
     stretch = factor * max(length, positions) / positions - (factor - 1)

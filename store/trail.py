@@ -56,8 +56,8 @@ class Appended(NamedTuple):
 
 
 class AuditTrail:
-    """Records audit entries in the chain or the spool. Safe to call from any thread, except that only
-    operations of `writer` may call `append` and `committed`."""
+    """Records audit entries in the chain or the spool. Its methods may be called from any thread, except
+    `append` and `committed`, which may only be called from `writer` operations."""
 
     def __init__(self, writer: Writer, spool: Spool, heads: HeadKeeper) -> None:
         self._writer = writer

@@ -117,7 +117,7 @@ async def _recorded(future: Future[None]) -> None:
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():
         log.error(
-            "the audit row was not written within %g s, because the disk does not respond; the action "
+            "the audit row was not written within %g s, because the disk is not responding; the action "
             "continues",
             _MAX_AUDIT_WAIT_S,
         )

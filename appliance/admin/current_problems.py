@@ -89,7 +89,8 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=front.name,
             description=front.detail,
-            remedy="wait: if the process still does not respond, it is killed and restarted; see the log",
+            remedy="wait: if the process still does not respond, it will be killed and restarted; "
+            "see the log",
         )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(

@@ -45,8 +45,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="replica-crash-loop",
-        reason="A single restart can be a coincidence. Three restarts within 10 minutes have a persistent "
-        "cause.",
+        reason="A single restart can be a coincidence. Three restarts within 10 minutes point to a "
+        "persistent cause.",
         metric="models[*].replicas[*].restarts",
         severity="critical",
         measure="change",
@@ -119,7 +119,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         metric="gpu_error",
         severity="critical",
         texts=["?*"],
-        description="the GPU driver does not respond: {text}",
+        description="the GPU driver is not responding: {text}",
         remedy="see the kernel's log (journalctl -k); the machine may need a restart",
     ),
     BuiltInRule(

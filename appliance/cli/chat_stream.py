@@ -63,7 +63,7 @@ class ChatClient:
                 content = response.read()
         except (OSError, HTTPException) as error:
             raise Failure(
-                f"the service on {self._socket} does not respond ({error or type(error).__name__}); "
+                f"the service on {self._socket} is not responding ({error or type(error).__name__}); "
                 f"show its state with: appliance status --run-dir {self._run_dir}"
             ) from error
         if response.status != 200:

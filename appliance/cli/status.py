@@ -139,7 +139,7 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 
 def _per_token(front: FrontStatus) -> str:
-    # With few streamed tokens, most of the CPU time was spent on starting the process, so the value would be
+    # With few streamed tokens, most of the CPU time was spent starting the process, so the value would be
     # misleading.
     if front.cpu_us_per_token is None or front.tokens < _MIN_TOKENS:
         return ""
@@ -232,10 +232,10 @@ def _experts(replica: ReplicaStatus) -> str:
     use = max(layers, key=lambda use: use.imbalance)
     unused = sum(use.unused for use in layers)
     return (
-        f"expert {use.busiest} of layer {use.layer} is chosen {use.imbalance:.1f} times as often as the "
-        "average expert of that layer; "
+        f"expert {use.busiest} in layer {use.layer} is chosen {use.imbalance:.1f} times as often as the "
+        "average expert in that layer; "
         f"{unused:,} of {sum(use.experts for use in layers):,} experts have not been "
-        f"chosen ({of_count(sum(use.choices for use in layers))} selections in all layers)"
+        f"chosen ({of_count(sum(use.choices for use in layers))} choices across all layers)"
     )
 
 

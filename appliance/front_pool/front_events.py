@@ -26,8 +26,8 @@ class FrontEvents(Protocol):
         no connections until its next report."""
 
     def name_wanted(self, name: str) -> None:
-        """Called for each report from a front in which requests are waiting for the model `name` to be loaded
-        or woken."""
+        """Called for each report in which a front says that requests are waiting for the model `name` to be
+        loaded or woken."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Called for each message from a front about a request."""

@@ -47,7 +47,7 @@ class HttpServer:
         self.known_pool = Pool()
         self.unknown_pool = Pool()
         self.refused = 0
-        """Connections closed or answered with 503 because no place was free."""
+        """Connections closed or answered with 503 because the pool was full."""
         self.cut_off = CountedLog("connections closed because clients did not read their responses")
         self.request_memory = RequestMemory()
         self.turns = Turns()
@@ -160,7 +160,7 @@ class HttpServer:
     # ── called by `Connection` ──
 
     def admit(self, connection: Connection, peer: Peer) -> bool:
-        """Give a new connection a place in a pool. Return False if no place is free."""
+        """Give a new connection a place in a pool. Return False if the pool is full."""
         known = self._known(peer)
         if known and self.known_pool.add(connection, source=peer.source):
             connection.pool, connection.authenticated = self.known_pool, True
@@ -176,7 +176,7 @@ class HttpServer:
 
     def promote(self, connection: Connection, tenant: str) -> bool:
         """Move a connection to the pool for known clients, because its request has a valid identity, and
-        assign it to that identity's tenant. Return False if no place is free."""
+        assign it to that identity's tenant. Return False if the pool is full."""
         former = connection.pool
         if former is self.known_pool:
             if self.known_pool.assign(connection, tenant):

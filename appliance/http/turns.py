@@ -73,7 +73,7 @@ class Turns:
         """Timer for the next turn while all sources with waiting operations must pause."""
 
     def add(self, source: Source, rank: int, work: Callable[[], None]) -> None:
-        """Call `work` when it is its source's turn. If no turn has been taken in this event loop iteration
+        """Call `work` when its source's turn comes. If no turn has been taken in this event loop iteration
         and the source does not have to pause, call `work` immediately."""
         now = time.monotonic()
         if self._scheduled or self._rest_s(source, now):

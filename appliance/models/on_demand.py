@@ -222,7 +222,7 @@ class OnDemand:
                 self._observe()
                 await self._turn()
             except Exception:
-                log.exception("loading models on demand failed")
+                log.exception("failed to load models on demand")
                 await asyncio.sleep(1.0)
             await asyncio.sleep(_POLL_S)
 

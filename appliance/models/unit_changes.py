@@ -118,9 +118,9 @@ class UnitChanges:
             while await self._next_step(unit):
                 pass
         except Exception:
-            log.exception("model %s: applying the new settings failed", unit)
+            log.exception("model %s: failed to apply the new settings", unit)
             self.given_up.add(unit)
-            self._note(unit, "applying the new settings failed: see the log for the cause")
+            self._note(unit, "failed to apply the new settings: see the log for the cause")
 
     async def _next_step(self, unit: str) -> bool:
         """Take one step towards the target replicas. Return whether another step may be possible."""

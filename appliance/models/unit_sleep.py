@@ -1,4 +1,4 @@
-"""Puts all of a model's replicas to sleep, and wakes them."""
+"""Puts all of a model's replicas to sleep and wakes them again on request."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
                 area="databases",
                 subject=name,
                 level="problem" if running else "ok",
-                text=f"{path} does not exist" + ("" if running else ": it is created at the first start"),
+                text=f"{path} does not exist" + ("" if running else ": it will be created on first start"),
                 remedy="wait: the service restores the file within seconds; if it does not, 'appliance "
                 "status' shows the reason"
                 if running

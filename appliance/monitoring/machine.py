@@ -99,7 +99,7 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             "devices",
             "GPU",
             "warning",
-            f"the NVIDIA driver does not respond: {report.error}",
+            f"the NVIDIA driver is not responding: {report.error}",
             "check nvidia-smi and the kernel log (dmesg); until the driver responds, only the CPU "
             "backend can be used",
         )

@@ -86,7 +86,7 @@ def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]
             area="sockets",
             subject="api.sock",
             level="problem",
-            text=f"{run_dir / 'api.sock'} does not respond: {api.text}",
+            text=f"{run_dir / 'api.sock'} is not responding: {api.text}",
             remedy="check the front processes with: appliance status",
         )
     elif api.answered:
@@ -112,7 +112,7 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
             area="leftovers",
             subject="service.lock",
             level="problem",
-            text=f"process {holder} uses the run directory {run_dir} but does not respond on admin.sock",
+            text=f"process {holder} uses the run directory {run_dir} but is not responding on admin.sock",
             remedy=f"see the process's log; if the process hangs, stop it with 'kill {holder}' or 'kill -9 "
             f"{holder}' (log entries already written are kept)",
         )
@@ -166,7 +166,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
                 area="directories",
                 subject=subject,
                 level="ok",
-                text=f"{path} will be created at the first start",
+                text=f"{path} will be created on first start",
             )
         return Finding(
             area="directories",

@@ -176,7 +176,7 @@ class TemplateProcess:
                     text = await self._render(job.message)
                 except Exception as error:
                     if not isinstance(error, ChatTemplateError):
-                        log.exception("rendering a conversation failed")
+                        log.exception("failed to render a conversation")
                         error = ChatTemplateError("the messages could not be rendered")
                     if not job.result.done():
                         job.result.set_exception(error)

@@ -17,7 +17,7 @@ _GUTTER = 6
 _MIN_ROWS, _MAX_ROWS = 6, 24
 """Minimum and maximum number of lines per replica."""
 _STALL_ROWS = 5
-"""Number of lines for the newest stalls in tall terminals."""
+"""Number of lines given to the newest stalls on a tall terminal."""
 
 
 def stalled(batch: Batch) -> bool:

@@ -54,7 +54,7 @@ class OverviewView(View):
     help_text = (
         "The current state of the service: throughput, latency, queue, KV caches, GPUs, alerts and "
         "processes. The arrow keys select a panel; {zoom} maximizes it. :export exports the selected panel's "
-        "table or, if it has none, the values that are in no table."
+        "table or, if it has none, the values not shown in any table."
     )
     explanations = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "peak", "ttft", "itl", "queue", "e2e"),

@@ -112,7 +112,7 @@ class WeightShard:
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], weight: Weight, dim: int, start: int) -> WeightShard:
-        """Return the shard that fills all of `weight` from rows or columns of a tensor."""
+        """Return a shard that takes rows or columns of a tensor and fills the whole of `weight` with them."""
         if isinstance(weight, Fp8Weight):
             return WeightShard(name, shape, weight.values, dim, start, weight.scales, weight.block)
         return WeightShard(name, shape, weight, dim, start)
@@ -453,8 +453,8 @@ class Layer:
         return (yield Addition(residual, mlp.down, activated, next_gain, self.eps))
 
     def activate(self, residual: Residual, live: torch.Tensor | None) -> Any:
-        """Compute the second half up to its last operation, and return that operation's input. `live` is
-        `LayerInput.live`."""
+        """Compute the second half up to, but not including, its last operation, and return that operation's
+        input. `live` is `LayerInput.live`."""
         return self.mlp.activate(residual, self.post_norm, self.eps)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:

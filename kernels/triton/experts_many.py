@@ -136,8 +136,8 @@ def up(
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """Return `silu(gate) × up` of the choices in the order of `by_expert`: `[tokens × top_k, intermediate]`
-    in the model's dtype.
+    """Return `silu(gate) × up` for each choice, in `by_expert` order: `[tokens × top_k, intermediate]` in the
+    model's dtype.
 
     x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`.
     multiprocessors: number of multiprocessors of the device.

@@ -123,8 +123,7 @@ def choose(
         up = ExpertsPlan("gemv", 1, 8, min(1024, _power_of_2(hidden)), warps=4)
         chosen = _power_of_2(top_k)
         if size > 1 or chosen * _power_of_2(intermediate) <= _QUANTISED:
-            # A program loads about `columns` columns at a time in total, divided evenly among the chosen
-            # experts.
+            # A program loads about `columns` columns at a time, divided evenly among the chosen experts.
             columns, block_n, warps = (2048, 16, 8) if tokens == 1 or size == 1 else (1024, 8, 4)
             block_k = min(max(64, columns // chosen), _power_of_2(intermediate))
             down = ExpertsPlan("gemv", 1, block_n, block_k, warps)

@@ -193,8 +193,8 @@ def _narrow(
     `high` for none."""
     j = tl.arange(0, THRESHOLDS)
     # In the first steps, thresholds are equally spaced between the bounds, which converges quickly for
-    # typical logits. In later steps, they are equally spaced in the order of all float32 numbers, which
-    # converges for all logits.
+    # typical logits. In later steps, they are equally spaced in the ordering of float32 values (by rank, not
+    # by value), which converges for all logits.
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
     if step >= 8:

@@ -416,7 +416,7 @@ def test_the_problems_that_the_service_reports_are_findings(
         "it broke",
     ):
         assert fact in text
-    assert "api.sock does not respond: does not exist" in text
+    assert "api.sock is not responding: does not exist" in text
 
 
 def test_a_check_that_fails_does_not_stop_the_other_checks(

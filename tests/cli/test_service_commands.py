@@ -177,8 +177,8 @@ def test_the_status_names_the_busiest_expert(run_dir: Path) -> None:
     )
     model.replicas[0] = msgspec.structs.replace(model.replicas[0], expert_layers=layers)
     assert (
-        "demo-0: expert 1 of layer 2 is chosen 2.5 times as often as the average expert of that layer; "
-        "1 of 8 experts have not been chosen (1,600 selections in all layers)"
+        "demo-0: expert 1 in layer 2 is chosen 2.5 times as often as the average expert in that layer; "
+        "1 of 8 experts have not been chosen (1,600 choices across all layers)"
         in "\n".join(status_lines(status, None))
     )
 

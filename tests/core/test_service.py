@@ -165,7 +165,7 @@ def test_a_front_that_hangs_gets_no_connections_until_it_reports_again(make_serv
     status = service.admin.status()
     (problem,) = status.current_problems
     assert problem.where == "front-0" and "gets no new connections" in problem.description
-    assert "it is killed and restarted" in problem.remedy
+    assert "it will be killed and restarted" in problem.remedy
     found = examine(Path(status.run_dir), Path(status.state_dir), SettingsError()).findings
     assert any("gets no new connections" in one.text for one in found if one.level == "problem")
     answers = [read_answer(service.connect("m 2"))[-1] for _ in range(4)]

@@ -104,7 +104,7 @@ def test_a_replica_that_cannot_be_stopped_is_removed(started: Started) -> None:
         await started.until(lambda: not started.manager.replicas)
         assert started.stopped == 1
         await started.until(lambda: bool(started.notes))
-        assert "applying the new settings failed" in started.notes[0]
+        assert "failed to apply the new settings" in started.notes[0]
 
     asyncio.run(scenario())
 
