@@ -24,6 +24,7 @@ from appliance.protocol.status import (
 )
 from engine.messages import KvDType
 from engine.rank_messages import NO_OWNER as NO_OWNER
+from store.structs import Severity
 
 Phase = Literal["queued", "prefill", "decode", "ending"]
 """The phase of a running request is "prefill" until its first token, and "decode" afterwards."""
@@ -340,9 +341,6 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AlertState = Literal["firing", "acknowledged", "silenced", "resolved"]
-Severity = Literal["info", "warning", "critical"]
-
-
 AlertEvent = Literal["raised", "ended"]
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from store.database import reading
 from store.schemas import HISTORY
-from store.structs import Silence
+from store.structs import Severity, Silence
 from store.writer import Writer
 
 MAX_ALERTS = 10_000
@@ -24,7 +24,7 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     rule: str
-    severity: str
+    severity: Severity
     subject: str
     """Name of the model, replica, front process, GPU, tenant or other component that the alert is about."""
     description: str

@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+Severity = Literal["info", "warning", "critical"]
+"""Severity of an alert, in ascending order."""
+
 
 class KeptText(msgspec.Struct, frozen=True):
     """One stored prompt or answer of a request."""

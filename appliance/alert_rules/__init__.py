@@ -10,7 +10,6 @@ from appliance.alert_rules.fields import (
     SEVERITIES,
     AlertRule,
     AlertSink,
-    Severity,
     faults_of_rule,
     faults_of_sink,
 )
@@ -20,7 +19,6 @@ __all__ = [
     "SEVERITIES",
     "AlertRule",
     "AlertSink",
-    "Severity",
     "cycle",
     "effective_rules",
     "faults_of_rule",

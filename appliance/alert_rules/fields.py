@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from appliance.snapshot import Severity
+from store.structs import Severity
 
 Measure = Literal["value", "rate", "change", "deviation", "time_to"]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]

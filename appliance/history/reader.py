@@ -25,7 +25,7 @@ from appliance.history.pages import (
     TelemetryColumns,
     TelemetryQuery,
 )
-from appliance.snapshot import Alert, Phase, Severity, Snapshot, UnfinishedRequest, with_blocks
+from appliance.snapshot import Alert, Phase, Snapshot, UnfinishedRequest, with_blocks
 from store.alerts import AlertReader, AlertRow
 from store.errors import StoreError
 from store.requests import LoggedRequest, RequestReader
@@ -183,7 +183,7 @@ def logged_alert(row: AlertRow, at: float) -> Alert:
     return Alert(
         id=row.id,
         rule=row.rule,
-        severity=msgspec.convert(row.severity, Severity),
+        severity=row.severity,
         state="resolved" if ended else "acknowledged" if acknowledged else "firing",
         where=row.subject,
         description=row.description,

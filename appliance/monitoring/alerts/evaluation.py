@@ -9,13 +9,14 @@ from typing import Literal
 
 import msgspec
 
-from appliance.alert_rules import AlertRule, Severity
+from appliance.alert_rules import AlertRule
 from appliance.monitoring.alerts.causes import CauseFinder
 from appliance.monitoring.alerts.conditions import Condition, threshold
 from appliance.monitoring.alerts.selection import Scope, Selected, related, select
 from appliance.monitoring.alerts.texts import filled, next_step
 from appliance.snapshot import AlertEvent
 from store.samples import TelemetryLayout, TelemetrySample
+from store.structs import Severity
 
 SETTLE_S = 60.0
 """How long after its end an alert can still be the cause of other alerts, in seconds."""

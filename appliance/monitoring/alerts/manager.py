@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from appliance.alert_rules import AlertRule, Severity
+from appliance.alert_rules import AlertRule
 from appliance.monitoring.alerts.evaluation import Evaluator, Raised, Transition
 from appliance.snapshot import Alert, AlertEvent, AlertState
 from store.alerts import AlertLog, AlertRow
@@ -245,7 +245,7 @@ def _raised(row: AlertRow) -> Raised:
     return Raised(
         id=row.id,
         rule=row.rule,
-        severity=msgspec.convert(row.severity, Severity),
+        severity=row.severity,
         where=row.subject,
         description=row.description,
         cause=row.cause,
