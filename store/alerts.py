@@ -19,7 +19,7 @@ MAX_ALERTS = 10_000
 """Maximum number of alerts to keep after they have ended."""
 
 
-class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
+class AlertRow(msgspec.Struct, kw_only=True):
     """A row of the `alerts` table, with one field per column. Times are in unix seconds."""
 
     id: str
@@ -46,6 +46,10 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged_by: str = ""
     acknowledged_at: float | None = None
 
+    def stored(self) -> tuple[object, ...]:
+        """Return the values that `SAVE_ALERT` stores."""
+        return tuple(getattr(self, name) for name in _COLUMNS)
+
 
 _COLUMNS = AlertRow.__struct_fields__
 _SILENCE_COLUMNS = Silence.__struct_fields__
@@ -66,7 +70,7 @@ class AlertLog:
 
     def save(self, alert: AlertRow) -> bool:
         """Queue an alert's current state for writing. Returns False if the write was dropped."""
-        return self._writer.submit(partial(_execute, SAVE_ALERT, msgspec.structs.astuple(alert)))
+        return self._writer.submit(partial(_execute, SAVE_ALERT, alert.stored()))
 
     def save_silence(self, silence: Silence) -> bool:
         """Queue a silence for writing. Returns False if the write was dropped."""

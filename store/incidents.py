@@ -15,8 +15,6 @@ from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from store.alerts import SAVE_ALERT, AlertRow
 from store.database import open_readonly
 from store.errors import MissingDatabaseError, StoreError, explain, explain_os
@@ -140,7 +138,7 @@ class IncidentWriter:
 
     def alerts(self, rows: Iterable[AlertRow]) -> None:
         """Add alerts."""
-        self._insert(SAVE_ALERT, [msgspec.structs.astuple(row) for row in rows])
+        self._insert(SAVE_ALERT, [row.stored() for row in rows])
 
     def actions(self, rows: Iterable[tuple[float, int | None, str]]) -> None:
         """Add operators' actions. Each action is a tuple: time in unix seconds, seq, and document."""

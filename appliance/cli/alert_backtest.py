@@ -93,7 +93,7 @@ def _print(transitions: list[Transition]) -> None:
             local(one.at),
             one.event,
             one.alert.rule,
-            printable(one.alert.where),
+            printable(one.alert.subject),
             printable(one.alert.description) if one.event == "raised" else "",
             printable(one.alert.cause) if one.event == "raised" else "",
         ]
@@ -115,7 +115,7 @@ def _document(result: BackTest, shown: list[Transition]) -> dict[str, Any]:
                 "id": one.alert.id,
                 "rule": one.alert.rule,
                 "severity": one.alert.severity,
-                "where": one.alert.where,
+                "where": one.alert.subject,
                 "description": one.alert.description,
                 "cause": one.alert.cause,
                 "value": one.alert.value,

@@ -86,7 +86,7 @@ class PastReader:
             rows = self._requests.unfinished(at, MAX_RECORDED_REQUESTS)
             snapshot.requests = [logged_request(row, at) for row in rows]
             alerts = self._alerts.shown(at, _SHOWN_ENDED_S, _SHOWN_ALERTS)
-            snapshot.alerts = [logged_alert(row, at) for row in alerts]
+            snapshot.alerts = [alert_at(row, at) for row in alerts]
         previous, following = self._telemetry.neighbours(recorded)
         return PastSnapshot(
             at=sample.at,
@@ -175,9 +175,9 @@ def logged_request(row: LoggedRequest, at: float) -> UnfinishedRequest:
     )
 
 
-def logged_alert(row: AlertRow, at: float) -> Alert:
-    """Return a logged alert's state at a given time (in unix seconds). The log does not show whether the
-    alert was silenced at that time."""
+def alert_at(row: AlertRow, at: float) -> Alert:
+    """Return an alert's state at a given time (in unix seconds), without silences, because rows do not show
+    them."""
     ended = row.ended_at is not None and row.ended_at <= at
     acknowledged = row.acknowledged_at is not None and row.acknowledged_at <= at
     return Alert(
@@ -212,4 +212,4 @@ def _local(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-__all__ = ["NotRecordedError", "PastReader", "TooManyValuesError", "logged_alert", "logged_request"]
+__all__ = ["NotRecordedError", "PastReader", "TooManyValuesError", "alert_at", "logged_request"]

@@ -20,7 +20,7 @@ from appliance.calls import AdminError
 from appliance.client import AdminClient
 from appliance.events.async_client import AsyncAdminClient
 from appliance.history.pages import AlertLogQuery, SnapshotQuery, StoredQuery, TelemetryQuery
-from appliance.history.reader import PastReader, logged_alert, logged_request
+from appliance.history.reader import PastReader, alert_at, logged_request
 from appliance.pages import AuditQuery, LogQuery
 from appliance.snapshot import Snapshot, with_blocks
 from store.alerts import AlertRow
@@ -259,12 +259,12 @@ def test_a_logged_alert_has_the_state_of_the_time() -> None:
         acknowledged_at=110.0,
         ended_at=120.0,
     )
-    assert [logged_alert(row, at).state for at in (105.0, 115.0, 125.0)] == [
+    assert [alert_at(row, at).state for at in (105.0, 115.0, 125.0)] == [
         "firing",
         "acknowledged",
         "resolved",
     ]
-    assert [logged_alert(row, at).ended_at for at in (105.0, 125.0)] == [None, 120.0]
+    assert [alert_at(row, at).ended_at for at in (105.0, 125.0)] == [None, 120.0]
 
 
 def test_coarse_resolutions_read_requests_from_the_request_log(running: Service, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def transitions(
 
 def summary(one: Transition) -> tuple[int, str, str, str]:
     """Return a transition as a tuple (time in seconds, event, rule, subject)."""
-    return round(one.at - START), one.event, one.alert.rule, one.alert.where
+    return round(one.at - START), one.event, one.alert.rule, one.alert.subject
 
 
 def evaluate(rules: Sequence[AlertRule], samples: Iterable[TelemetrySample]) -> Iterator[Transition]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from appliance.alert_rules import BUILT_IN
 from appliance.monitoring.alerts.evaluation import Evaluator
+from appliance.monitoring.alerts.manager import AlertManager
+from store.alerts import AlertRow
 from tests.monitoring.histories import evaluate, history, summary, transitions
 
 
@@ -41,7 +44,7 @@ def test_a_dead_replica_with_all_its_consequences_raises_one_alert() -> None:
         (165, "ended", "replica-down"),
     ]
     alert = found[0].alert
-    assert alert.where == "model-0-0" and alert.severity == "critical"
+    assert alert.subject == "model-0-0" and alert.severity == "critical"
     assert alert.cause == "model-0-0 ended: rank 0 (pid 7) was killed by SIGKILL at the same time"
     assert "appliance status" in alert.remedy
 
@@ -56,7 +59,26 @@ def test_the_alert_counts_what_it_explains() -> None:
     for sample in history(60, change):
         evaluator.step(sample)
     [shown] = [alert for alert in evaluator.alerts.values() if alert.announced]
-    assert shown.rule == "replica-down" and len(shown.explains) == 2
+    assert shown.rule == "replica-down" and shown.suppressed == 2
+
+
+def test_an_ended_alert_stays_acknowledged_when_a_consequence_ends() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        kill(tree, second, 10, 40)
+        if 20 <= second < 60:
+            tree["queue"].update(waiting=99)
+
+    saved: list[tuple[object, ...]] = []
+    log: Any = SimpleNamespace(save=lambda alert: saved.append(alert.stored()))
+    manager = AlertManager(BUILT_IN, log, SimpleNamespace(send=lambda event, alert: None))
+    for sample in history(100, change):
+        manager.observe(sample)
+        if len(saved) == 1 and manager.list():
+            manager.acknowledge(manager.list()[0].id, "uid:0")
+    columns = AlertRow.__struct_fields__
+    rows = [dict(zip(columns, row, strict=True)) for row in saved if row[1] == "replica-down"]
+    assert {row["suppressed"] for row in rows if row["ended_at"]} == {0, 1}
+    assert {row["acknowledged_by"] for row in rows[1:]} == {"uid:0"}
 
 
 def test_a_consequence_that_outlasts_its_cause_is_raised() -> None:

@@ -15,8 +15,8 @@ from appliance.monitoring.alerts.conditions import Condition, threshold
 from appliance.monitoring.alerts.selection import Scope, Selected, related, select
 from appliance.monitoring.alerts.texts import filled, next_step
 from appliance.snapshot import AlertEvent
+from store.alerts import AlertRow
 from store.samples import TelemetryLayout, TelemetrySample
-from store.structs import Severity
 
 SETTLE_S = 60.0
 """How long after its end an alert can still be the cause of other alerts, in seconds."""
@@ -24,27 +24,11 @@ GROUP_S = 30.0
 """If a rule raises several alerts within this many seconds, the later ones are grouped under the first."""
 
 
-class Raised(msgspec.Struct, kw_only=True):
-    """An alert that has been raised. The fields are those of `appliance.snapshot.Alert`."""
+class Raised(AlertRow, kw_only=True):
+    """An alert that has been raised, with the evaluator's state."""
 
-    id: str
-    rule: str
-    severity: Severity
-    where: str
-    description: str
-    cause: str
-    remedy: str
-    since: float
-    raised_at: float
-    value: float | None
-    threshold: float | None
-    unit: str
-    scope: Scope = frozenset()
-    ended_at: float | None = None
-    suppressed_by: str = ""
-    """Id of the alert that caused this one, or empty. An alert caused by another alert is not shown."""
-    explains: list[str] = []
-    """Subjects of the alerts that this alert caused."""
+    objects: Scope
+    """The components in `scope`."""
     announced: bool = False
     """Whether the alert is shown."""
     known: bool = False
@@ -88,12 +72,12 @@ class Evaluator:
         """Restore the alerts that were active when the service last stopped."""
         for alert in alerts:
             rule = self.rules.get(alert.rule)
-            self.alerts[alert.id] = self._of[alert.rule, alert.where] = alert
+            self.alerts[alert.id] = self._of[alert.rule, alert.subject] = alert
             alert.announced = alert.known = True
             if rule is None:
                 continue
-            condition = Condition(rule, alert.where, alert.scope, "firing", alert.since, alert.raised_at)
-            self._conditions[alert.rule, alert.where] = condition
+            condition = Condition(rule, alert.subject, alert.objects, "firing", alert.since, alert.raised_at)
+            self._conditions[alert.rule, alert.subject] = condition
 
     def step(self, sample: TelemetrySample) -> list[Transition]:
         """Evaluate all rules on a sample, and return the resulting changes in alert states."""
@@ -154,7 +138,7 @@ class Evaluator:
             id=hashlib.blake2s(identity, digest_size=4).hexdigest(),
             rule=rule.name,
             severity=rule.severity,
-            where=condition.where,
+            subject=condition.where,
             description=filled(rule, condition),
             cause=self._causes.find(condition),
             remedy=next_step(rule, condition.remedy, condition.scope),
@@ -163,7 +147,8 @@ class Evaluator:
             value=condition.value,
             threshold=threshold(rule),
             unit=rule.unit,
-            scope=condition.scope,
+            scope=msgspec.json.encode(sorted(condition.scope)).decode(),
+            objects=condition.scope,
         )
         self.alerts[alert.id] = self._of[rule.name, condition.where] = alert
 
@@ -181,7 +166,7 @@ class Evaluator:
     def _suppress(self) -> None:
         """Find each active alert's cause among the other alerts."""
         for alert in self.alerts.values():
-            alert.explains = []
+            alert.suppressed = 0
         for alert in self._of.values():
             cause = self._explanation(alert)
             alert.suppressed_by = "" if cause is None else cause.id
@@ -190,23 +175,24 @@ class Evaluator:
                 root = self.alerts[alert.suppressed_by]
                 while root.suppressed_by and (above := self.alerts.get(root.suppressed_by)) is not None:
                     root = above
-                root.explains.append(alert.where)
+                root.suppressed += 1
                 if root.rule == alert.rule:
-                    self._widen(root, alert.scope)
+                    self._widen(root, alert.objects)
 
-    def _widen(self, alert: Raised, scope: Scope) -> None:
+    def _widen(self, alert: Raised, objects: Scope) -> None:
         """Remove from an alert's next step the names that do not apply to another alert grouped under it.
-        `scope` holds the objects that the other alert is about."""
-        rule, condition = self.rules.get(alert.rule), self._conditions.get((alert.rule, alert.where))
+        `objects` are those that the other alert is about."""
+        rule, condition = self.rules.get(alert.rule), self._conditions.get((alert.rule, alert.subject))
         if rule is not None and condition is not None:
-            alert.remedy = next_step(rule, condition.remedy, alert.scope | scope)
+            alert.remedy = next_step(rule, condition.remedy, alert.objects | objects)
 
     def _explanation(self, alert: Raised) -> Raised | None:
         rule = self.rules.get(alert.rule)
+        upstream = () if rule is None else rule.downstream_of
         for other in self.alerts.values():
             if other is alert:
                 continue
-            if rule is not None and other.rule in rule.downstream_of and related(other.scope, alert.scope):
+            if other.rule in upstream and related(other.objects, alert.objects):
                 return other
             if _is_head(other, alert):
                 return other
@@ -218,7 +204,7 @@ class Evaluator:
                 if alert.announced:
                     alert.announced = False
                     yield Transition(at, "suppressed", alert)
-            elif not alert.announced and self._conditions[alert.rule, alert.where].clear_since is None:
+            elif not alert.announced and self._conditions[alert.rule, alert.subject].clear_since is None:
                 # An alert that is about to end is not reported as raised, even if it is no longer suppressed.
                 alert.announced = alert.known = True
                 yield Transition(at, "raised", alert)

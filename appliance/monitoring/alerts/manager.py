@@ -4,6 +4,7 @@ alerts to `history.db`, and passes them to the receivers."""
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -14,8 +15,9 @@ from typing import Protocol
 import msgspec
 
 from appliance.alert_rules import AlertRule
+from appliance.history.reader import alert_at
 from appliance.monitoring.alerts.evaluation import Evaluator, Raised, Transition
-from appliance.snapshot import Alert, AlertEvent, AlertState
+from appliance.snapshot import Alert, AlertEvent
 from store.alerts import AlertLog, AlertRow
 from store.samples import TelemetrySample
 from store.structs import Silence
@@ -49,8 +51,6 @@ class AlertManager:
         self._log = alert_log
         self._receivers = receivers
         self._clock = clock
-        self._acknowledged: dict[str, tuple[str, float]] = {}
-        """Actor and time of each acknowledgement, by alert id."""
         self._silences: dict[str, Silence] = {}
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
         self._explained: dict[str, int] = {}
@@ -64,9 +64,8 @@ class AlertManager:
             if row.suppressed_by:
                 self._log.save(msgspec.structs.replace(row, ended_at=self._clock()))
                 continue
-            lasting.append(_raised(row))
-            if row.acknowledged_by:
-                self._acknowledged[row.id] = (row.acknowledged_by, row.acknowledged_at or row.raised_at)
+            objects = frozenset(msgspec.json.decode(row.scope, type=list[tuple[str, str]]))
+            lasting.append(Raised(**msgspec.structs.asdict(row), objects=objects))
         self._evaluator.restore(lasting)
         self._silences = {silence.id: silence for silence in silences}
 
@@ -79,9 +78,9 @@ class AlertManager:
         for transition in self._evaluator.step(sample):
             self._announce(transition)
         for alert in self._evaluator.alerts.values():
-            if alert.announced and self._explained.get(alert.id, 0) != len(alert.explains):
-                self._save(alert)
-        self._explained = {one.id: len(one.explains) for one in self._evaluator.alerts.values()}
+            if alert.announced and self._explained.get(alert.id, 0) != alert.suppressed:
+                self._log.save(alert)
+        self._explained = {one.id: one.suppressed for one in self._evaluator.alerts.values()}
 
     def list(self) -> list[Alert]:
         """Return all unsuppressed alerts that are active or ended within the last hour, newest first."""
@@ -105,10 +104,10 @@ class AlertManager:
         alert = self._evaluator.alerts.get(alert_id)
         if alert is None or alert.ended_at is not None or not alert.announced:
             raise LookupError(f"no active alert has id {alert_id!r}; list ids with: appliance alerts list")
-        if (known := self._acknowledged.get(alert_id)) is not None:
-            raise ValueError(f"alert {alert_id} has already been acknowledged by {known[0]}")
-        self._acknowledged[alert_id] = (actor, self._clock())
-        self._save(alert)
+        if alert.acknowledged_by:
+            raise ValueError(f"alert {alert_id} has already been acknowledged by {alert.acknowledged_by}")
+        alert.acknowledged_by, alert.acknowledged_at = actor, self._clock()
+        self._log.save(alert)
         return self._shown(alert)
 
     def silence(self, rule: str, subject: str, for_s: float, reason: str, actor: str) -> Silence:
@@ -147,11 +146,9 @@ class AlertManager:
     def _announce(self, transition: Transition) -> None:
         raised, event = transition.alert, transition.event
         alert = self._shown(raised)
-        self._save(raised)
-        if event == "ended":
-            self._acknowledged.pop(raised.id, None)
-            if not raised.suppressed_by:
-                self._ended.append(alert)
+        self._log.save(raised)
+        if event == "ended" and not raised.suppressed_by:
+            self._ended.append(alert)
         if raised.suppressed_by:
             log.info(
                 "alert %s (%s: %s) is explained by alert %s",
@@ -176,84 +173,17 @@ class AlertManager:
             self._receivers.send(event, alert)
 
     def _shown(self, alert: Raised) -> Alert:
-        silence = self._silence_of(alert)
-        acknowledged_by, _ = self._acknowledged.get(alert.id, ("", 0.0))
-        return Alert(
-            id=alert.id,
-            rule=alert.rule,
-            severity=alert.severity,
-            state=_state(alert, silence, acknowledged_by),
-            where=alert.where,
-            description=alert.description,
-            cause=alert.cause,
-            remedy=alert.remedy,
-            since=alert.since,
-            ended_at=alert.ended_at,
-            value=alert.value,
-            threshold=alert.threshold,
-            unit=alert.unit,
-            suppressed=len(alert.explains),
-            acknowledged_by=acknowledged_by,
-            silenced_until=None if silence is None else silence.until,
-        )
+        shown, silence = alert_at(alert, math.inf), self._silence_of(alert)
+        if silence is None:
+            return shown
+        state = "resolved" if shown.state == "resolved" else "silenced"
+        return msgspec.structs.replace(shown, state=state, silenced_until=silence.until)
 
     def _silence_of(self, alert: Raised) -> Silence | None:
         """Return the silence that covers the alert: the longest-lasting one if there are several."""
         matching = [
             silence
             for silence in self.silences()
-            if fnmatchcase(alert.rule, silence.rule) and fnmatchcase(alert.where, silence.subject)
+            if fnmatchcase(alert.rule, silence.rule) and fnmatchcase(alert.subject, silence.subject)
         ]
         return max(matching, key=lambda silence: silence.until, default=None)
-
-    def _save(self, alert: Raised) -> None:
-        acknowledged_by, acknowledged_at = self._acknowledged.get(alert.id, ("", None))
-        self._log.save(
-            AlertRow(
-                id=alert.id,
-                rule=alert.rule,
-                severity=alert.severity,
-                subject=alert.where,
-                description=alert.description,
-                cause=alert.cause,
-                remedy=alert.remedy,
-                since=alert.since,
-                raised_at=alert.raised_at,
-                ended_at=alert.ended_at,
-                value=alert.value,
-                threshold=alert.threshold,
-                unit=alert.unit,
-                scope=msgspec.json.encode(sorted(alert.scope)).decode(),
-                suppressed_by=alert.suppressed_by,
-                suppressed=len(alert.explains),
-                acknowledged_by=acknowledged_by,
-                acknowledged_at=acknowledged_at,
-            )
-        )
-
-
-def _state(alert: Raised, silence: Silence | None, acknowledged_by: str) -> AlertState:
-    if alert.ended_at is not None:
-        return "resolved"
-    if silence is not None:
-        return "silenced"
-    return "acknowledged" if acknowledged_by else "firing"
-
-
-def _raised(row: AlertRow) -> Raised:
-    scope = msgspec.json.decode(row.scope, type=list[tuple[str, str]])
-    return Raised(
-        id=row.id,
-        rule=row.rule,
-        severity=row.severity,
-        where=row.subject,
-        description=row.description,
-        cause=row.cause,
-        remedy=row.remedy,
-        since=row.since,
-        raised_at=row.raised_at,
-        value=row.value,
-        threshold=row.threshold,
-        unit=row.unit,
-        scope=frozenset(scope),
-    )
