@@ -63,9 +63,8 @@ def _with_every_value() -> ConsoleSession:
         for one in made.context.rows_of("models", RegisteredModel)
     ]
     action = AuditAction(
-        **dict.fromkeys(AuditAction.__struct_fields__),  # type: ignore[arg-type]
+        **dict.fromkeys(AuditAction.__struct_fields__, "2026-09-21T14:16:35+00:00")  # type: ignore[arg-type]
     )
-    action.at = "2026-09-21T14:16:35+00:00"
     made.context.rows["audit"] = [
         msgspec.structs.replace(one, detail=dict.fromkeys([*audit_row(action).detail, *one.detail], "x"))
         for one in made.context.rows_of("audit", ListRow)
