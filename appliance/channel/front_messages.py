@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, NewType
 
 import msgspec
 
 from appliance.channel.core_messages import SocketKind
 from appliance.channel.front_stats import FrontStats
 from appliance.channel.identity import Identity
+from engine.messages import FinishReason
+
+FinishReasons = NewType("FinishReasons", str)
+"""The finish reasons of a request's samples, as returned by `join_reasons`."""
+
+
+def join_reasons(reasons: Iterable[FinishReason]) -> FinishReasons:
+    """Return the samples' finish reason. If samples finished for different reasons, each reason appears once,
+    separated by commas."""
+    return FinishReasons(",".join(dict.fromkeys(reasons)))
 
 
 class FrontReady(msgspec.Struct, tag="front_ready", frozen=True):
@@ -134,9 +145,7 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     submission."""
     status: int
     """HTTP status code of the response, or 499 if the client disconnected."""
-    finish_reason: str
-    """The samples' finish reason: "stop", "length", "cancelled" or "error". If samples finished for different
-    reasons, the reasons are joined with commas."""
+    finish_reason: FinishReasons
     error: str = ""
     delivered_tokens: int
     """Number of output tokens in the answer, all of which are billed."""
@@ -206,7 +215,7 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     """The earlier request's id."""
     request_class: int
     status: int
-    finish_reason: str
+    finish_reason: FinishReasons
     e2e_ms: float
 
 

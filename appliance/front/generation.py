@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from appliance.channel.core_messages import Admitted, Refused
-from appliance.channel.front_messages import RequestProgress, Settle, ShadowMeasure
+from appliance.channel.front_messages import (
+    FinishReasons,
+    RequestProgress,
+    Settle,
+    ShadowMeasure,
+    join_reasons,
+)
 from appliance.front.app_state import AppState
 from appliance.front.errors import ApiError, engine_error, refusal_error
 from appliance.front.generation_task import GenerationTask
@@ -20,7 +26,7 @@ from appliance.front.request_context import RequestContext
 from appliance.front.request_messages import admit_message, submit_messages
 from appliance.front.sample import Sample, samples_of
 from engine.client import ReplicaClient
-from engine.messages import Output, Submit
+from engine.messages import FinishReason, Output, Submit
 
 log = logging.getLogger(__name__)
 
@@ -428,10 +434,11 @@ class Generation:
             lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
         )
 
-    def finish_reason(self, status: int) -> str:
-        """Return the samples' finish reason. If samples finished for different reasons, the reasons are
-        joined with commas."""
-        rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
+    def finish_reason(self, status: int) -> FinishReasons:
+        """Return the samples' finish reasons."""
+        rest: FinishReason = (
+            "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
+        )
         if status == CLIENT_DISCONNECTED:
             rest = "cancelled"
-        return ",".join(dict.fromkeys(sample.finish_reason or rest for sample in self.samples))
+        return join_reasons(sample.finish_reason or rest for sample in self.samples)

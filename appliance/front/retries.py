@@ -20,7 +20,7 @@ from starlette.types import Message, Send
 
 from appliance.background import Timer
 from appliance.channel.core_messages import Claimed
-from appliance.channel.front_messages import Claim, FrontToCore, Release
+from appliance.channel.front_messages import Claim, FrontToCore, Release, join_reasons
 from appliance.channel.front_settings import RetryRules
 from appliance.http import Connection
 
@@ -50,7 +50,7 @@ class KeyedRun:
         self.answer: Response | None = None
         """The response for retries, or None if no complete response is stored."""
         self.status = 500
-        self.finish_reason = "error"
+        self.finish_reason = join_reasons(["error"])
         self.request_class: int | None = None
         self.is_kept = True
         """Whether retries can find this run. If so, its response must be stored."""

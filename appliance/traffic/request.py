@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from appliance.channel.classes import service_class
-from appliance.channel.front_messages import Admit, LoggedFields, Rejected, Retried, Settle
+from appliance.channel.front_messages import Admit, LoggedFields, Rejected, Retried, Settle, join_reasons
 from appliance.protocol import RequestState
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket
 from appliance.traffic.quotas import Reservation
+from engine.messages import FinishReason
 from engine.rank_messages import Finished
 from store.requests import RequestRow
 
@@ -222,14 +223,14 @@ class Request:
         return "running" if self.dispatched else "interrupted" if self.counts_unknown else "ending"
 
 
-def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
+def own_settle(request: Request, status: int, finish_reason: FinishReason, error: str, now: float) -> Settle:
     """Return the settlement made by the core on the front's behalf at unix time `now`. Nothing is billed,
     because the number of delivered tokens is unknown."""
     return Settle(
         request_id=request.request_id,
         submitted=False,
         status=status,
-        finish_reason=finish_reason,
+        finish_reason=join_reasons([finish_reason]),
         error=error,
         delivered_tokens=0,
         e2e_ms=(now - request.first.arrived_at) * 1000,

@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 
 from appliance.channel.core_messages import Abort, Admitted, Preempted, Refused
-from appliance.channel.front_messages import Admit, Settle
+from appliance.channel.front_messages import Admit, Settle, join_reasons
 from appliance.channel.identity import Identity
 from appliance.history.forecasts import QuotaForecast
 from appliance.traffic.buckets import rate_of
@@ -254,7 +254,7 @@ class _Replay:
                 request_id=submission.request_id,
                 submitted=True,
                 status=200,
-                finish_reason="length",
+                finish_reason=join_reasons(["length"]),
                 delivered_tokens=submission.output_each * request.past.num_seqs,
                 e2e_ms=1e3 * (self.now - request.at),
             ),
