@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from appliance.monitoring.findings import Level as FindingLevel
 from appliance.pages import ChainReport
 from appliance.protocol import AuditHead, Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
@@ -30,7 +31,7 @@ _SETTINGS = (
     ("metrics.listen", "127.0.0.1:9464", "/etc/appliance/appliance.toml:30"),
     ("log_level", "info", "default"),
 )
-_FINDINGS = (
+_FINDINGS: tuple[tuple[FindingLevel, str, str, str], ...] = (
     ("ok", "gpus", "driver", "driver 580.65, CUDA 13.0, 4 GPUs"),
     ("ok", "models", "llama-3.3-70b", "71 GiB of weights fit on 2 GPUs"),
     ("warning", "machine", "swap", "2 GiB of swap in use: set vm.swappiness = 10"),

@@ -17,11 +17,14 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from appliance.quantities import past_time
 
 Cell = str | float | int | None
+ValueUnit = Literal["", "s", "bytes", "%", "W", "°C", "time"]
+"""The unit of a column's values; empty for numbers without a unit. Values in "%" are fractions, and times are
+in unix seconds."""
 _FIELD = r"[A-Za-z_][\w/]*"
 _COMPARE = re.compile(
     rf"(?:(?P<field>{_FIELD})(?P<sign>>=|<=|>|<)(?P<value>.*)"
@@ -45,7 +48,7 @@ _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     "=": operator.eq,
 }
-_UNITS: dict[str, dict[str, float]] = {
+_UNITS: dict[ValueUnit, dict[str, float]] = {
     "": {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12},
     "s": {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "us": 1e-6, "µs": 1e-6, "min": 60.0},
     "bytes": {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40, "B": 1.0}
@@ -54,7 +57,7 @@ _UNITS: dict[str, dict[str, float]] = {
     "W": {"W": 1.0},
     "°C": {"°C": 1.0, "°": 1.0, "C": 1.0},
 }
-"""Maps each column's unit to the units that can be entered for it, with their factors."""
+"""Maps each column's unit, except "time", to the units that can be entered for it, with their factors."""
 
 
 class FilterField(NamedTuple):
@@ -65,9 +68,7 @@ class FilterField(NamedTuple):
     value: Callable[[Any], Cell]
     text: Callable[[Any], str]
     """Returns the text that the column shows."""
-    unit: str = ""
-    """The value's unit, as in `_UNITS`, or "time". Values in "%" are fractions, and times are in unix
-    seconds."""
+    unit: ValueUnit = ""
 
 
 class FilterError(ValueError):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from appliance.history.forecasts import QuotaForecast
+from appliance.monitoring.findings import Level as FindingLevel
 from appliance.pages import ChainReport, NamedRequest, UsageRow
+from appliance.pages import Level as LineLevel
 from appliance.protocol import Key, PeerMapping, Silence, Tenant
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Snapshot
@@ -34,6 +36,8 @@ ListName = Literal[
 rules. The command line offers their names as completions."""
 
 
+RowLevel = Literal[LineLevel, FindingLevel, ""]
+"""The level of a log line or finding; empty for rows of other lists."""
 MAX_ROWS = 500
 """Maximum number of rows shown from a list, newest first."""
 USAGE_DAYS = 7
@@ -57,8 +61,7 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     at: float | None = None
-    level: str = ""
-    """A log line's or finding's level: "info", "warning", "error", "problem" or "ok"."""
+    level: RowLevel = ""
     actor: str = ""
     """An audit row's operator, a log line's process, a setting's source, or a finding's area."""
     subject: str = ""

@@ -9,6 +9,7 @@ import msgspec
 
 from appliance.bench.load import STOPPED, Load, Record
 from appliance.bench.processes import RawRun
+from appliance.bench.workloads import Metric
 
 
 class Percentiles(msgspec.Struct):
@@ -130,8 +131,8 @@ class Run(msgspec.Struct, kw_only=True):
     """Reasons why the server did not sustain a trial's rate; empty if it did."""
     per_request: list[RequestTimes] = []
 
-    def metric(self, name: str) -> float | None:
-        """Return the metric with this name (`Workload.metric`), or None if nothing was measured."""
+    def metric(self, name: Metric) -> float | None:
+        """Return the metric with this name, or None if nothing was measured."""
         if name in ("p99_ms", "ms"):
             if self.e2e_ms is None:
                 return None

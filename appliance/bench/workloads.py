@@ -5,6 +5,18 @@ compares them. Workloads with `http` in their name exist only here."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Metric = Literal["output_tok_s", "prompt_tok_s", "p99_ms", "ms"]
+"""The reported metric: "output_tok_s" or "prompt_tok_s" (tokens divided by total time), "p99_ms" (99th
+percentile of the end-to-end time), or "ms" (median of the end-to-end time)."""
+MetricUnit = Literal["tok/s", "ms p99", "ms"]
+_UNITS: dict[Metric, MetricUnit] = {
+    "output_tok_s": "tok/s",
+    "prompt_tok_s": "tok/s",
+    "p99_ms": "ms p99",
+    "ms": "ms",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +41,20 @@ class Workload:
     requests: int
     concurrency: int
     shape: Shape
-    metric: str = "output_tok_s"
-    """"output_tok_s" or "prompt_tok_s" (tokens divided by total time), "p99_ms" (99th percentile of the
-    end-to-end time), or "ms" (median of the end-to-end time)."""
+    metric: Metric = "output_tok_s"
 
     @property
-    def unit(self) -> str:
-        return {"p99_ms": "ms p99", "ms": "ms"}.get(self.metric, "tok/s")
+    def unit(self) -> MetricUnit:
+        return _UNITS[self.metric]
 
     @property
     def lower_is_better(self) -> bool:
         return self.metric in ("p99_ms", "ms")
 
 
-def _at_once(requests: int, prompt_tokens: int, output_tokens: int, metric: str = "output_tok_s") -> Workload:
+def _at_once(
+    requests: int, prompt_tokens: int, output_tokens: int, metric: Metric = "output_tok_s"
+) -> Workload:
     return Workload(requests, requests, Shape(prompt_tokens, output_tokens), metric)
 
 

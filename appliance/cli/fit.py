@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -54,8 +54,7 @@ class FitReport(msgspec.Struct, kw_only=True):
     dtype: ModelDType
     weights: WeightsDType
     kv_cache_dtype: KvDType
-    device: str
-    """"cuda" or "cpu"."""
+    device: Literal["cuda", "cpu"]
     ranks: int
     gpus: list[FitGpu]
     weight_bytes: int

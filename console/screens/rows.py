@@ -10,12 +10,12 @@ from console import units
 from console.context import Context
 from console.lines import BLANK, Line, fact_column, wrap
 from console.screens.table import TableColumn, TableView
-from console.source import MAX_ROWS, ListName, ListRow
+from console.source import MAX_ROWS, ListName, ListRow, RowLevel
 
 _NAME_WIDTH = 16
 _MAX_PROBLEMS = 3
 """Maximum number of audit chain problems shown after the first one."""
-_LEVEL_ROLES = {
+_LEVEL_ROLES: dict[RowLevel, str] = {
     "error": "bad",
     "problem": "bad",
     "critical": "bad",

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from console import units
 from console.context import Context
-from console.filters import Cell, FilterError, FilterField, matcher, sort_rows
+from console.filters import Cell, FilterError, FilterField, ValueUnit, matcher, sort_rows
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, is_heading, span, wrap
 from console.screens.base import JUMP_LETTERS, Table, View
@@ -38,9 +38,8 @@ class TableColumn(NamedTuple):
     role: Callable[[Any], str] | None = None
     flexible: bool = False
     """Whether the column takes up the remaining width."""
-    unit: str = ""
-    """The value's unit in filters: "s", "bytes", "%" (of a fraction), "W", "°C", or "time" (in unix seconds);
-    empty for numbers."""
+    unit: ValueUnit = ""
+    """The value's unit in filters."""
     rank: Callable[[Any], Cell] | None = None
     """Returns the value to sort by, if it differs from `value`."""
     fact: str = ""
