@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from appliance.front.app_state import AppState
 from appliance.front.body import ClientDisconnected
 from appliance.front.cors import Cors
-from appliance.front.errors import ApiError, forbidden
+from appliance.front.errors import ApiError, ErrorCode, forbidden
 from appliance.front.gate import Gate
 from appliance.front.generation import CLIENT_DISCONNECTED
 from appliance.front.health import health_routes
@@ -83,7 +83,8 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
 
 def _refused_by_router(request: Request, error: HTTPException) -> ApiError:
     path = request.scope["path"][:_MAX_CHARS_SHOWN]
-    message, code = str(error.detail), None
+    message = str(error.detail)
+    code: ErrorCode | None = None
     if error.status_code == 404:
         message = f"the path {path!r} does not exist; GET /openapi.json lists all paths"
         code = "not_found"

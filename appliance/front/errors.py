@@ -4,13 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 from starlette.responses import Response
 
-from appliance.channel.core_messages import Refused
+from appliance.channel.core_messages import RefusalCode, Refused
+from appliance.front.validation import INVALID, FieldErrorCode
 from appliance.http import error_document
 from engine.messages import Output
 
+ErrorCode = Literal[
+    RefusalCode,
+    FieldErrorCode,
+    "aborted",
+    "body_too_large",
+    "chat_template_bound",
+    "context_length_exceeded",
+    "engine_error",
+    "idempotency_key_reused",
+    "insufficient_scope",
+    "internal",
+    "invalid_api_key",
+    "invalid_json",
+    "method_not_allowed",
+    "missing_api_key",
+    "model_broken",
+    "model_loading",
+    "model_not_allowed",
+    "not_found",
+    "rejected_by_engine",
+    "replica_failed",
+    "too_many_body_bytes",
+    "too_many_connections",
+    "too_many_prompts",
+    "unknown_uid",
+    "unsupported_authorization",
+    "unsupported_charset",
+    "unsupported_content_encoding",
+    "unsupported_content_type",
+]
+"""The `code` field of an error in OpenAI's format."""
 INVALID_REQUEST = "invalid_request_error"
 
 _KINDS = {429: "rate_limit_error", 503: "service_unavailable"}
@@ -26,7 +59,7 @@ class ApiError(Exception):
         message: str,
         *,
         param: str | None = None,
-        code: str | None = None,
+        code: ErrorCode | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         kind: str = "",
@@ -60,17 +93,17 @@ class ApiError(Exception):
         return Response(self.document(), self.status, headers, "application/json")
 
 
-def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+def invalid(param: str | None, message: str, code: ErrorCode = INVALID) -> ApiError:
     """Return a 400 error about one field."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
-def unauthorized(message: str, code: str) -> ApiError:
+def unauthorized(message: str, code: ErrorCode) -> ApiError:
     """Return a 401 error."""
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
 
 
-def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
+def forbidden(message: str, code: ErrorCode, param: str | None = None) -> ApiError:
     """Return a 403 error for an authenticated caller without permission."""
     return ApiError(403, message, param=param, code=code)
 

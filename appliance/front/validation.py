@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import inspect as types
 
-INVALID, MISSING, UNSUPPORTED = "invalid_value", "missing_required_parameter", "unsupported_parameter"
+FieldErrorCode = Literal["invalid_value", "missing_required_parameter", "unsupported_parameter"]
+INVALID: Final = "invalid_value"
+MISSING: Final = "missing_required_parameter"
+UNSUPPORTED: Final = "unsupported_parameter"
 
 _MAX_SHOWN_CHARS = 40
 
@@ -28,7 +31,9 @@ class FieldError(ValueError):
     """Raised for a value that a field does not allow. `path` holds the field names and list indexes leading
     from the body to the value."""
 
-    def __init__(self, message: str, code: str = INVALID, path: tuple[str | int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, code: FieldErrorCode = INVALID, path: tuple[str | int, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
+
+RequestErrorCode = Literal[
+    "body_timeout",
+    "header_timeout",
+    "header_too_large",
+    "internal",
+    "invalid_host",
+    "invalid_http",
+    "invalid_path",
+    "method_not_allowed",
+    "too_many_header_bytes",
+    "unsupported_version",
+]
+"""The `code` field of an error in OpenAI's format, for requests refused without calling the application."""
 
 
 class RequestError(Exception):
     """Raised for a request that is refused without calling the application. The connection is then closed."""
 
-    def __init__(self, status: int, message: str, code: str = "invalid_http") -> None:
+    def __init__(self, status: int, message: str, code: RequestErrorCode = "invalid_http") -> None:
         super().__init__(message)
         self.status = status
         self.message = message
