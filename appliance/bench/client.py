@@ -13,7 +13,7 @@ from typing import Any
 import httptools
 import msgspec
 
-from appliance.bench.load import Record, Target
+from appliance.bench.load import FailureKind, Record, Target, http_failure
 from appliance.ownership import UntrustedError, check_peer
 
 _MAX_BODY_BYTES = 16 << 20
@@ -45,7 +45,7 @@ class TargetExchange:
     def __init__(self, *, streamed: bool) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
-        self.failure = ""
+        self.failure: FailureKind = ""
         self.message = ""
         self.body = bytearray()
         """Body of the response, if the response is not streamed."""
@@ -58,7 +58,7 @@ class TargetExchange:
         self._last_at = 0.0
         self._rest = b""
 
-    def fail(self, kind: str, message: str) -> None:
+    def fail(self, kind: FailureKind, message: str) -> None:
         """Record a failure and finish the exchange."""
         if not self.done.done():
             self.failure, self.message = kind, message
@@ -66,7 +66,7 @@ class TargetExchange:
 
     def retry(self) -> None:
         """Clear a recorded failure, because the request is about to be sent again."""
-        self.failure = self.message = ""
+        self.failure, self.message = "", ""
         self.done = asyncio.get_running_loop().create_future()
 
     def on_body(self, status: int, data: bytes) -> None:
@@ -90,7 +90,7 @@ class TargetExchange:
             if not self.done.done():
                 self.done.set_result(None)
         elif status != 200:
-            self.fail(f"http {status}", refusal_text(bytes(self.body)))
+            self.fail(http_failure(status), refusal_text(bytes(self.body)))
         elif self.ended_at:
             if not self.done.done():
                 self.done.set_result(None)
@@ -201,7 +201,7 @@ class TargetConnection(asyncio.Protocol):
         if exchange is not None:
             exchange.on_end(self._parser.get_status_code())
 
-    def _fail(self, kind: str, message: str) -> None:
+    def _fail(self, kind: FailureKind, message: str) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.fail(kind, message)
@@ -245,9 +245,9 @@ class Client:
             try:
                 connection = self._free.pop() if is_reused else await self._connect(deadline)
             except OSError as error:
-                kind = "timeout" if isinstance(error, TimeoutError) else "connect"
                 exchange.fail(
-                    kind, error.strerror or str(error) or "the server did not accept the connection in time"
+                    "timeout" if isinstance(error, TimeoutError) else "connect",
+                    error.strerror or str(error) or "the server did not accept the connection in time",
                 )
                 return
             timer = loop.call_at(

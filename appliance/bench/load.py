@@ -6,11 +6,21 @@ from __future__ import annotations
 import json
 import math
 import random
+from typing import Final, Literal, NewType
 
 import msgspec
 
-STOPPED = "stopped"
+STOPPED: Final = "stopped"
 """Kind of failure recorded for requests that are still open after `Load.stop_after_s` seconds."""
+HttpFailure = NewType("HttpFailure", str)
+"""Kind of failure recorded for a response with an error status (see `http_failure`)."""
+FailureKind = Literal["", "connect", "closed", "timeout", "protocol", "error event", "stopped"] | HttpFailure
+"""Kind of failure; empty if the request succeeded."""
+
+
+def http_failure(status: int) -> HttpFailure:
+    """Return the kind of failure for a response with this status, such as "http 503"."""
+    return HttpFailure(f"http {status}")
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -117,9 +127,7 @@ class Record(msgspec.Struct):
     tokens: int | None = None
     """Output tokens according to the server's `usage`, or None if the server did not report any."""
     prompt_tokens: int | None = None
-    failure: str = ""
-    """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty if the
-    request succeeded."""
+    failure: FailureKind = ""
     message: str = ""
 
     @property

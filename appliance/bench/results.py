@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from appliance.bench.load import STOPPED, Load, Record
+from appliance.bench.load import STOPPED, FailureKind, Load, Record
 from appliance.bench.processes import RawRun
 from appliance.bench.workloads import Metric
 
@@ -59,7 +59,7 @@ class RequestTimes(msgspec.Struct):
     late_ms: float
     itl_max_ms: float | None
     tokens: int
-    failure: str
+    failure: FailureKind
     message: str
 
 
@@ -102,7 +102,7 @@ class Run(msgspec.Struct, kw_only=True):
     succeeded: int
     unfinished: int
     """Requests still open when the run was stopped."""
-    failures: dict[str, Failures]
+    failures: dict[FailureKind, Failures]
     output_tokens: int
     prompt_tokens: int
     tokens_counted_by_client: bool
@@ -158,7 +158,7 @@ def summarize(raw: RawRun, load: Load, slo: Slo, duration_s: float = 0.0) -> Run
     arrived."""
     records = sorted(raw.records, key=lambda record: record.began_at)
     good = [record for record in records if not record.failure]
-    failures: dict[str, Failures] = {}
+    failures: dict[FailureKind, Failures] = {}
     for record in records:
         if record.failure and record.failure != STOPPED:
             failures.setdefault(record.failure, Failures(0, record.message)).count += 1

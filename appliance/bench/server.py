@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from appliance.bench.client import Client, TargetExchange, refusal_text
-from appliance.bench.load import Load, Target
+from appliance.bench.load import Load, Target, http_failure
 from appliance.bench.processes import BenchError
 from appliance.bench.workloads import Shape
 
@@ -181,10 +181,10 @@ async def _try(client: Client, server: Server) -> None:
     kind, message = exchange.failure, exchange.message
     if not kind:
         return
-    if kind in ("http 401", "http 403"):
+    if kind in (http_failure(401), http_failure(403)):
         raise _unauthorised(server.target, exchange.status, message)
     remedy = ""
-    if kind == "http 404":
+    if kind == http_failure(404):
         remedy = f" (check that the server has the model {server.model!r} and a completions route)"
     elif "token" in message.lower() and "id" in message.lower():
         remedy = f" (prompts are random token ids below {server.vocab_size}; see --vocab-size)"
