@@ -19,6 +19,7 @@ from console.impact import Impact, forecast_lines, result_lines
 from console.keys import offered
 from console.replay import FILE_IS_FIXED, PAST_IS_FIXED
 from console.source import ListName, NoAnswerError, SourceError
+from console.themes import Role
 
 if TYPE_CHECKING:
     from console.app import ConsoleApp
@@ -290,7 +291,7 @@ class ActionRunner:
             title = f"{action.title} {action.target_name(parameters)}"
             await self._app.push_screen_wait(TextDialog(title.rstrip(), result_lines(result)))
 
-    def _say(self, action: Action, parameters: msgspec.Struct, text: str, role: str, place: str) -> None:
+    def _say(self, action: Action, parameters: msgspec.Struct, text: str, role: Role, place: str) -> None:
         """Show an action's state in the footer."""
         target = action.target_name(parameters)
         name = f"{action.title} {target}".rstrip() + (f" ({place})" if place else "")

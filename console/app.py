@@ -35,7 +35,7 @@ from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import ListName, ListRow, SnapshotSource, SourceError
 from console.textual_themes import textual_theme
-from console.themes import THEMES
+from console.themes import THEMES, ThemeName
 from console.travel import TimeTravel
 from console.widget import FrameWidget
 
@@ -63,7 +63,7 @@ class ConsoleApp(App[int]):
         source: SnapshotSource,
         *,
         write: bool = False,
-        theme: str = "dark",
+        theme: ThemeName = "dark",
         keymap: Keymap = DEFAULT_KEYMAP,
     ) -> None:
         super().__init__(ansi_color=None)

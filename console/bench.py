@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from console.keys import SCREENS
+from console.themes import ThemeName
 
 _COLUMNS, _ROWS = 120, 40
 _SETTLE_S = 3.0
@@ -149,7 +150,7 @@ def start_times(theme: str, starts: int) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def _start(theme: str) -> None:
+def _start(theme: ThemeName) -> None:
     """Run `appliance console --demo`, and print a line once its imports are done."""
     from console.fake import FakeSource
     from console.run import run
@@ -158,7 +159,7 @@ def _start(theme: str) -> None:
     run(FakeSource(), write=False, theme=theme, keys=None)
 
 
-def _child(theme: str) -> None:
+def _child(theme: ThemeName) -> None:
     """Run a console on prepared snapshots, so that only the console's own work is measured."""
     import asyncio
     from collections.abc import Sequence

@@ -15,6 +15,7 @@ from console.lines import BLANK, Line, Span, cells, clip, fit, line, span, sprea
 from console.screens.base import MIN_HEIGHT, MIN_WIDTH, View
 from console.screens.panels import STATE_ROLES
 from console.screens.table import TableView
+from console.themes import Role
 from console.timeline import PastState, badge_text, timeline_lines
 
 _RESTARTED_S = 60.0
@@ -48,7 +49,7 @@ class FrameState:
     help: bool = False
     help_scroll: int = 0
     message: str = ""
-    message_role: str = "text"
+    message_role: Role = "text"
     footer: bool = True
     small: bool = False
     """Whether the terminal was too small for panels when the frame was last drawn."""
@@ -126,7 +127,7 @@ def _badges(state: FrameState) -> Line:
     snapshot = state.context.snapshot
     badges: Line = []
 
-    def add(text: str, role: str, action: str = "") -> None:
+    def add(text: str, role: Role, action: str = "") -> None:
         badges.append(span(f" {text} ", role, action))
         badges.append(Span(" "))
 

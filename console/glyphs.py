@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from console.lines import Line, Span
+from console.themes import Role
 
 GlyphSet = Literal["braille", "block", "ascii"]
 GLYPH_SETS: tuple[GlyphSet, ...] = ("braille", "block", "ascii")
@@ -24,7 +25,7 @@ _UNKNOWN = {"braille": "┄", "block": "┄", "ascii": "?"}
 Values = Sequence[float | None]
 
 
-def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Line:
+def bar(parts: Sequence[tuple[float, Role]], width: int, glyphs: GlyphSet) -> Line:
     """Return a horizontal bar. `parts` contains up to three fractions of the width, with their roles, from
     left to right."""
     if width <= 0:
@@ -57,14 +58,14 @@ def unknown_bar(width: int) -> Line:
     return [Span("·" * max(0, width), "track")]
 
 
-def meter(fraction: float | None, width: int, glyphs: GlyphSet, role: str = "") -> Line:
-    """Return a bar for one fraction. If `role` is empty, it is derived from the fraction."""
+def meter(fraction: float | None, width: int, glyphs: GlyphSet, role: Role | None = None) -> Line:
+    """Return a bar for one fraction. If `role` is None, it is derived from the fraction."""
     if fraction is None:
         return unknown_bar(width)
     return bar([(fraction, role or level(fraction))], width, glyphs)
 
 
-def level(fraction: float | None, warn: float = 0.8, bad: float = 0.95) -> str:
+def level(fraction: float | None, warn: float = 0.8, bad: float = 0.95) -> Role:
     """Return the role for a utilisation: good, warn or bad."""
     if fraction is None:
         return "dim"
@@ -81,7 +82,7 @@ def chart(
     width: int,
     height: int,
     glyphs: GlyphSet,
-    role: str,
+    role: Role,
     top: float | None = None,
     *,
     phase: int = 0,

@@ -8,14 +8,18 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
+from console.themes import Role
+
 
 class Span(NamedTuple):
     """Part of a line, in a single style."""
 
     text: str
-    role: str = "text"
+    role: Role = "text"
     action: str = ""
     """Command to run when the span is clicked, such as "screen 4", or an empty string."""
+    selected: bool = False
+    """Whether the span is in the row under the cursor."""
 
 
 Line = list[Span]
@@ -27,7 +31,7 @@ _HEADING = Span("─ ", "rule")
 """The span that starts every heading."""
 
 
-def span(text: object, role: str = "text", action: str = "") -> Span:
+def span(text: object, role: Role = "text", action: str = "") -> Span:
     """Return a span with only printable characters, so that escape sequences from clients never reach the
     terminal."""
     value = str(text)
@@ -119,7 +123,7 @@ def beside(
     return rows
 
 
-def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Line]:
+def wrap(text: str, width: int, role: Role = "text", indent: str = "") -> list[Line]:
     """Wrap text at words into lines of at most `width` columns. Longer words, such as paths, are split."""
     rows: list[str] = []
     current = ""

@@ -24,7 +24,7 @@ from console.screens.compare import CompareView
 from console.screens.registry import all_views, alternate_views
 from console.screens.table import TableView
 from console.source import ListName, Row, SnapshotSource
-from console.themes import THEMES
+from console.themes import THEMES, Role, ThemeName
 from console.timeline import PastState
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 60.0
@@ -49,7 +49,7 @@ class ConsoleSession:
         self.source = source
         incident_since = source.recording().begin if source.kind == "replay" else None
         self.views = all_views()
-        self.theme = "dark"
+        self.theme: ThemeName = "dark"
         self.state = FrameState(
             context=Context(write=write, incident_since=incident_since),
             view=self.views[0],
@@ -263,7 +263,7 @@ class ConsoleSession:
         if self.context.jumping:
             self.context.jumping, self.state.frozen, self.state.message = False, None, ""
 
-    def say(self, message: str, role: str = "text") -> None:
+    def say(self, message: str, role: Role = "text") -> None:
         """Show a message in the footer until the next key press."""
         self.state.message, self.state.message_role = message, role
 
@@ -373,12 +373,13 @@ class ConsoleSession:
 
     def _theme(self, name: str) -> None:
         names = list(THEMES)
-        chosen = name or names[(names.index(self.theme) + 1) % len(names)]
-        if chosen in THEMES:
+        following = names[(names.index(self.theme) + 1) % len(names)]
+        chosen = next((one for one in names if one == name), None) if name else following
+        if chosen is None:
+            self.say(f"unknown theme {name!r}: use {', '.join(names)}", "bad")
+        else:
             self.theme = chosen
             self.say(f"theme {chosen}", "dim")
-        else:
-            self.say(f"unknown theme {name!r}: use {', '.join(names)}", "bad")
 
     def _interval(self, word: str, text: str) -> None:
         current = self.source.interval_s

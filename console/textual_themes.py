@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from textual.theme import BUILTIN_THEMES, Theme
 
-from console.themes import BACKGROUNDS, THEMES
+from console.themes import BACKGROUNDS, THEMES, Role, ThemeName
 
 
-def textual_theme(name: str) -> Theme:
+def textual_theme(name: ThemeName) -> Theme:
     """Return the Textual theme for dialogs and the command line."""
     if name not in BACKGROUNDS:
         theme = replace(BUILTIN_THEMES["ansi-dark"], name=f"console-{name}")
@@ -21,7 +21,7 @@ def textual_theme(name: str) -> Theme:
         return theme
     roles = THEMES[name]
 
-    def colour(role: str) -> str:
+    def colour(role: Role) -> str:
         return roles[role].split(" on ")[0].removeprefix("bold ")
 
     background = BACKGROUNDS[name]

@@ -6,39 +6,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Literal, get_args
 
 from rich.style import Style
 
-_SERIES = tuple(f"s{number}" for number in range(8))
-ROLES = (
-    *("text", "label", "dim", "bold", "title", "rule", "track", "accent", "key"),
-    *("good", "warn", "bad", "info", "badge", "badge_bad", "badge_good", "tab", "cursor", "mark"),
-    *(
-        "input",
-        "output",
-        "p0",
-        "p1",
-        "p2",
-        "p3",
-        "free",
-        "cached",
-        "used",
-        "shared",
-        "prefill",
-        "decode",
-        "idle",
-    ),
-    *_SERIES,
-)
-"""All roles. "s0" to "s7" distinguish neighbouring series, such as tenants on the KV block map."""
+ThemeName = Literal["dark", "light", "ansi", "mono", "high-contrast"]
+_TextRole = Literal["text", "label", "dim", "bold", "title", "rule", "track", "accent", "key", "cursor"]
+_StateRole = Literal["good", "warn", "bad", "info", "badge", "badge_bad", "badge_good", "tab", "mark"]
+_KindRole = Literal["input", "output", "prefill", "decode", "idle", "p0", "p1", "p2", "p3"]
+_BlockRole = Literal["free", "cached", "used", "shared"]
+_SeriesRole = Literal["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"]
+"""Roles that distinguish neighbouring series, such as tenants on the KV block map."""
+Role = Literal[_TextRole, _StateRole, _KindRole, _BlockRole, _SeriesRole]
+SERIES: tuple[_SeriesRole, ...] = get_args(_SeriesRole)
+_ROLES: tuple[Role, ...] = get_args(Role)
 
 
-def _series(*colours: str) -> dict[str, str]:
+def _series(*colours: str) -> dict[Role, str]:
     """Map the series roles to styles with these colours."""
-    return dict(zip(_SERIES, colours, strict=True))
+    return dict(zip(SERIES, colours, strict=True))
 
 
-_DARK = {
+_DARK: dict[Role, str] = {
     "text": "#c8ccd4",
     **dict.fromkeys(("label", "dim"), "#7f8796"),
     "bold": "bold #e6e9ef",
@@ -72,7 +61,7 @@ _DARK = {
     "idle": "#f07178",
     **_series("#8cc570", "#73c7d9", "#e5b454", "#d59ae0", "#f07178", "#8fb8f0", "#cfae8b", "#9aa5b8"),
 }
-_LIGHT = {
+_LIGHT: dict[Role, str] = {
     "text": "#24292f",
     **dict.fromkeys(("label", "dim"), "#6b7480"),
     "bold": "bold #0b0f14",
@@ -106,7 +95,7 @@ _LIGHT = {
     "idle": "#cf222e",
     **_series("#1a7f37", "#0a6f85", "#9a6700", "#8250df", "#cf222e", "#0550ae", "#7a5230", "#57606a"),
 }
-_ANSI = {
+_ANSI: dict[Role, str] = {
     "text": "default",
     **dict.fromkeys(("label", "dim"), "bright_black"),
     "bold": "bold",
@@ -140,15 +129,15 @@ _ANSI = {
     "idle": "red",
     **_series("green", "cyan", "yellow", "magenta", "red", "blue", "bright_green", "bright_cyan"),
 }
-_MONO = {
-    **dict.fromkeys(ROLES, ""),
+_MONO: dict[Role, str] = {
+    **dict.fromkeys(_ROLES, ""),
     **dict.fromkeys(("label", "dim", "rule", "track", "free", "p3"), "dim"),
     **dict.fromkeys(("bold", "title", "key", "bad", "mark", "p0"), "bold"),
     **dict.fromkeys(("badge", "badge_bad", "badge_good", "tab", "cursor"), "reverse"),
     "warn": "underline",
 }
-_HIGH_CONTRAST = {
-    **dict.fromkeys(ROLES, "bold #ffffff"),
+_HIGH_CONTRAST: dict[Role, str] = {
+    **dict.fromkeys(_ROLES, "bold #ffffff"),
     **dict.fromkeys(("label", "dim", "rule", "track"), "#d0d0d0"),
     "free": "#808080",
     **dict.fromkeys(("good", "output", "used", "decode", "s0"), "bold #00ff5f"),
@@ -167,19 +156,19 @@ _HIGH_CONTRAST = {
     "tab": "bold #000000 on #ffffff",
     "cursor": "bold #000000 on #5fffff",
 }
-THEMES: Mapping[str, Mapping[str, str]] = {
+THEMES: Mapping[ThemeName, Mapping[Role, str]] = {
     "dark": _DARK,
     "light": _LIGHT,
     "ansi": _ANSI,
     "mono": _MONO,
     "high-contrast": _HIGH_CONTRAST,
 }
-BACKGROUNDS = {"dark": "#14171c", "light": "#ffffff", "high-contrast": "#000000"}
+BACKGROUNDS: Mapping[ThemeName, str] = {"dark": "#14171c", "light": "#ffffff", "high-contrast": "#000000"}
 """Each theme's background. Themes without an entry keep the terminal's background."""
 
 
 @cache
-def style(theme: str, role: str, *, selected: bool = False) -> Style:
+def style(theme: ThemeName, role: Role, *, selected: bool = False) -> Style:
     """Return a role's style. In the row under the cursor, the role's colour is combined with the cursor's
     background."""
     found = Style.parse(THEMES[theme][role])

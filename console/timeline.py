@@ -12,6 +12,7 @@ from console import units
 from console.glyphs import GlyphSet
 from console.lines import Line, Span, clip, line, span, spread
 from console.recordings import Mark, PastTimeline
+from console.themes import Role
 
 WINDOW_POINTS = 600
 """Number of points on the timeline: 10 minutes at a resolution of one second."""
@@ -76,7 +77,7 @@ def _chart(timeline: PastTimeline, at: float, size: int, glyphs: GlyphSet) -> Li
     values = _values(timeline, size, column_s)
     peak = max((value for value in values if value is not None), default=0.0)
     bars = _BARS[glyphs]
-    cells = [
+    cells: list[tuple[str, Role]] = [
         (" " if value is None else bars[round(value / peak * (len(bars) - 1)) if peak else 0], "output")
         for value in values
     ]
@@ -119,8 +120,8 @@ def _legend(past: PastState, timeline: PastTimeline, size: int, width: int, glyp
     action = "^" if glyphs == "ascii" else "▲"
     event = event_at(past, size)
     if event is not None:
-        letter, role = ("!", "bad") if event.is_alert else (action, "accent")
-        left = line(span(f" {letter} ", role), span(f"{units.clock(event.at)} ", "bold"), span(event.text))
+        sign = span(" ! ", "bad") if event.is_alert else span(f" {action} ", "accent")
+        left = line(sign, span(f"{units.clock(event.at)} ", "bold"), span(event.text))
     else:
         actions = sum(not mark.is_alert for mark in timeline.marks)
         alerts = len(timeline.marks) - actions

@@ -15,7 +15,7 @@ from textual.widget import Widget
 
 from console.keys import ALL_COMMANDS, NO_KEY
 from console.lines import Line, Span, cells
-from console.themes import style
+from console.themes import ThemeName, style
 
 
 class FrameWidget(Widget, can_focus=True):
@@ -53,9 +53,9 @@ class FrameWidget(Widget, can_focus=True):
         super().__init__()
         self.auto_links = False
         self._lines: list[Line] = []
-        self._theme = "dark"
+        self._theme: ThemeName = "dark"
 
-    def show(self, lines: list[Line], theme: str) -> None:
+    def show(self, lines: list[Line], theme: ThemeName) -> None:
         """Show lines, drawing only what differs from the lines shown before."""
         before, self._lines = self._lines, lines
         if theme != self._theme or len(before) != len(lines):
@@ -74,12 +74,12 @@ class FrameWidget(Widget, can_focus=True):
         """Return line `y` for Textual."""
         if y >= len(self._lines):
             return Strip.blank(self.size.width)
-        theme = self._theme
-        segments = []
-        for text, role, _ in merged(self._lines[y]):
-            found = style(theme, role[1:], selected=True) if role.startswith("@") else style(theme, role)
-            segments.append(Segment(text, found))
-        return Strip(segments)
+        return Strip(
+            [
+                Segment(one.text, style(self._theme, one.role, selected=one.selected))
+                for one in merged(self._lines[y])
+            ]
+        )
 
     def on_click(self, event: events.Click) -> None:
         """Run the clicked span's command."""
@@ -102,18 +102,17 @@ class FrameWidget(Widget, can_focus=True):
 
 
 def merged(line: Line) -> Line:
-    """Merge adjacent spans that have the same role. Spaces get the role of the preceding span, unless that
-    role has a background."""
+    """Merge adjacent spans that look the same. Spaces get the role of the preceding span, unless that role
+    has a background or the row is under the cursor."""
     result: Line = []
     for one in line:
         if not one.text:
             continue
         if result:
             last = result[-1]
-            same = one.role == last.role
-            blank = one.text.isspace() and one.role == "text" and last.role in _PLAIN
-            if same or blank:
-                result[-1] = Span(last.text + one.text, last.role)
+            blank = one.text.isspace() and one.role == "text" and last.role in _PLAIN and not one.selected
+            if one.selected == last.selected and (one.role == last.role or blank):
+                result[-1] = Span(last.text + one.text, last.role, selected=last.selected)
                 continue
         result.append(one)
     return result
@@ -147,10 +146,11 @@ def changed_until(old: Line, new: Line) -> int:
     """Return the column after the last difference between two lines of equal width."""
     end = sum(cells(one.text) for one in new)
     for one, other in zip(reversed(old), reversed(new), strict=False):
-        if one.text == other.text and one.role == other.role:
+        same = one.role == other.role and one.selected == other.selected
+        if same and one.text == other.text:
             end -= cells(other.text)
             continue
-        if one.role == other.role and one.text.isascii() and other.text.isascii():
+        if same and one.text.isascii() and other.text.isascii():
             shared = 0
             for a, b in zip(reversed(one.text), reversed(other.text), strict=False):
                 if a != b:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from appliance.cli.console_commands import Theme
 from appliance.cli.failure import CommandLineError, as_failure
 from appliance.cli.output import is_terminal
 from appliance.cli.service import admin_key, find_run_dir
@@ -26,14 +27,14 @@ def open_console(
     demo: bool,
     replay: str | None,
     write: bool,
-    theme: str | None,
+    theme: Theme | None,
     keys: str | None = None,
     web: bool = False,
     port: int = 0,
     mouse: bool = True,
 ) -> int:
     """Run the console until the operator quits. Return the exit code."""
-    chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
+    chosen: Theme = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
     if web:
         if not mouse:
             raise CommandLineError("--no-mouse applies only to terminals: leave it out with --web")
@@ -65,7 +66,7 @@ def _serve(
     demo: bool,
     replay: str | None,
     write: bool,
-    theme: str,
+    theme: Theme,
     keys: str | None,
     port: int,
 ) -> int:

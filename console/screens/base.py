@@ -9,6 +9,7 @@ from console.context import Context
 from console.filters import Cell
 from console.lines import Line, clip, span
 from console.source import ListName
+from console.themes import Role
 
 MIN_WIDTH, MIN_HEIGHT = 60, 18
 """Minimum size for panels and tables. In smaller terminals, screens show one fact per line instead."""
@@ -24,6 +25,8 @@ JUMP_LETTERS = "asdfghjklqwertyuiopzxcvbnmASDFGHJKLQWERTYUIOPZXCVBNM"
 
 Table = tuple[list[str], list[list[Cell]]]
 """A table's column names and rows."""
+Fact = tuple[str, str, Role]
+"""A value's name, its text and the text's role."""
 
 
 def table(rows: Iterable[object], *names: str) -> Table:
@@ -80,8 +83,8 @@ class View:
         """Return up to `height` lines."""
         raise NotImplementedError
 
-    def facts(self, context: Context) -> list[tuple[str, str, str]]:
-        """Return the most important values as (name, value, role) tuples, for small terminals."""
+    def facts(self, context: Context) -> list[Fact]:
+        """Return the most important values, for small terminals."""
         raise NotImplementedError
 
     def small(self, context: Context, width: int, height: int) -> list[Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from appliance.snapshot import STALL_FACTOR, Batch, Stall
 from console import units
@@ -10,7 +11,8 @@ from console.context import Context
 from console.glyphs import chart as bars
 from console.glyphs import rounded_up
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spread, titles
-from console.screens.base import JUMP_LETTERS, Table, View, table
+from console.screens.base import JUMP_LETTERS, Fact, Table, View, table
+from console.themes import Role
 
 _GUTTER = 6
 """Width of the labels to the left of the charts."""
@@ -132,8 +134,8 @@ class BatchesView(View):
         space = height - 1 - (_STALL_ROWS if height >= 30 else 0)
         return max(_MIN_ROWS, min(_MAX_ROWS, space // replicas))
 
-    def facts(self, context: Context) -> list[tuple[str, str, str]]:
-        facts = []
+    def facts(self, context: Context) -> list[Fact]:
+        facts: list[Fact] = []
         for one in context.snapshot.batches if context.snapshot else []:
             text = f"{units.counted(one.running, 'seq')}, decode {units.ms(one.step_ms)}"
             text += f", mixed {units.ms(one.mixed_step_ms)}"
@@ -254,11 +256,11 @@ def _letters(context: Context) -> dict[str, str]:
 
 def _columns(context: Context, slices: Sequence[Batch], width: int, height: int) -> list[Line]:
     letters = _letters(context)
-    columns = []
+    columns: list[list[Literal["prefill", "decode", "unknown", ""]]] = []
     for batch in slices:
         part = shares(batch)
         if part is None:
-            columns.append(["unknown"] + [""] * (height - 1))
+            columns.append(["" if row else "unknown" for row in range(height)])
             continue
         mixed, decode = round(part[0] * height), round((part[0] + part[1]) * height)
         if part[0] > 0 and mixed == 0:
@@ -273,7 +275,7 @@ def _columns(context: Context, slices: Sequence[Batch], width: int, height: int)
         for column in columns:
             kind = column[row]
             letter = letters.get(kind, "┄" if kind == "unknown" else " ")
-            role = kind if kind in letters else "dim"
+            role: Role = kind if kind == "prefill" or kind == "decode" else "dim"
             if spans and spans[-1].role == role:
                 spans[-1] = Span(spans[-1].text + letter, role)
             else:
@@ -288,7 +290,7 @@ def _marks(slices: Sequence[Batch], width: int, cursor: int | None) -> Line:
         text[-1 - cursor] = "▲"
     spans: Line = [Span("─" * (width - len(text)), "rule")]
     for letter in text:
-        role = {"!": "bad", "▲": "accent"}.get(letter, "rule")
+        role: Role = "bad" if letter == "!" else "accent" if letter == "▲" else "rule"
         if spans[-1].role == role:
             spans[-1] = Span(spans[-1].text + letter, role)
         else:

@@ -14,6 +14,7 @@ from console.screens.panels import CLASS_ROLES
 from console.screens.request_time import Part, time_lines
 from console.screens.table import TableColumn, TableView
 from console.source import MAX_ROWS, ListName
+from console.themes import Role
 
 
 def failed(row: NamedRequest) -> bool:
@@ -26,7 +27,7 @@ def _result(row: NamedRequest) -> str:
     return f"{row.status or units.UNKNOWN} {reason}" if failed(row) else reason
 
 
-def _result_role(row: NamedRequest) -> str:
+def _result_role(row: NamedRequest) -> Role:
     if not failed(row):
         return "good"
     return "warn" if (row.status or 0) < 500 else "bad"

@@ -13,6 +13,7 @@ from console.history import Point
 from console.lines import BLANK, Line, clip, fact_lines, heading, line, span, wrap
 from console.screens.panels import celsius, gpu_text, history_chart, kernel_time, shown_span, watts
 from console.screens.table import TableColumn, TableView
+from console.themes import Role
 
 _LINK_FIELDS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
 
@@ -257,7 +258,11 @@ def _memory(context: Context, gpu: Gpu, width: int) -> Line:
     elif weights is None or kv is None or other is None:
         meter = bar([(gpu.used_bytes / total, "used")], size, context.glyphs)
     else:
-        parts = [(weights / total, "cached"), (kv / total, "used"), (other / total, "warn")]
+        parts: list[tuple[float, Role]] = [
+            (weights / total, "cached"),
+            (kv / total, "used"),
+            (other / total, "warn"),
+        ]
         meter = bar(parts, size, context.glyphs)
     return clip([span(f"{gpu.number:>3} ", "bold"), *meter, span(text, "dim")], width)
 

@@ -13,8 +13,9 @@ from console import units
 from console.context import Context
 from console.glyphs import bar_legend, meter
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, width_of
-from console.screens.base import FAR, JUMP_LETTERS, PAGE, Table, View, table
+from console.screens.base import FAR, JUMP_LETTERS, PAGE, Fact, Table, View, table
 from console.screens.panels import history_chart, kv_bar, shown_span
+from console.themes import SERIES, Role
 
 _CONTEXT_ROWS = 7
 _CELL_SIZE_WIDTH = 24
@@ -22,10 +23,10 @@ _CELL_SIZE_WIDTH = 24
 _LETTERS = {"braille": "·▓█▒", "block": "·▓█▒", "ascii": ".=#S"}
 """Characters for free, cached, used and shared blocks. The bar above the map uses the same ones for used and
 cached blocks."""
-_STATE_ROLES = ("free", "cached", "used", "shared")
-_SHARING_ROLES = ("free", "cached", "track", "shared")
+_STATE_ROLES: tuple[Role, ...] = ("free", "cached", "used", "shared")
+_SHARING_ROLES: tuple[Role, ...] = ("free", "cached", "track", "shared")
 """Roles that highlight only blocks that several sequences share or could share."""
-_AGE_ROLES = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
+_AGE_ROLES: tuple[Role, ...] = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
 
 
 class KvView(View):
@@ -125,8 +126,8 @@ class KvView(View):
                 found.setdefault(request, cell)
         return found
 
-    def facts(self, context: Context) -> list[tuple[str, str, str]]:
-        facts = []
+    def facts(self, context: Context) -> list[Fact]:
+        facts: list[Fact] = []
         for one in context.snapshot.kv if context.snapshot else []:
             used = units.ratio(one.blocks_used, one.blocks_total)
             cached, hit = units.count(one.blocks_cached), units.percent(one.hit_rate)
@@ -204,12 +205,13 @@ class KvView(View):
             lines.append(row)
         return lines
 
-    def _cell_styles(self, context: Context, blocks: BlockMap, per_cell: int) -> tuple[list[str], list[str]]:
+    def _cell_styles(self, context: Context, blocks: BlockMap, per_cell: int) -> tuple[list[str], list[Role]]:
         """Return each cell's letter and role. A cell shows its first block, so each state's share of the map
         is close to its share of the pool."""
         states = blocks.states
         marks = _LETTERS[context.glyphs]
-        letters, roles = [], []
+        letters: list[str] = []
+        roles: list[Role] = []
         owners = _owners(blocks) if self.variant == "tenant" else array("H")
         tenant_roles = [_tenant_role(name) for name in blocks.tenants]
         known = _known_letters(context, blocks)
@@ -317,8 +319,8 @@ def _first_request(blocks: BlockMap, owners: Iterable[int]) -> str:
     return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
 
 
-def _tenant_role(name: str) -> str:
-    return f"s{zlib.crc32(name.encode()) % 8}"
+def _tenant_role(name: str) -> Role:
+    return SERIES[zlib.crc32(name.encode()) % len(SERIES)]
 
 
 def tenant_letters(names: Iterable[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from console.lines import Line, clip, fact_lines, heading, span, titles, wrap
 from console.screens.panels import STATE_ROLES, state_text
 from console.screens.table import TableColumn, TableView
 from console.source import ListName
+from console.themes import Role
 
 _RECENT_S = 5.0
 """Steps that ended less than this many seconds ago are shown without their age, because showing it would
@@ -51,7 +52,7 @@ def _kv(row: ModelRow) -> float | None:
     return units.ratio(row.total("blocks_used"), row.total("blocks_total"))
 
 
-def _role(row: ModelRow) -> str:
+def _role(row: ModelRow) -> Role:
     return STATE_ROLES.get(row.model.state, "dim")
 
 
@@ -151,7 +152,7 @@ class ModelsView(TableView[ModelRow]):
 
     def describe(self, row: ModelRow, context: Context, width: int) -> list[Line]:
         model = row.model
-        role = "dim" if model.state in ("ready", "available") else "warn"
+        role: Role = "dim" if model.state in ("ready", "available") else "warn"
         lines: list[Line] = wrap(model.detail, width, role)
         for one in model.replicas:
             lines += _replica(context, one, width)

@@ -12,7 +12,7 @@ from console.context import Context
 from console.filters import Cell
 from console.lines import BLANK, Line, Span, beside
 from console.screens import panels
-from console.screens.base import JUMP_LETTERS, Table, View, table
+from console.screens.base import JUMP_LETTERS, Fact, Table, View, table
 
 _GAP = 3
 _LISTS: dict[str, tuple[Callable[[Snapshot], Sequence[object]], tuple[str, ...]]] = {
@@ -176,7 +176,7 @@ class OverviewView(View):
             return table(rows(snapshot), *columns)
         return ["metric", "value"], [[name, value] for name, value in _values(snapshot).items()]
 
-    def facts(self, context: Context) -> list[tuple[str, str, str]]:
+    def facts(self, context: Context) -> list[Fact]:
         snapshot = context.snapshot
         assert snapshot is not None
         rates, latency, queue = snapshot.rates, snapshot.latency, snapshot.queue
@@ -189,7 +189,7 @@ class OverviewView(View):
                 return f"p50 {units.UNKNOWN}  p99 {units.UNKNOWN}"
             return f"p50 {units.ms(one.p50_ms)}  p99 {units.ms(one.p99_ms)} ({units.seconds(one.window_s)})"
 
-        facts = [
+        facts: list[Fact] = [
             (
                 "state",
                 f"{snapshot.state} {snapshot.reason}".strip(),

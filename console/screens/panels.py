@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process, Rates, Snapshot
+from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process, Rates, Severity, Snapshot
 from console import units
 from console.context import Context
 from console.glyphs import bar as bar_of
 from console.glyphs import bar_legend, chart, meter, per_cell, unknown_bar
 from console.history import LATENCIES, Point
 from console.lines import Line, Span, beside, clip, fit, heading, line, span, spread, titles, wrap
+from console.themes import Role
 
-STATE_ROLES = {
+STATE_ROLES: dict[str, Role] = {
     "ready": "good",
     "accepting": "good",
     "starting": "warn",
@@ -34,8 +35,8 @@ STATE_ROLES = {
     "resolved": "good",
     "available": "dim",
 }
-SEVERITY_ROLES = {"critical": "bad", "warning": "warn", "info": "info"}
-CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
+SEVERITY_ROLES: dict[Severity, Role] = {"critical": "bad", "warning": "warn", "info": "info"}
+CLASS_ROLES: dict[str, Role] = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
 
 
 def state_text(name: str) -> str:
@@ -49,7 +50,7 @@ def history_chart(
     value: Callable[[Point], float | None],
     width: int,
     height: int,
-    role: str,
+    role: Role,
     top: float | None = None,
 ) -> list[Line]:
     """Return a chart of the newest values. `value` returns the value to plot for a history point. `top` is
@@ -76,7 +77,7 @@ def throughput(context: Context, snapshot: Snapshot, width: int, height: int) ->
 
     def panel(
         name: str,
-        role: str,
+        role: Role,
         rate: float | None,
         value: Callable[[Point], float | None],
         size: int,

@@ -7,15 +7,22 @@ from typing import Literal, NamedTuple
 
 from console import units
 from console.lines import Line, Span, heading, span
+from console.themes import Role
 
-_LOOKS = {"queue": ("░", "warn"), "prefill": ("▒", "prefill"), "decode": ("█", "decode")}
+PhaseName = Literal["queue", "prefill", "decode"]
+
+_LOOKS: dict[PhaseName, tuple[str, Role]] = {
+    "queue": ("░", "warn"),
+    "prefill": ("▒", "prefill"),
+    "decode": ("█", "decode"),
+}
 """Each phase's character and role."""
 
 
 class Part(NamedTuple):
     """One phase of a request."""
 
-    name: Literal["queue", "prefill", "decode"]
+    name: PhaseName
     seconds: float
 
 

@@ -13,8 +13,9 @@ from console.lines import BLANK, Line, fact_lines
 from console.screens.panels import CLASS_ROLES
 from console.screens.request_time import Part, time_lines
 from console.screens.table import TableColumn, TableView
+from console.themes import Role
 
-_PHASES = {
+_PHASES: dict[str, tuple[str, Role]] = {
     "queued": ("Q", "warn"),
     "prefill": ("P", "prefill"),
     "decode": ("D", "decode"),
@@ -27,11 +28,11 @@ def _phase(row: UnfinishedRequest) -> str:
 
 
 def _phase_text(row: UnfinishedRequest) -> str:
-    letter, _ = _PHASES.get(_phase(row), (row.state[0].upper(), ""))
+    letter, _ = _PHASES.get(_phase(row), (row.state[0].upper(), "text"))
     return f"{letter} {_phase(row)}"
 
 
-def _phase_role(row: UnfinishedRequest) -> str:
+def _phase_role(row: UnfinishedRequest) -> Role:
     return "bad" if row.state == "interrupted" else _PHASES.get(_phase(row), ("", "text"))[1]
 
 

@@ -9,13 +9,15 @@ from appliance.pages import ChainReport
 from console import units
 from console.context import Context
 from console.lines import BLANK, Line, fact_column, wrap
+from console.screens.base import Fact
 from console.screens.table import TableColumn, TableView
 from console.source import MAX_ROWS, ListName, ListRow, RowLevel
+from console.themes import Role
 
 _NAME_WIDTH = 16
 _MAX_PROBLEMS = 3
 """Maximum number of audit chain problems shown after the first one."""
-_LEVEL_ROLES: dict[RowLevel, str] = {
+_LEVEL_ROLES: dict[RowLevel, Role] = {
     "error": "bad",
     "problem": "bad",
     "critical": "bad",
@@ -24,12 +26,12 @@ _LEVEL_ROLES: dict[RowLevel, str] = {
     "info": "dim",
     "debug": "dim",
 }
-_LEVEL_RANKS = {"bad": 0, "warn": 1}
+_LEVEL_RANKS: dict[Role, int] = {"bad": 0, "warn": 1}
 
 
 def _level_rank(row: ListRow) -> int:
     """Return a row's sort key by level: errors and problems first, then warnings, then everything else."""
-    return _LEVEL_RANKS.get(_LEVEL_ROLES.get(row.level, ""), len(_LEVEL_RANKS))
+    return _LEVEL_RANKS.get(_LEVEL_ROLES.get(row.level, "text"), len(_LEVEL_RANKS))
 
 
 class ListView(TableView[ListRow]):
@@ -128,7 +130,7 @@ class AuditView(ListView):
             lines += wrap(text, width, role)
         return lines
 
-    def facts(self, context: Context) -> list[tuple[str, str, str]]:
+    def facts(self, context: Context) -> list[Fact]:
         chain = [("chain", text, role) for text, role in _chain_lines(context.chain)[:1]]
         return [*chain, *super().facts(context)]
 
@@ -161,7 +163,7 @@ class AuditView(ListView):
         return f"chain: {units.counted(snapshot.audit_rows, 'row')}, {anchored} anchored{head}"
 
 
-def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, str]]:
+def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, Role]]:
     """Describe a verification's outcome as texts with roles. The first text is the result."""
     if chain is None:
         return []
@@ -171,7 +173,7 @@ def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, str]]:
     if chain.ok:
         heads = f"{chain.heads:,} recorded head{'' if chain.heads == 1 else 's'}"
         found = f"chain ok at {at}: {chain.rows:,} rows, checked against {heads}"
-        lines = [(found, "good")]
+        lines: list[tuple[str, Role]] = [(found, "good")]
     else:
         place = "" if chain.broken_seq is None else f" at row {chain.broken_seq:,}"
         first, *more = chain.problems

@@ -11,7 +11,8 @@ from console.context import Context
 from console.filters import Cell, FilterError, FilterField, ValueUnit, matcher, sort_rows
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, is_heading, span, wrap
-from console.screens.base import JUMP_LETTERS, Table, View
+from console.screens.base import JUMP_LETTERS, Fact, Table, View
+from console.themes import Role
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6
@@ -35,7 +36,7 @@ class TableColumn(NamedTuple):
     drop: int = 0
     """Order in which narrow terminals drop columns: the highest number first. A column with 0 is never
     dropped."""
-    role: Callable[[Any], str] | None = None
+    role: Callable[[Any], Role] | None = None
     flexible: bool = False
     """Whether the column takes up the remaining width."""
     unit: ValueUnit = ""
@@ -221,7 +222,7 @@ class TableView(View, Generic[R]):
         key = key_of(context.keys, command)
         return text.format(key) if key else ""
 
-    def _missing(self, context: Context) -> tuple[str, str] | None:
+    def _missing(self, context: Context) -> tuple[str, Role] | None:
         """Return the text and role to show while a required list has not been read, or None if all have been
         read."""
         for name in self.required_lists():
@@ -241,10 +242,10 @@ class TableView(View, Generic[R]):
             if name in context.rows and name in context.row_errors
         ]
 
-    def facts(self, context: Context) -> list[tuple[str, str, str]]:
+    def facts(self, context: Context) -> list[Fact]:
         if missing := self._missing(context):
             return [(self.title.lower(), *missing)]
-        facts = []
+        facts: list[Fact] = []
         for row in self.ordered(context):
             cells = [
                 f"{column.fact_name} {column.shown(row).strip()}".strip()
@@ -280,7 +281,7 @@ class TableView(View, Generic[R]):
             mark = "*" if self._order[index] in self.marks else "▸" if selected else " "
             first = Span(letters[place], "tab") if place < len(letters) else Span(mark, "accent")
             row = clip([first, span(f"{name}  ", "dim"), span(value, role)], width)
-            lines.append([one._replace(role=f"@{one.role}") for one in row] if selected else row)
+            lines.append([one._replace(selected=True) for one in row] if selected else row)
         return lines
 
     def export(self, context: Context) -> Table:
@@ -327,12 +328,12 @@ class TableView(View, Generic[R]):
         mark = self.id_of(row) in self.marks
         spans: Line = [Span("*" if mark else "▸" if selected else " ", "mark" if mark else "accent")]
         for column, size in shown:
-            role = column.role(row) if column.role else "text"
+            role: Role = column.role(row) if column.role else "text"
             text = span(column.shown(row)).text
             spans.append(Span(fit(text, size, right=column.right), role))
             spans.append(Span(" "))
         spans = clip(spans, width)
-        return [one._replace(role=f"@{one.role}") for one in spans] if selected else spans
+        return [one._replace(selected=True) for one in spans] if selected else spans
 
     def _titles(self, shown: list[tuple[TableColumn, int]], width: int) -> Line:
         spans: Line = [Span(" ")]

@@ -13,6 +13,7 @@ from console.glyphs import GlyphSet, meter
 from console.lines import Line, clip, fact_lines, fit, heading, line, span, wrap
 from console.screens.table import TableColumn, TableView
 from console.source import ListName
+from console.themes import Role
 
 
 def fullest(row: TenantUse) -> LimitUsage | None:
@@ -30,7 +31,7 @@ def _fullest_text(row: TenantUse) -> str:
     return "no limits" if one is None else f"{units.percent(_fullest_share(row)):>4} {one.limit}"
 
 
-def _fullest_role(row: TenantUse) -> str:
+def _fullest_role(row: TenantUse) -> Role:
     share = _fullest_share(row)
     return "dim" if share is None else "bad" if share >= 0.95 else "warn" if share >= 0.8 else "text"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from textual.keys import _character_to_key
 from textual.pilot import Pilot
 from textual.widgets import Button, OptionList, Static
 
+from appliance.cli.console_commands import Theme
 from appliance.protocol import Key, NewKey
 from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
@@ -23,8 +25,13 @@ from console.palette import ConsoleCommands
 from console.screens.registry import alternate_views
 from console.screens.table import TableView
 from console.source import ListName, ListRow, Row
+from console.themes import THEMES
 from tests.console.frames import SIZES
 from tests.console.pilots import console, opened, run, shown, until
+
+
+def test_the_command_line_offers_every_theme() -> None:
+    assert set(get_args(Theme)) == set(THEMES)
 
 
 def test_every_screen_opens_with_its_key_in_every_theme_and_glyph_set() -> None:

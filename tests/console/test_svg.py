@@ -90,9 +90,8 @@ def picture(lines: list[Line], theme: str, width: int) -> str:
     )
     for row in lines:
         text = Text(end="")
-        for part, role, _ in merged(row):
-            found = style(theme, role[1:], selected=True) if role.startswith("@") else style(theme, role)
-            text.append(part, found)
+        for part in merged(row):
+            text.append(part.text, style(theme, part.role, selected=part.selected))
         console.print(text, no_wrap=True, crop=False, soft_wrap=True)
     colours = copy(SVG_EXPORT_THEME)
     colours.background_color = Color.parse(BACKGROUNDS[theme]).get_truecolor()
