@@ -7,12 +7,8 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import RunDir, number, whole_number
-
-MAX_REQUESTS = 2_000_000
-"""The value of `appliance.bench.rates.MAX_REQUESTS`, repeated here because that module is slow to import."""
-TOKENS = whole_number(1, 10_000_000)
-MILLISECONDS = number(0.001, 86_400_000)
+from appliance.cli import bench_options
+from appliance.cli.options import TOKENS, RunDir, number
 
 BENCH_EPILOG = (
     "Workloads: http1, http256 and http1024 (1, 256 and 1,024 streams, with 512 prompt and 256 output "
@@ -63,151 +59,27 @@ def chat(
 
 
 def bench(
-    workloads: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[WORKLOAD]...", help="Workload names, from the list below.", show_default=False
-        ),
-    ] = None,
-    base_url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="URL of an OpenAI-compatible server, such as http://127.0.0.1:8080/v1."
-        ),
-    ] = None,
-    socket: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Unix socket of the server. Default: the service's socket."),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Bearer key. With --base-url, the default is $OPENAI_API_KEY."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", "-m", metavar="NAME", help="Model to measure. Default: the server's first model."
-        ),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Use random token ids below N as prompts. Default: the vocabulary size reported by the "
-            "server.",
-            parser=TOKENS,
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of concurrent streams (default 16).",
-            show_default=False,
-            parser=whole_number(1, 100_000),
-        ),
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Total number of requests (default 4 per stream).",
-            show_default=False,
-            parser=whole_number(1, MAX_REQUESTS),
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Prompt tokens per request (default 512).", show_default=False, parser=TOKENS
-        ),
-    ] = None,
-    output_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Output tokens per request (default 128).", show_default=False, parser=TOKENS
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="R",
-            help="Send R requests per second for --duration, without waiting for answers (open loop, "
-            "Poisson arrivals).",
-            parser=number(0.001, 100_000),
-        ),
-    ] = None,
-    duration: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S",
-            help="Time during which requests are sent, in seconds (default 30).",
-            show_default=False,
-            parser=number(0.1, 7 * 86_400),
-        ),
-    ] = None,
-    find_rate: Annotated[
-        bool,
-        typer.Option(
-            "--find-rate",
-            help="Search for the highest request rate that meets --ttft-p99-ms and --itl-p99-ms, starting "
-            "at --rate.",
-        ),
-    ] = False,
-    ttft_p99_ms: Annotated[
-        float | None,
-        typer.Option(
-            metavar="MS",
-            help="Maximum 99th-percentile time to first token, in milliseconds.",
-            parser=MILLISECONDS,
-        ),
-    ] = None,
-    itl_p99_ms: Annotated[
-        float | None,
-        typer.Option(
-            metavar="MS",
-            help="Maximum 99th-percentile time between tokens, in milliseconds.",
-            parser=MILLISECONDS,
-        ),
-    ] = None,
-    runs: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of runs (default 1). The median run is shown.",
-            show_default=False,
-            parser=whole_number(1, 1000),
-        ),
-    ] = None,
-    warm_up: Annotated[
-        bool, typer.Option("--warm-up/--no-warm-up", help="Send unmeasured requests before the first run.")
-    ] = True,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of client processes. The default depends on the number of streams and cores.",
-            parser=whole_number(1, 256),
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Seed for prompts and arrival times. Default: random, so that no prompt is in the server's "
-            "cache.",
-            parser=whole_number(0, 2**63 - 1),
-        ),
-    ] = None,
+    workloads: bench_options.Workloads = None,
+    base_url: bench_options.BaseUrl = None,
+    socket: bench_options.Socket = None,
+    api_key: bench_options.ApiKey = None,
+    model: bench_options.Model = None,
+    vocab_size: bench_options.VocabSize = None,
+    concurrency: bench_options.Concurrency = None,
+    requests: bench_options.Requests = None,
+    prompt_tokens: bench_options.PromptTokens = None,
+    output_tokens: bench_options.OutputTokens = None,
+    rate: bench_options.Rate = None,
+    duration: bench_options.Duration = None,
+    find_rate: bench_options.FindRate = False,
+    ttft_p99_ms: bench_options.TtftP99Ms = None,
+    itl_p99_ms: bench_options.ItlP99Ms = None,
+    runs: bench_options.Runs = None,
+    warm_up: bench_options.WarmUp = True,
+    workers: bench_options.Workers = None,
+    seed: bench_options.Seed = None,
     run_dir: RunDir = None,
-    json: Annotated[
-        str | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="Write all measurements to FILE as JSON; - writes to standard output.",
-        ),
-    ] = None,
+    json: bench_options.JsonFile = None,
 ) -> None:
     """Measure a server under load: TTFT, ITL, E2E, throughput and goodput.
 

@@ -49,6 +49,8 @@ def is_decimal(text: str) -> bool:
     return bool(_DECIMAL.fullmatch(text)) and any(digit.isdigit() for digit in text.partition("e")[0])
 
 
+TOKENS = whole_number(1, 10_000_000)
+"""A parser for a number of tokens."""
 RunDir = Annotated[
     str | None,
     typer.Option(

@@ -7,108 +7,30 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import Config, Json, Limit, RunDir, StateDir, whole_number
+from appliance.cli import serve_options
+from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 from appliance.protocol import LogLevel
-from engine.messages import Device, DType, LoadFormat, Quantization
 
 
 def serve(
     config: Config = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]FOLDER",
-            help="Serve the checkpoint in FOLDER under NAME, or under the folder's own name. May be "
-            "repeated. Default: the shipped model, named demo.",
-            show_default=False,
-        ),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Also serve TCP clients on this address. They need a bearer key."
-        ),
-    ] = None,
+    model: serve_options.Models = None,
+    listen: serve_options.Listen = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
-    fronts: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of front processes.", parser=whole_number(1, 256))
-    ] = None,
-    device: Annotated[
-        Device | None, typer.Option(help="Device that runs the models.", show_default=False)
-    ] = None,
-    dtype: Annotated[
-        DType | None,
-        typer.Option(help="Data type of the models' weights and activations.", show_default=False),
-    ] = None,
-    quantization: Annotated[
-        Quantization | None,
-        typer.Option(
-            help="Quantization of the layers' weights; fp8 converts them to FP8 while they are loaded.",
-            show_default=False,
-        ),
-    ] = None,
-    kv_cache_dtype: Annotated[
-        Quantization | None,
-        typer.Option(help="Data type of the KV cache; fp8 stores it in FP8.", show_default=False),
-    ] = None,
-    load_format: Annotated[
-        LoadFormat | None,
-        typer.Option(
-            help="Source of the weights; dummy creates random weights to measure speed.", show_default=False
-        ),
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of ranks per replica; each rank uses one GPU.",
-            parser=whole_number(1, 64),
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Maximum length of a sequence (prompt and output) in tokens.",
-            parser=whole_number(1, 10_000_000),
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Maximum number of sequences that run at the same time in a replica.",
-            parser=whole_number(1, 65_536),
-        ),
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Maximum number of tokens computed per step.",
-            parser=whole_number(1, 1_048_576),
-        ),
-    ] = None,
-    kv_blocks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of KV cache blocks of 64 tokens each.",
-            parser=whole_number(1, 1_000_000_000),
-        ),
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of replicas of each model.",
-            parser=whole_number(1, 1024),
-        ),
-    ] = None,
-    log_level: Annotated[
-        LogLevel | None, typer.Option(help="Minimum level of log messages.", show_default=False)
-    ] = None,
+    fronts: serve_options.Fronts = None,
+    device: serve_options.Device = None,
+    dtype: serve_options.Dtype = None,
+    quantization: serve_options.Quantization = None,
+    kv_cache_dtype: serve_options.KvCacheDtype = None,
+    load_format: serve_options.LoadFormat = None,
+    tensor_parallel_size: serve_options.TensorParallelSize = None,
+    max_model_len: serve_options.MaxModelLen = None,
+    max_num_seqs: serve_options.MaxNumSeqs = None,
+    max_num_batched_tokens: serve_options.MaxNumBatchedTokens = None,
+    kv_blocks: serve_options.KvBlocks = None,
+    replicas: serve_options.Replicas = None,
+    log_level: serve_options.LogLevel = None,
 ) -> None:
     """Run the service in the foreground until Ctrl-C or SIGTERM."""
     options = locals()
