@@ -187,81 +187,91 @@ class _State:
                 window_s=5.0, generated_tokens_per_s=rng.gauss(24000, 500), requests_per_s=rng.gauss(40, 3)
             ),
             latency=Latency(ttft=percentiles, itl=percentiles, queue=percentiles, e2e=percentiles),
-            queue=Queue(
-                waiting=rng.randint(0, 40),
-                running=rng.randint(300, 400),
-                oldest_wait_s=rng.uniform(0, 0.5),
-                waiting_tokens=rng.randint(0, 40000),
-                limit=1000,
-                classes=[
-                    ClassStatus(
-                        name=f"P{number}",
-                        waiting=rng.randint(0, 10),
-                        oldest_wait_s=rng.uniform(0, 0.3),
-                        expected_wait_s=rng.uniform(0, 0.3),
-                        target_s=float(number),
-                    )
-                    for number in range(4)
-                ],
-            ),
+            queue=self._queue(),
             batches=[self._batch(replica, number, at) for number, replica in enumerate(replicas)],
             kv=[_kv(replica, number) for number, replica in enumerate(replicas)],
             requests=[msgspec.structs.replace(one) for one in self.unfinished],
             gpus=[self._gpu(number) for number in range(GPUS)],
-            models=[
-                ModelStatus(
-                    name=f"model-{number}",
-                    folder=f"/srv/models/model-{number}",
-                    version="0123456789ab",
-                    created=1_700_000_000,
-                    state="ready",
-                    max_model_len=32768,
-                    queued=rng.randint(0, 10),
-                    drain_eta_s=rng.uniform(1, 60),
-                    replicas=replicas[2 * number : 2 * number + 2],
-                )
-                for number in range(MODELS)
-            ],
+            models=[self._model(number, replicas) for number in range(MODELS)],
             tenants=[self._tenant(number) for number in range(TENANTS)],
             alerts=[],
-            host=Host(
-                name="gpu-box",
-                cpus=128,
-                cpu_percent=rng.uniform(5, 9),
-                load_1m=rng.uniform(8, 12),
-                memory_bytes=1 << 40,
-                memory_used_bytes=rng.randint(1 << 37, 1 << 38),
-                disk_bytes=1 << 42,
-                disk_free_bytes=(1 << 41) - int(at) * 4096 % (1 << 30),
-                processes=[
-                    Process(
-                        name=f"process-{number}",
-                        role="replica",
-                        pid=1000 + number,
-                        state="ready",
-                        cpu_percent=rng.uniform(20, 100),
-                        memory_bytes=rng.randint(4 << 30, 5 << 30) & ~4095,
-                        restarts=0,
-                    )
-                    for number in range(1 + FRONTS + GPUS)
-                ],
-            ),
-            fronts=[
-                FrontStatus(
-                    name=f"front-{number}",
-                    state="ready",
-                    pid=2000 + number,
-                    connections=rng.randint(80, 120),
-                    busy_connections=rng.randint(60, 100),
-                    max_connections=4096,
-                    streams=rng.randint(60, 100),
-                    requests=sum(self.requests) // 4,
-                    tokens=sum(self.tokens) // 4,
-                    cpu_seconds=at - self.started_at,
-                    cpu_us_per_token=rng.gauss(14, 1),
+            host=self._host(at),
+            fronts=[self._front(number, at) for number in range(FRONTS)],
+        )
+
+    def _queue(self) -> Queue:
+        rng = self.rng
+        return Queue(
+            waiting=rng.randint(0, 40),
+            running=rng.randint(300, 400),
+            oldest_wait_s=rng.uniform(0, 0.5),
+            waiting_tokens=rng.randint(0, 40000),
+            limit=1000,
+            classes=[
+                ClassStatus(
+                    name=f"P{number}",
+                    waiting=rng.randint(0, 10),
+                    oldest_wait_s=rng.uniform(0, 0.3),
+                    expected_wait_s=rng.uniform(0, 0.3),
+                    target_s=float(number),
                 )
-                for number in range(FRONTS)
+                for number in range(4)
             ],
+        )
+
+    def _model(self, number: int, replicas: list[ReplicaStatus]) -> ModelStatus:
+        rng = self.rng
+        return ModelStatus(
+            name=f"model-{number}",
+            folder=f"/srv/models/model-{number}",
+            version="0123456789ab",
+            created=1_700_000_000,
+            state="ready",
+            max_model_len=32768,
+            queued=rng.randint(0, 10),
+            drain_eta_s=rng.uniform(1, 60),
+            replicas=replicas[2 * number : 2 * number + 2],
+        )
+
+    def _host(self, at: float) -> Host:
+        rng = self.rng
+        return Host(
+            name="gpu-box",
+            cpus=128,
+            cpu_percent=rng.uniform(5, 9),
+            load_1m=rng.uniform(8, 12),
+            memory_bytes=1 << 40,
+            memory_used_bytes=rng.randint(1 << 37, 1 << 38),
+            disk_bytes=1 << 42,
+            disk_free_bytes=(1 << 41) - int(at) * 4096 % (1 << 30),
+            processes=[
+                Process(
+                    name=f"process-{number}",
+                    role="replica",
+                    pid=1000 + number,
+                    state="ready",
+                    cpu_percent=rng.uniform(20, 100),
+                    memory_bytes=rng.randint(4 << 30, 5 << 30) & ~4095,
+                    restarts=0,
+                )
+                for number in range(1 + FRONTS + GPUS)
+            ],
+        )
+
+    def _front(self, number: int, at: float) -> FrontStatus:
+        rng = self.rng
+        return FrontStatus(
+            name=f"front-{number}",
+            state="ready",
+            pid=2000 + number,
+            connections=rng.randint(80, 120),
+            busy_connections=rng.randint(60, 100),
+            max_connections=4096,
+            streams=rng.randint(60, 100),
+            requests=sum(self.requests) // 4,
+            tokens=sum(self.tokens) // 4,
+            cpu_seconds=at - self.started_at,
+            cpu_us_per_token=rng.gauss(14, 1),
         )
 
     def _replica(self, number: int) -> ReplicaStatus:
