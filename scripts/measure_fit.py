@@ -91,7 +91,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredFit:
     """The result of a load, with sizes in bytes."""
 
     used_bytes: int = 0
@@ -124,7 +124,7 @@ def main() -> int:
     return min(wrong, 1)
 
 
-def is_expected(case: Case, found: Measured, limit_percent: float) -> bool:
+def is_expected(case: Case, found: MeasuredFit, limit_percent: float) -> bool:
     """Return True if the result is as expected: a load that `models fit` refuses must fail; any other load
     must succeed, with a prediction error within the limit."""
     if case.refused:
@@ -132,12 +132,12 @@ def is_expected(case: Case, found: Measured, limit_percent: float) -> bool:
     return not found.error and abs(error_of(case, found)) <= limit_percent / 100
 
 
-def error_of(case: Case, found: Measured) -> float:
+def error_of(case: Case, found: MeasuredFit) -> float:
     """Return the prediction's relative error, which is positive if the prediction is too high."""
     return case.predicted.needed_bytes / found.used_bytes - 1
 
 
-def measure(case: Case, unused_bytes: int | None) -> Measured:
+def measure(case: Case, unused_bytes: int | None) -> MeasuredFit:
     """Load the case in another process, and read the GPU's memory use twice: when the replica is ready, and
     after it has run the requests. `unused_bytes` is the GPU memory already in use when no replica is running,
     or None without a GPU."""
@@ -161,7 +161,7 @@ def measure(case: Case, unused_bytes: int | None) -> Measured:
         timer.cancel()
     if code and not error:
         error = f"the process exited with code {code}"
-    return Measured(used, ready_s, error)
+    return MeasuredFit(used, ready_s, error)
 
 
 def load(settings: ModelSettings) -> int:
@@ -264,7 +264,7 @@ def _heading(refused: bool) -> str:
     return f"{'fits':32}{columns}{'ready':>9}  (sizes in GiB)"
 
 
-def _line(case: Case, found: Measured) -> str:
+def _line(case: Case, found: MeasuredFit) -> str:
     sizes = case.predicted
     if case.refused:
         result = f"failed: {found.error.splitlines()[0]}" if found.error else "LOADED"

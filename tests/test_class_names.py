@@ -1,17 +1,29 @@
-"""Tests that the names of public classes are unique across the product's modules."""
+"""Tests that the names of public classes are unique across the modules of the product and the scripts."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("appliance", "console", "engine", "kernels", "store")
+PACKAGES = ("appliance", "console", "engine", "kernels", "scripts", "store")
+
+
+def sources(package: str) -> Iterator[str]:
+    """Yield the source texts of a package's modules and of its Python programs without a suffix."""
+    for path in sorted((ROOT / package).rglob("*")):
+        if path.suffix == ".py":
+            yield path.read_text()
+        elif path.is_file() and not path.suffix:
+            text = path.read_text()
+            if text.partition("\n")[0].startswith("#!/usr/bin/env python"):
+                yield text
 
 
 def public_class_names(package: str) -> list[str]:
-    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / package).rglob("*.py"))]
+    trees = [ast.parse(text) for text in sources(package)]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return [node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 

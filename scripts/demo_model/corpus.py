@@ -58,7 +58,7 @@ TESTS_WEIGHT = 1
 
 
 @dataclass(frozen=True)
-class Document:
+class CorpusDocument:
     """A file of training text. Doubling its `weight` doubles how often its text is drawn."""
 
     title: str
@@ -73,7 +73,7 @@ def build_corpus(folder: Path, seed: int) -> None:
     purposes = collect_purposes(held_out_modules)
     questions = choose_questions(purposes, seed)
     documents = [*_sources(held_out_modules), *_topics()]
-    documents += [Document(title, text, LIBRARY_WEIGHT) for title, text in builtin_reference(purposes)]
+    documents += [CorpusDocument(title, text, LIBRARY_WEIGHT) for title, text in builtin_reference(purposes)]
     heldout = "\n".join(f"# Lib/{name}\n{(_library() / name).read_text('utf-8')}" for name in HELD_OUT_FILES)
 
     _write_lines(folder / "text.jsonl", [asdict(document) for document in documents])
@@ -93,8 +93,8 @@ def build_corpus(folder: Path, seed: int) -> None:
     print(json.dumps(manifest), flush=True)
 
 
-def load_documents(folder: Path) -> list[Document]:
-    return [Document(**row) for row in _read_lines(folder / "text.jsonl")]
+def load_documents(folder: Path) -> list[CorpusDocument]:
+    return [CorpusDocument(**row) for row in _read_lines(folder / "text.jsonl")]
 
 
 def load_purposes(folder: Path) -> list[Purpose]:
@@ -152,7 +152,7 @@ def _library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _sources(held_out_modules: frozenset[str]) -> Iterator[Document]:
+def _sources(held_out_modules: frozenset[str]) -> Iterator[CorpusDocument]:
     root = _library()
     skipped_tests = {f"test_{module}" for module in held_out_modules}
     for path in sorted(root.rglob("*.py")):
@@ -172,14 +172,14 @@ def _sources(held_out_modules: frozenset[str]) -> Iterator[Document]:
             text = content.decode("utf-8")
         except UnicodeDecodeError:
             continue
-        yield Document(f"Lib/{relative.as_posix()}", text, TESTS_WEIGHT if is_test else LIBRARY_WEIGHT)
+        yield CorpusDocument(f"Lib/{relative.as_posix()}", text, TESTS_WEIGHT if is_test else LIBRARY_WEIGHT)
 
 
-def _topics() -> Iterator[Document]:
+def _topics() -> Iterator[CorpusDocument]:
     """Yield the chapters of the language reference shown by `help()`."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     for name in sorted(topics):
-        yield Document(f"Language reference: {name}", topics[name], LIBRARY_WEIGHT)
+        yield CorpusDocument(f"Language reference: {name}", topics[name], LIBRARY_WEIGHT)
 
 
 def _write_lines(path: Path, rows: list[dict[str, object]] | list[dict[str, str]]) -> None:

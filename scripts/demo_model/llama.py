@@ -30,7 +30,7 @@ class LlamaShape:
     norm_eps: float = 1e-5
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.shape = shape
@@ -53,7 +53,7 @@ class Attention(nn.Module):
         return projected
 
 
-class Mlp(nn.Module):
+class LlamaMlp(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
@@ -76,13 +76,13 @@ class Norm(nn.Module):
         return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.input_layernorm = Norm(shape)
-        self.self_attn = Attention(shape)
+        self.self_attn = LlamaAttention(shape)
         self.post_attention_layernorm = Norm(shape)
-        self.mlp = Mlp(shape)
+        self.mlp = LlamaMlp(shape)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
@@ -90,11 +90,11 @@ class Layer(nn.Module):
         return out
 
 
-class Body(nn.Module):
+class LlamaBody(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.layers))
         self.norm = Norm(shape)
 
 
@@ -108,7 +108,7 @@ class Llama(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Body(shape)
+        self.model = LlamaBody(shape)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 scale = (

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from demo_model.conversations import ChatRows, ConversationMaker
-from demo_model.corpus import Document, load_documents, load_purposes, load_questions
+from demo_model.corpus import CorpusDocument, load_documents, load_purposes, load_questions
 from demo_model.llama import Llama, LlamaShape
 from demo_model.tokenizer import BEGIN, END_OF_TEXT, special_token_id
 
@@ -41,7 +41,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class TextStream:
+class TrainingStream:
     """The training text. `tokens`, int16 [total], contains the shuffled documents, each followed by its end
     token.
 
@@ -183,7 +183,7 @@ def _chat_batches(
                 yield tokens[picks].long(), labels[picks].long()
 
 
-def _text_stream(tokenizer: Tokenizer, documents: list[Document], recipe: Recipe) -> TextStream:
+def _text_stream(tokenizer: Tokenizer, documents: list[CorpusDocument], recipe: Recipe) -> TrainingStream:
     generator = numpy.random.default_rng(recipe.seed)
     order = generator.permutation(len(documents))
     texts = [f"# {documents[index].title}\n{documents[index].text}" for index in order]
@@ -202,7 +202,7 @@ def _text_stream(tokenizer: Tokenizer, documents: list[Document], recipe: Recipe
         offset += len(ids)
     all_starts = numpy.concatenate(starts)
     all_starts = all_starts[all_starts <= offset - recipe.text_length]
-    return TextStream(torch.from_numpy(numpy.concatenate(pieces)), torch.from_numpy(all_starts))
+    return TrainingStream(torch.from_numpy(numpy.concatenate(pieces)), torch.from_numpy(all_starts))
 
 
 def _chat_rows(corpus: Path, recipe: Recipe) -> ChatRows:
