@@ -14,6 +14,7 @@ from appliance.channel.served_models import ServedModel
 from appliance.models.preflight import ModelFinding
 from appliance.models.preflight_process import Findings
 from appliance.settings import Fault, Loaded, ModelSettings, Place, Settings, SettingsError, dotted
+from engine import sizing
 
 log = logging.getLogger(__name__)
 
@@ -101,24 +102,17 @@ def describe_models(
 
 
 def describe(name: str, settings: ModelSettings) -> ServedModel:
-    """Return a model's description for the fronts before any replica is ready. Values that are missing from
-    the model's configuration are 0 until then. Raises OSError if the folder or the chat template cannot be
-    read.
-    """
+    """Return a model's description for the fronts before any replica is ready. Raises OSError if the folder
+    or the chat template cannot be read."""
     folder = Path(settings.folder)
-    config = _config(folder / "config.json")
-    longest = config.get("max_position_embeddings")
-    max_model_len = longest if isinstance(longest, int) else 0
-    if settings.max_model_len is not None:
-        max_model_len = min(settings.max_model_len, max_model_len or settings.max_model_len)
-    vocab_size = config.get("vocab_size")
+    max_model_len, vocab_size = _limits(settings)
     return ServedModel(
         name=name,
         folder=str(folder),
         version=fingerprint(folder, settings.chat_template),
         created=int((folder / "config.json").stat().st_mtime),
         max_model_len=max_model_len,
-        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
+        vocab_size=vocab_size,
         required=settings.required,
         chat_template=settings.chat_template,
         sampling=settings.sampling.over(_config(folder / "generation_config.json")),
@@ -147,6 +141,16 @@ def fingerprint(folder: Path, chat_template: str | None = None) -> str:
             raise FileNotFoundError(errno.ENOENT, "not a regular file", chat_template)
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _limits(settings: ModelSettings) -> tuple[int, int]:
+    """Return the maximum sequence length and the vocabulary size. A value that is unknown, because the engine
+    cannot load the checkpoint, is 0."""
+    try:
+        config = sizing.read_config(settings.folder)
+        return config.resolve_length(settings.max_model_len), config.vocab_size
+    except sizing.ModelError:  # the engine reports the error when it loads the model
+        return settings.max_model_len or 0, 0
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -23,20 +23,20 @@ from appliance.http import Peer
 from appliance.http.sockets import ListenError, bind_tcp, bind_unix
 from appliance.models.registry import describe, fingerprint
 from appliance.rundir import RunDirError, RunDirLock, new_rendezvous, prepare_directories
-from appliance.settings import AdminSettings, ModelSettings
+from appliance.settings import AdminSettings, ModelSettings, demo_model_folder
 
 
 def test_the_version_of_a_model_depends_on_its_files_and_not_on_their_dates(tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
-    (first / "config.json").write_text('{"max_position_embeddings": 128, "vocab_size": 50}')
+    shutil.copyfile(demo_model_folder() / "config.json", first / "config.json")
     (first / "model.safetensors").write_bytes(b"x" * 1000)
     shutil.copytree(first, tmp_path / "copy", copy_function=shutil.copyfile)
     assert fingerprint(first) == fingerprint(tmp_path / "copy")
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"x" * 999 + b"y")
     assert fingerprint(first) != fingerprint(tmp_path / "copy")
     model = describe("m", ModelSettings(folder=str(first), max_model_len=64))
-    assert (model.max_model_len, model.vocab_size, len(model.version)) == (64, 50, 12)
+    assert (model.max_model_len, model.vocab_size, len(model.version)) == (64, 5120, 12)
 
 
 def test_a_stale_socket_is_replaced_but_a_regular_file_is_not(tmp_path: Path) -> None:

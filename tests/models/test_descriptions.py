@@ -12,6 +12,8 @@ from appliance.channel.sampling import SamplingDefaults
 from appliance.models.registry import describe
 from appliance.settings import ModelSettings, demo_model_folder
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -41,6 +43,26 @@ def test_values_of_the_checkpoint_that_the_engine_cannot_use_are_ignored(model: 
     config = {"temperature": value, "top_p": 0.9}
     (model / "generation_config.json").write_text(json.dumps(config))
     assert sampling(model) == SamplingDefaults(top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_model_len", "expected"),
+    [
+        ({"max_position_embeddings": 512}, None, (512, 5120)),
+        ({"max_position_embeddings": None}, None, (2048, 5120)),
+        ({"rope_scaling": YARN}, None, (4096, 5120)),
+        ({"rope_scaling": YARN}, 3000, (3000, 5120)),
+        ({"rope_scaling": YARN}, 5000, (5000, 0)),
+        ({"model_type": "unknown"}, None, (0, 0)),
+    ],
+)
+def test_the_limits_follow_the_engines_rules(
+    model: Path, changes: dict[str, object], max_model_len: int | None, expected: tuple[int, int]
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    found = describe("m", ModelSettings(folder=str(model), max_model_len=max_model_len))
+    assert (found.max_model_len, found.vocab_size) == expected
 
 
 def test_the_fingerprint_covers_a_chat_template_that_replaces_the_folders(
