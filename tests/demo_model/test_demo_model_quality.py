@@ -20,7 +20,7 @@ from tests.forked import forked_ranks
 
 
 def test_the_quality_loss_of_fp8_weights_and_cache_is_within_its_limit() -> None:
-    """Uses 60 questions and 12 of 57 windows of text. `docs/measurements` has the full results."""
+    """Uses 60 questions and 12 of 57 windows of text. docs/quantisation.md has the full results."""
     plain, *quantised = measure("cpu", "float32", asked=60, windows=12)
     assert (plain.right, plain.asked, plain.held_out_tokens) == (60, 60, 12 * 1024)
     for score, form in zip(quantised, FORMS[1:], strict=True):
