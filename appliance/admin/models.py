@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from appliance.actions import action_of
 from appliance.actions.parameters import (
     AddModel,
     LoadModel,
@@ -238,14 +239,15 @@ class ModelAdmin:
 
     async def pin(self, actor: Actor, asked: PinModel) -> Effect:
         """Keep a version loaded until it is unpinned."""
-        return await self._set_pinned(actor, "models.pin", asked.model, pinned=True)
+        return await self._set_pinned(actor, asked, pinned=True)
 
     async def unpin(self, actor: Actor, asked: UnpinModel) -> Effect:
         """Allow a version to be unloaded again."""
-        return await self._set_pinned(actor, "models.unpin", asked.model, pinned=False)
+        return await self._set_pinned(actor, asked, pinned=False)
 
-    async def _set_pinned(self, actor: Actor, action: str, target: str, *, pinned: bool) -> Effect:
-        record = self._record(target, "pinned" if pinned else "unpinned")
+    async def _set_pinned(self, actor: Actor, asked: PinModel | UnpinModel, *, pinned: bool) -> Effect:
+        action = action_of(asked).name
+        record = self._record(asked.model, "pinned" if pinned else "unpinned")
         name, version = record.model, record.version
         await committed(
             self.operations.registry.set_pinned(
@@ -261,7 +263,7 @@ class ModelAdmin:
         name, version = split_target(asked.model)
         if version is None:
             raise ValueError(f"model = {asked.model!r} does not name a version: write NAME@VERSION")
-        return await self._swap(actor, "models.default", name, version, asked.grace_s)
+        return await self._swap(actor, asked, name, version)
 
     async def rollback(self, actor: Actor, asked: RollbackModel) -> Effect:
         """Make the previous default version the default again."""
@@ -274,9 +276,12 @@ class ModelAdmin:
             )
         if version is None:
             raise ConflictError(f"model {asked.name!r} has had no other default version since it was added")
-        return await self._swap(actor, "models.rollback", asked.name, version, asked.grace_s)
+        return await self._swap(actor, asked, asked.name, version)
 
-    async def _swap(self, actor: Actor, action: str, name: str, version: int, grace_s: float) -> Effect:
+    async def _swap(
+        self, actor: Actor, asked: SetDefaultModel | RollbackModel, name: str, version: int
+    ) -> Effect:
+        action = action_of(asked).name
         wanted = self._record(unit_name(name, version), "given another default version")
         former = self._record(unit_name(name, self._model(name).default_version), "")
         registry = self.operations.registry
@@ -286,7 +291,9 @@ class ModelAdmin:
         def commit() -> Awaitable[ModelRecord]:
             return committed(registry.set_default(actor=actor, action=action, model=name, version=version))
 
-        await asyncio.shield(asyncio.ensure_future(self.swaps.set_default(former, wanted, commit, grace_s)))
+        await asyncio.shield(
+            asyncio.ensure_future(self.swaps.set_default(former, wanted, commit, asked.grace_s))
+        )
         return Effect(self.states.status(wanted))
 
     async def alias(self, actor: Actor, asked: SetAlias) -> Effect:
