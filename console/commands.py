@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 
-from appliance.actions import Action
+from appliance.actions import Action, TargetKind
 from console.keys import SCREENS, offered
 from console.lines import cells
 from console.parameters import CommandError, Values, entered, positional
@@ -35,15 +35,8 @@ ALTERNATES = ("finished", "usage", "keys", "silences")
 """Commands that open screens without a tab. Each command has the name of its screen."""
 
 
-Targets = dict[str, dict[str, str]]
+Targets = dict[TargetKind, dict[str, str]]
 """The targets that completion offers: for each kind, the names or ids, each with a short description."""
-
-
-def kind_of_target(action: Action) -> str:
-    """Return the kind of an action's target, as a key of `Targets`."""
-    if action.name == "alerts.unsilence":
-        return "silence"
-    return "rule" if action.named_by == "rule" else action.target
 
 
 def completions(text: str, targets: Targets) -> list[str]:
@@ -58,7 +51,7 @@ def completions(text: str, targets: Targets) -> list[str]:
         name = action.name.replace(".", " ")
         if action.named_by and text.startswith(name + " "):
             prefix = f"{name} " if action.is_target_required else f"{name} --{action.named_by} "
-            known = targets.get(kind_of_target(action), {})
+            known = targets.get(action.target, {})
             found += [prefix + one for one in known if (prefix + one).startswith(text)]
             found += [
                 f"{text.rpartition(' ')[0]} {one}"

@@ -61,7 +61,7 @@ def required_lists(action: Action) -> tuple[ListName, ...]:
             return ("tenants",)
         case "key" | "peer":
             return ("callers",)
-        case "alert" if action.name == "alerts.unsilence":
+        case "silence":
             return ("silences",)
     return ()
 
@@ -120,10 +120,10 @@ def fingerprint(action: Action, target: str | None, context: Context) -> Fingerp
             observed |= _tenant(next((one for one in snapshot.tenants if one.name == target), None))
         case "model":
             observed |= _model(target or "", snapshot, context)
-        case "alert" if action.named_by == "rule":
+        case "rule":
             matching = [f"{one.id} {one.state}" for one in alerts_of(target, snapshot)]
             observed["matching alerts"] = ", ".join(matching) or "none"
-        case "alert" if action.name == "alerts.ack":
+        case "alert":
             observed |= _alert(next((one for one in snapshot.alerts if one.id == target), None))
     read = all(name in context.rows for name in required_lists(action))
     return Fingerprint(observed, _listed(action, target, context, snapshot.at) if read else None)
@@ -187,7 +187,7 @@ def _listed(action: Action, target: str | None, context: Context, now: float) ->
             mappings = context.rows_of("callers", PeerMapping)
             peer = next((one for one in mappings if peer_name(one) == target), None)
             return {"mapping": "absent" if peer is None else f"tenant {peer.tenant} from {peer.source}"}
-        case "alert" if action.name == "alerts.unsilence":
+        case "silence":
             return {"silence": "ended" if silence_with(target, context) is None else "active"}
     return {}
 

@@ -97,10 +97,10 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
     match action.target:
         case "tenant" | "key" if target:
             return _caller(action, target, context, snapshot)
-        case "alert" if action.named_by == "rule":
+        case "rule":
             count = sum(alert.state != "resolved" for alert in alerts_of(target, snapshot))
             return [f"{count} active alert{'' if count == 1 else 's'} for this rule"]
-        case "alert" if action.name == "alerts.unsilence":
+        case "silence":
             return _silence(silence_with(target, context), snapshot)
         case "alert":
             found = [one for one in snapshot.alerts if one.id == target]

@@ -26,9 +26,9 @@ def state_lines(action: Action, target: str | None, context: Context) -> list[st
         case "peer" if action.name == "peers.unmap" and target and "callers" in context.rows:
             peers = context.rows_of("callers", PeerMapping)
             return [] if any(peer_name(one) == target for one in peers) else [unlisted("mapping", target)]
-        case "alert" if action.name == "alerts.unsilence" and target and "silences" in context.rows:
+        case "silence" if target and "silences" in context.rows:
             return [] if silence_with(target, context) else [unlisted("silence", target)]
-        case "alert" if action.name == "alerts.ack" and target:
+        case "alert" if target:
             return [] if any(one.id == target for one in snapshot.alerts) else [unlisted("alert", target)]
     return []
 

@@ -22,7 +22,7 @@ Danger = Literal["none", "confirm", "typed"]
 """How an operator must confirm the action. "typed": by typing the target's name, because the action cannot be
 undone. "confirm": by answering yes or no, because requests may be refused or ended. "none": no
 confirmation."""
-TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
+TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert", "rule", "silence"]
 Visibility = Literal["shown", "internal"]
 """Whether operators can choose the action. Internal actions are performed only as steps of a command."""
 
@@ -197,8 +197,8 @@ ACTIONS: tuple[Action, ...] = (
         "request_id",
     ),
     Action("alerts.ack", "Acknowledge alert", "none", "alert", parameters.AcknowledgeAlert, Alert, "id"),
-    Action("alerts.silence", "Silence alerts", "none", "alert", parameters.SilenceAlerts, Silence, "rule"),
-    Action("alerts.unsilence", "End silence", "none", "alert", parameters.UnsilenceAlerts, Done, "id"),
+    Action("alerts.silence", "Silence alerts", "none", "rule", parameters.SilenceAlerts, Silence, "rule"),
+    Action("alerts.unsilence", "End silence", "none", "silence", parameters.UnsilenceAlerts, Done, "id"),
     Action(
         "backup.begin",
         "Begin backup",

@@ -135,13 +135,13 @@ class AlertsView(TableView[ListedAlert]):
         )
 
     def accepts(self, action: Action) -> bool:
-        return super().accepts(action) and action.name != "alerts.unsilence"
+        return action.target in ("alert", "rule")
 
     def targets(self, action: Action, context: Context) -> list[str]:
         """Return the selected alerts' ids or, for an action on rules, their rule names."""
         selected = set(self.selected(context))
         alerts = [row for row in self.ordered(context) if row.id in selected]
-        if action.named_by == "rule":
+        if action.target == "rule":
             return list(dict.fromkeys(row.alert.rule for row in alerts))
         return [row.id for row in alerts]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.actions import Action, TargetKind
+from appliance.actions import TargetKind
 from appliance.protocol import Silence
 from console import units
 from console.context import Context
@@ -26,7 +26,7 @@ class SilencesView(TableView[Silence]):
         "The active silences. Silenced alerts are still listed and recorded, but not sent to receivers. "
         "Press {actions} to end the selected silence early, and {variant} to show the alerts."
     )
-    target: TargetKind = "alert"
+    target: TargetKind = "silence"
     sorted_by = "until"
     empty = "no silences are active"
     columns = (
@@ -62,9 +62,6 @@ class SilencesView(TableView[Silence]):
 
     def id_of(self, row: Silence) -> str:
         return row.id
-
-    def accepts(self, action: Action) -> bool:
-        return action.name == "alerts.unsilence"
 
     def title_of(self, row: Silence) -> str:
         return f"Silence {row.id}"
