@@ -8,7 +8,7 @@ import shlex
 from appliance.actions import Action, TargetKind
 from console.keys import SCREENS, offered
 from console.lines import cells
-from console.parameters import CommandError, Values, entered, positional
+from console.parameters import CommandError, Values, entered, positional, separator
 
 WORDS: dict[str, str] = {
     "theme": "theme NAME: dark, light, ansi, mono or high-contrast",
@@ -114,8 +114,8 @@ def flags(action: Action) -> list[str]:
 
 def _parameters(action: Action, words: list[str]) -> Values:
     values: Values = {}
-    if action.name == "models.add" and words and "=" in words[0]:
-        words = [*words[0].split("=", 1), *words[1:]]
+    if words and (between := separator(action)) != " ":
+        words = [*words[0].split(between, 1), *words[1:]]
     free = list(positional(action))
     at = 0
     while at < len(words):

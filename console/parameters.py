@@ -23,14 +23,6 @@ Values = dict[str, Any]
 Kind = Literal[
     "switch", "table", "list", "number", "count", "class", "choice", "share", "span", "time", "text"
 ]
-_POSITIONAL = {
-    "models.add": ("name", "folder"),
-    "models.alias": ("name", "target"),
-    "models.split": ("name", "weights"),
-    "models.shadow": ("name",),
-}
-_OPTIONS = {"target": "--to"}
-"""Maps parameters to their CLI options where the names differ."""
 _INVALID = re.compile(r"\$\.(\w+)")
 """Matches the parameter name in a validation error."""
 _NUMBER = re.compile(r"[0-9][0-9,_]*(\.[0-9]+)?")
@@ -60,21 +52,23 @@ class Parameter:
         self.declared = None if field.required else action.declared_fields.get(field.name)
         """The declaration of the tenant or key field that the parameter sets."""
         kind = msgspec.inspect.type_info(field.type)
-        self.description = ""
+        self.description, extra = "", dict[str, Any]()
         if isinstance(kind, msgspec.inspect.Metadata):
+            extra = kind.extra or {}
             self.description = (kind.extra_json_schema or {}).get("description", "")
             # The schema describes the JSON value, where null means none.
             self.description = self.description.replace("Null ", "The value none ")
+        self.flag: str = extra.get("option") or flag(field.name)
+        """The parameter's CLI option."""
+        self.none_option: str = extra.get("none_option", "")
+        """The CLI option that stands for the value none; empty if it is written as the parameter's value."""
+        self.after: str = extra.get("after", "")
+        """The text between the target and this parameter if it is an argument in the CLI; otherwise empty."""
         types = _alternatives(kind)
         self.optional = any(isinstance(one, msgspec.inspect.NoneType) for one in types)
         """Whether "none" is a valid value."""
         self.type = next(one for one in types if not isinstance(one, msgspec.inspect.NoneType))
         self.kind: Kind = self._kind()
-
-    @property
-    def flag(self) -> str:
-        """The parameter's CLI option."""
-        return _OPTIONS.get(self.name) or flag(self.name)
 
     @property
     def label(self) -> str:
@@ -178,6 +172,11 @@ class Parameter:
                 return units.date(float(text))
         return text
 
+    def words(self, text: Any) -> list[str]:
+        """Format a value as arguments of a CLI command. Each entry of a table is one argument."""
+        shown = self.cli_text(text)
+        return [one.strip() for one in shown.split(",")] if self.kind == "table" else [shown]
+
     def invalid(self, text: object) -> CommandError:
         """Return the error for an invalid value."""
         expected = _EXPECTED.get(self.kind, "")
@@ -201,9 +200,13 @@ def parameters_of(action: Action) -> Mapping[str, Parameter]:
 
 def positional(action: Action) -> tuple[str, ...]:
     """Return the parameters that are positional in the CLI."""
-    if action.name in _POSITIONAL:
-        return _POSITIONAL[action.name]
-    return (action.named_by,) if action.is_target_required else ()
+    target = (action.named_by,) if action.is_target_required else ()
+    return (*target, *(one.name for one in parameters_of(action).values() if one.after))
+
+
+def separator(action: Action) -> str:
+    """Return the text between the arguments of the action's CLI command."""
+    return next((one.after for one in parameters_of(action).values() if one.after), " ")
 
 
 def entered(action: Action) -> list[Parameter]:
@@ -244,17 +247,15 @@ def equivalent(action: Action, values: Values) -> str:
     """Return the CLI command that performs the same action."""
     known = parameters_of(action)
     given = {name: value for name, value in values.items() if value not in (None, "", False)}
-    named = [known[name].cli_text(given.pop(name)) for name in positional(action) if name in given]
-    if action.name == "models.add":
-        named = ["=".join(named)]
-    if action.name == "models.alias" and named[1:] == ["none"]:
-        named[1] = "--delete"
-    if action.name == "models.shadow" and given.get("target") == "none":
-        del given["target"]
-        named.append("--clear")
-    if action.name == "models.split" and named[1:]:
-        named[1:] = ["--clear"] if named[1] == "none" else [one.strip() for one in named[1].split(",")]
-    words = ["appliance", *action.name.split("."), *named]
+    cleared = [name for name, value in given.items() if value == "none" and known[name].none_option]
+    for name in cleared:
+        del given[name]
+    named = [
+        word for name in positional(action) if name in given for word in known[name].words(given.pop(name))
+    ]
+    if (between := separator(action)) != " ":
+        named = [between.join(named)]
+    words = ["appliance", *action.name.split("."), *named, *(known[name].none_option for name in cleared)]
     for name, value in given.items():
         one = known[name]
         if value is True:

@@ -21,8 +21,10 @@ Weight = Annotated[float, Meta(gt=0, le=1e6)]
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
-# Keys of `Meta.extra`: the placeholder for a parameter's value in command-line help, and the parameter's
-# short option.
+# Keys of `Meta.extra`. They describe the parameter on the command line: "metavar" is the placeholder for its
+# value in help, "short" its short option, "option" its option if that is not named after the parameter, and
+# "none_option" the option that stands for null. "after" marks a parameter that is an argument after the
+# target, not an option; its value is the text between the two.
 NAME = {"metavar": "NAME"}
 ID = {"metavar": "ID"}
 VERSION = {"metavar": "NAME[@VERSION]"}
@@ -292,7 +294,10 @@ class AddModel(_Parameters):
     the checkpoint becomes its next version."""
 
     name: Annotated[str, Meta(description="The name that applications use.")]
-    folder: Annotated[str, Meta(description="Absolute path of a folder with a Hugging Face checkpoint.")]
+    folder: Annotated[
+        str,
+        Meta(description="Absolute path of a folder with a Hugging Face checkpoint.", extra={"after": "="}),
+    ]
     settings: Annotated[
         dict[str, Any], Meta(description="The version's settings, named as in the settings files.")
     ] = {}
@@ -400,7 +405,11 @@ class SetAlias(_Parameters):
 
     name: Annotated[str, Meta(description="The alias.")]
     target: Annotated[
-        str | None, Meta(description="A model's name, or NAME@VERSION. Null deletes the alias.")
+        str | None,
+        Meta(
+            description="A model's name, or NAME@VERSION. Null deletes the alias.",
+            extra={"option": "--to", "none_option": "--delete", "after": " "},
+        ),
     ]
 
 
@@ -414,7 +423,8 @@ class SplitModel(_Parameters):
         Annotated[dict[str, Weight], Meta(min_length=1, max_length=MAX_ARMS)] | None,
         Meta(
             description="Each target's weight. A target is a version number such as 1, a model name, or "
-            "NAME@VERSION. Null ends the split."
+            "NAME@VERSION. Null ends the split.",
+            extra={"none_option": "--clear", "after": " "},
         ),
     ]
 
@@ -427,7 +437,10 @@ class ShadowModel(_Parameters):
     name: Annotated[str, Meta(description="The model name whose requests are copied.")]
     target: Annotated[
         str | None,
-        Meta(description="A version number such as 2, a model name, or NAME@VERSION. Null ends the shadow."),
+        Meta(
+            description="A version number such as 2, a model name, or NAME@VERSION. Null ends the shadow.",
+            extra={"option": "--to", "none_option": "--clear"},
+        ),
     ]
     share: Annotated[float, Meta(gt=0, le=1, description="Fraction of the requests to copy.")] = 0.05
 
