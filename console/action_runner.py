@@ -11,7 +11,8 @@ import msgspec
 
 from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
-from appliance.protocol import Done
+from appliance.protocol import Done, DrainStatus, Key, Tenant
+from appliance.snapshot import Alert
 from console.action_dialog import ActionDialog, Confirmed, fields_of
 from console.dialogs import Choice, ChoiceDialog, TextDialog
 from console.fingerprints import required_lists
@@ -24,15 +25,11 @@ from console.themes import Role
 if TYPE_CHECKING:
     from console.app import ConsoleApp
 
-_CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias")
-"""Actions that create an object. Their dialogs ask for the object's name."""
-_WITH_FORECAST = ("tenants.set", "keys.set")
-"""Actions that change limits. Their dialogs can forecast the effect by replaying the last few minutes."""
 _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key": "keys", "peer": "keys"}
 """Kinds of objects that must be selected before an action can start, each with the screen that lists them.
 Without a selection, actions on other kinds apply to the whole service."""
-_WITHOUT_RESULT = ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack")
-"""Actions without a result dialog, because the screens show their effect."""
+_LISTED_RESULTS = (Alert, DrainStatus, Key, Tenant)
+"""Types of results that are not shown in a dialog, because the screens show them."""
 _UNCERTAIN = "The service may have performed the action: check before you repeat it"
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
@@ -83,11 +80,7 @@ class ActionRunner:
             return
         view = self._app.session.view
         names = view.selected(self._app.session.context)
-        choices = [
-            one
-            for one in offered()
-            if view.accepts(one) or one.target == "service" or one.name in ("drain", "resume")
-        ]
+        choices = [one for one in offered() if view.accepts(one) or one.applies_to_service]
         choices.sort(key=lambda one: (not view.accepts(one), one.target != view.target))
 
         def chosen(name: str | None) -> None:
@@ -153,7 +146,7 @@ class ActionRunner:
             return
         named = given and (action.named_by in values or not action.is_target_required)
         names = [] if named else self._targets_on_screen(action)
-        if not given and not names and action.target in _LISTED_ON and action.name not in _CREATING:
+        if not given and not names and action.target in _LISTED_ON and not action.creates_object:
             self._app.session.say(f"{action.title}: {_missing(action)}", "warn")
             return
         self._app.run_worker(self._confirm(action, values, names), group="actions", exit_on_error=True)
@@ -162,7 +155,7 @@ class ActionRunner:
         """Return the names of the marked objects, or of the object under the cursor. Return an empty list if
         the action does not apply to the objects on this screen."""
         view = self._app.session.view
-        is_named = action.named_by and (action.name not in _CREATING or action.target == "tenant")
+        is_named = action.named_by and (not action.creates_object or action.target == "tenant")
         return view.targets(action, self._app.session.context) if is_named and view.accepts(action) else []
 
     async def _confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
@@ -179,8 +172,8 @@ class ActionRunner:
                 continue
             place = f"{len(outcomes) + 1} of {len(targets)}" if len(targets) > 1 else ""
             chosen = dict(values) if name is None else {**values, action.named_by: name}
-            if action.name == "models.default" and "@" not in chosen.get("model", "@"):
-                chosen["model"] += "@"  # The operator must add the version.
+            if action.is_version_required and "@" not in chosen.get(action.named_by, "@"):
+                chosen[action.named_by] += "@"  # The operator must add the version.
             earlier = [one.text for one in outcomes if one.kind == "failed"]
             outcomes.append(ActionOutcome(name, *await self._confirm_one(action, chosen, place, earlier)))
             if outcomes[-1].kind == "cancelled":
@@ -255,7 +248,7 @@ class ActionRunner:
                         impact=Impact(
                             action, self._app.session.newest, lambda: self._app.session.state.error
                         ),
-                        what_if=self._forecast if action.name in _WITH_FORECAST else None,
+                        what_if=self._forecast if action.changes_fields else None,
                         place=place,
                         earlier=earlier,
                         again=again,
@@ -287,7 +280,7 @@ class ActionRunner:
             self._app.session.say(result.message, "good")
             return
         self._say(action, parameters, getattr(result, "state", "done"), "good", place)
-        if action.name not in _WITHOUT_RESULT:
+        if action.result not in _LISTED_RESULTS:
             title = f"{action.title} {action.target_name(parameters)}"
             await self._app.push_screen_wait(TextDialog(title.rstrip(), result_lines(result)))
 

@@ -27,14 +27,6 @@ from console.target_state import state_lines, unlisted
 
 _SHOWN_TENANTS = 3
 """Number of tenant forecasts that fit in a 24-line dialog."""
-_UNLOADING = ("models.unload", "models.sleep", "models.default", "models.rollback")
-"""Actions after which a loaded version finishes its requests and then releases its memory."""
-_UNNOTICED = ("keys.create", "tenants.resume")
-"""Actions that do not affect a tenant's current requests."""
-_REPLACING = ("models.default", "models.rollback")
-"""Actions that replace the default version of a model."""
-_ROUTING = ("models.split", "models.alias", "models.shadow")
-"""Actions that change which models serve requests for a model name."""
 
 
 class Impact:
@@ -83,18 +75,11 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
     snapshot = context.snapshot
     if snapshot is None:
         return ["current load unknown: no data received from the service yet"]
-    if action.target == "request":
-        return _request(action, target, snapshot)
-    if action.target == "model":
-        return _model(action, target or "", context, snapshot)
-    tenant = next((one for one in snapshot.tenants if one.name == target), None)
-    if action.name == "tenants.delete" and tenant is not None and (tenant.keys or tenant.peers):
-        keys = units.counted(tenant.keys, "valid key")
-        return [
-            f"{keys} and {units.count(tenant.peers)} mapped users or groups",
-            "the service will refuse: revoke the keys and remove the mappings first",
-        ]
     match action.target:
+        case "request":
+            return _request(action, target, snapshot)
+        case "model":
+            return _model(action, target or "", context, snapshot)
         case "tenant" | "key" if target:
             return _caller(action, target, context, snapshot)
         case "rule":
@@ -117,14 +102,21 @@ def _caller(action: Action, target: str, context: Context, snapshot: Snapshot) -
     """Describe what an action on a tenant or key affects. Warn if the screens do not list the target."""
     if action.target == "tenant":
         requests = [one for one in snapshot.requests if one.tenant == target]
-        is_listed = any(one.name == target for one in snapshot.tenants)
+        tenant = next((one for one in snapshot.tenants if one.name == target), None)
+        if action.impact == "remove" and tenant is not None and (tenant.keys or tenant.peers):
+            keys = units.counted(tenant.keys, "valid key")
+            return [
+                f"{keys} and {units.count(tenant.peers)} mapped users or groups",
+                "the service will refuse: revoke the keys and remove the mappings first",
+            ]
+        is_listed = tenant is not None
     else:
         requests = [one for one in snapshot.requests if one.key_id == target]
         is_listed = "callers" not in context.rows or any(
             one.id == target for one in context.rows_of("callers", Key)
         )
     if is_listed:
-        return [] if action.name in _UNNOTICED else _load(requests)
+        return [] if action.impact in ("none", "resume") else _load(requests)
     return [unlisted(action.target, target), *(_load(requests) if requests else [])]
 
 
@@ -143,10 +135,10 @@ def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:
 def _request(action: Action, target: str | None, snapshot: Snapshot) -> list[str]:
     one = next((one for one in snapshot.requests if one.request_id == target), None)
     if one is None:
-        return [f"request {target} has ended"] if action.name == "requests.cancel" else []
+        return [] if action.impact == "none" else [f"request {target} has ended"]
     done = f"{units.count(one.generated_tokens)} output tokens"
     lines = [f"tenant {one.tenant}, model {one.model}, age {units.seconds(one.age_s)}, {done}"]
-    if action.name != "requests.cancel":
+    if action.impact == "none":
         return lines
     if one.phase == "queued":
         return [*lines, "waiting in the queue: uses no KV blocks"]
@@ -159,20 +151,20 @@ def _request(action: Action, target: str | None, snapshot: Snapshot) -> list[str
 
 def _model(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
     """Describe what an action on the model `target` affects. An empty `target` means all models."""
-    if action.name == "resume":
+    if action.impact == "resume":
         held = [one for one in snapshot.drains if is_drained(target, one.model, context)]
         counts = [units.counted(one.held, "held request") for one in held]
         return [f"{count} will be served first" for count in counts] or ["not draining"]
-    if action.name in _ROUTING:
+    if action.impact == "requests":
         return _load([one for one in snapshot.requests if one.model == target])
     models = _loaded(action, target, context, snapshot)
-    if action.name == "drain":
+    if action.impact == "suspend":
         requests = _requests_of(models, target, context, snapshot) if target else snapshot.requests
         return _load(requests, _end(models if target else snapshot.models, snapshot))
-    if action.name in _UNLOADING:
+    if action.impact in ("unload", "sleep", "replace"):
         load = _load(_requests_of(models, target, context, snapshot), _end(models, snapshot))
         return [*_versions(action, target, context), *load, _freed(action, models)]
-    if action.name == "models.remove":
+    if action.impact == "remove":
         loaded = [one.name for one in models]
         if loaded:
             return [f"loaded: {', '.join(loaded)}", "the service will refuse: unload the model first"]
@@ -184,9 +176,9 @@ def _versions(action: Action, target: str, context: Context) -> list[str]:
     """Describe how a model's default version changes."""
     name, _, version = target.partition("@")
     entry = registered(name, context)
-    if entry is None or action.name not in _REPLACING:
+    if entry is None or action.impact != "replace":
         return []
-    after = version if action.name == "models.default" else entry.previous
+    after = version if action.is_version_required else entry.previous
     return [f"default version: {entry.default} → {after or units.UNKNOWN}"]
 
 
@@ -194,12 +186,12 @@ def _loaded(action: Action, target: str, context: Context, snapshot: Snapshot) -
     """Return the loaded models that an action affects. Versions in the registry are loaded as NAME@VERSION.
     NAME means the default version, or all versions if `action` removes them."""
     name, _, version = target.partition("@")
-    if version and action.name not in _REPLACING:
+    if version and action.impact != "replace":
         return [one for one in snapshot.models if one.name == target]
     entry = registered(name, context)
     name = name if entry is None else entry.name
     found = [one for one in snapshot.models if one.name == name or one.name.startswith(f"{name}@")]
-    if entry is not None and action.name != "models.remove":
+    if entry is not None and action.impact != "remove":
         found = [one for one in found if one.name in (name, f"{name}@{entry.default}")]
     return [one for one in found if not (version and one.name == target)]
 
@@ -260,14 +252,14 @@ def _freed(action: Action, models: list[ModelStatus]) -> str:
     host_bytes = sum(one.host_bytes for one in replicas)
     if not replicas:
         return "not loaded: no memory is freed"
-    if not awake and action.name == "models.sleep":
+    if not awake and action.impact == "sleep":
         return "already asleep: no memory is freed"
     parts = []
     if awake:
         for name, title in (("weight_bytes", "weights"), ("kv_bytes", "KV cache")):
             sizes = [getattr(one, name) for one in awake]
             parts.append(f"{units.size(sum(sizes) if all(sizes) else None)} {title}")
-    if host_bytes and action.name != "models.sleep":
+    if host_bytes and action.impact != "sleep":
         parts.append(f"{units.size(host_bytes)} host memory")
     of = f"{len(replicas)} replica{'' if len(replicas) == 1 else 's'}"
     return f"frees {' + '.join(parts) or units.UNKNOWN} of {of}"

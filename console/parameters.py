@@ -224,7 +224,7 @@ def build(action: Action, values: Values) -> msgspec.Struct:
     for one in known.values():
         if one.required and values.get(one.name) in (None, ""):
             raise CommandError(f"{one.flag} is missing: enter a value")
-    if action.declared_fields and action.name.endswith(".set") and not values.keys() - {action.named_by}:
+    if action.changes_fields and not values.keys() - {action.named_by}:
         raise CommandError("nothing to change: enter a new value in at least one field")
     converted = {name: known[name].value(value) for name, value in values.items()}
     try:

@@ -64,6 +64,6 @@ def absent_text(action: Action, parameter: Parameter, present: Mapping[str, Any]
         return "the service"
     if parameter.required:
         return "required"
-    if action.name.endswith(".set"):
+    if action.changes_fields:
         return "unchanged"
     return "none" if parameter.preset == "" else f"default: {parameter.shown(parameter.preset)}"

@@ -23,7 +23,7 @@ def state_lines(action: Action, target: str | None, context: Context) -> list[st
             return _tenant(action, target, snapshot)
         case "key" if target and "callers" in context.rows:
             return _key(target, context, snapshot)
-        case "peer" if action.name == "peers.unmap" and target and "callers" in context.rows:
+        case "peer" if not action.creates_object and target and "callers" in context.rows:
             peers = context.rows_of("callers", PeerMapping)
             return [] if any(peer_name(one) == target for one in peers) else [unlisted("mapping", target)]
         case "silence" if target and "silences" in context.rows:
@@ -43,14 +43,9 @@ def _model(action: Action, target: str, context: Context, snapshot: Snapshot) ->
     is_known = registered(name, context) is not None or any(
         one.name.partition("@")[0] == name for one in snapshot.models
     )
-    if (
-        name
-        and not is_known
-        and "models" in context.rows
-        and action.name not in ("models.add", "models.alias")
-    ):
+    if name and not is_known and "models" in context.rows and not action.creates_object:
         return [unlisted("model", name)]
-    if action.name != "drain":
+    if action.impact != "suspend":
         return []
     return [
         f"already draining, grace left {units.seconds(one.grace_left_s)}"
@@ -63,9 +58,9 @@ def _tenant(action: Action, target: str | None, snapshot: Snapshot) -> list[str]
     tenant = next((one for one in snapshot.tenants if one.name == target), None)
     if tenant is None:
         return []
-    if action.name == "tenants.suspend" and tenant.suspended_at is not None:
+    if action.impact == "suspend" and tenant.suspended_at is not None:
         return [f"already suspended since {units.date(tenant.suspended_at)}"]
-    if action.name == "tenants.resume":
+    if action.impact == "resume":
         since = tenant.suspended_at
         return ["not suspended" if since is None else f"suspended since {units.date(since)}"]
     return []

@@ -23,6 +23,12 @@ Danger = Literal["none", "confirm", "typed"]
 undone. "confirm": by answering yes or no, because requests may be refused or ended. "none": no
 confirmation."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert", "rule", "silence"]
+ImpactKind = Literal["none", "requests", "suspend", "resume", "unload", "sleep", "replace", "remove"]
+"""What the action does to the target's requests and replicas. "none": nothing that is known in advance.
+"requests": running and queued requests are affected. "suspend": new requests are refused or held until
+"resume". "unload": the version finishes its requests, and then releases its memory. "sleep": the same, but
+the weights stay in host memory. "replace": another version becomes the default, and the previous one is
+unloaded. "remove": the target is deleted. The service refuses this while the target is in use."""
 Visibility = Literal["shown", "internal"]
 """Whether operators can choose the action. Internal actions are performed only as steps of a command."""
 
@@ -45,6 +51,12 @@ class Action(NamedTuple):
     is_long: bool = False
     """Whether the service may take minutes to respond. Clients set no time limit for such an action, because
     the service enforces one."""
+    impact: ImpactKind = "none"
+    creates_object: bool = False
+    """Whether the action creates an object, such as a key or an alias, so its dialog asks for the object's
+    name."""
+    is_version_required: bool = False
+    """Whether the target must include a version, as in NAME@VERSION."""
 
     @property
     def description(self) -> str:
@@ -55,6 +67,17 @@ class Action(NamedTuple):
     def declared_fields(self) -> dict[str, Declared]:
         """The parameters that are fields of a tenant or key, keyed by name."""
         return getattr(self.parameters, "DECLARED", {})
+
+    @property
+    def changes_fields(self) -> bool:
+        """Whether the action changes fields of an existing tenant or key. Omitted fields keep their values.
+        The effect of new limits can be forecast by replaying recent requests."""
+        return bool(self.declared_fields) and not self.creates_object
+
+    @property
+    def applies_to_service(self) -> bool:
+        """Whether the action applies to the whole service if no target is named."""
+        return self.target == "service" or (self.target == "model" and not self.is_target_required)
 
     @property
     def is_target_required(self) -> bool:
@@ -82,21 +105,87 @@ class Action(NamedTuple):
 
 
 ACTIONS: tuple[Action, ...] = (
-    Action("tenants.create", "Create tenant", "none", "service", parameters.CreateTenant, Tenant, "name"),
-    Action("tenants.set", "Change tenant", "none", "tenant", parameters.SetTenant, Tenant, "name"),
-    Action("tenants.suspend", "Suspend tenant", "confirm", "tenant", parameters.SuspendTenant, Done, "name"),
-    Action("tenants.resume", "Resume tenant", "none", "tenant", parameters.ResumeTenant, Done, "name"),
-    Action("tenants.delete", "Delete tenant", "typed", "tenant", parameters.DeleteTenant, Done, "name"),
-    Action("keys.create", "Create key", "none", "tenant", parameters.CreateKey, NewKey, "tenant"),
-    Action("keys.rotate", "Rotate key", "confirm", "key", parameters.RotateKey, NewKey, "id"),
-    Action("keys.set", "Change key", "none", "key", parameters.SetKey, Key, "id"),
-    Action("keys.revoke", "Revoke key", "typed", "key", parameters.RevokeKey, Done, "id"),
-    Action("peers.map", "Map peer", "none", "peer", parameters.MapPeer, Done, "peer"),
-    Action("peers.unmap", "Unmap peer", "confirm", "peer", parameters.UnmapPeer, Done, "peer"),
-    Action("drain", "Drain", "confirm", "model", parameters.DrainService, DrainStatus, "model"),
-    Action("resume", "Resume", "none", "model", parameters.ResumeService, Done, "model"),
     Action(
-        "models.add", "Add model", "none", "model", parameters.AddModel, AddedVersion, "name", is_long=True
+        "tenants.create",
+        "Create tenant",
+        "none",
+        "service",
+        parameters.CreateTenant,
+        Tenant,
+        "name",
+        creates_object=True,
+    ),
+    Action(
+        "tenants.set",
+        "Change tenant",
+        "none",
+        "tenant",
+        parameters.SetTenant,
+        Tenant,
+        "name",
+        impact="requests",
+    ),
+    Action(
+        "tenants.suspend",
+        "Suspend tenant",
+        "confirm",
+        "tenant",
+        parameters.SuspendTenant,
+        Done,
+        "name",
+        impact="suspend",
+    ),
+    Action(
+        "tenants.resume",
+        "Resume tenant",
+        "none",
+        "tenant",
+        parameters.ResumeTenant,
+        Done,
+        "name",
+        impact="resume",
+    ),
+    Action(
+        "tenants.delete",
+        "Delete tenant",
+        "typed",
+        "tenant",
+        parameters.DeleteTenant,
+        Done,
+        "name",
+        impact="remove",
+    ),
+    Action(
+        "keys.create",
+        "Create key",
+        "none",
+        "tenant",
+        parameters.CreateKey,
+        NewKey,
+        "tenant",
+        creates_object=True,
+    ),
+    Action(
+        "keys.rotate", "Rotate key", "confirm", "key", parameters.RotateKey, NewKey, "id", impact="requests"
+    ),
+    Action("keys.set", "Change key", "none", "key", parameters.SetKey, Key, "id", impact="requests"),
+    Action("keys.revoke", "Revoke key", "typed", "key", parameters.RevokeKey, Done, "id", impact="requests"),
+    Action("peers.map", "Map peer", "none", "peer", parameters.MapPeer, Done, "peer", creates_object=True),
+    Action("peers.unmap", "Unmap peer", "confirm", "peer", parameters.UnmapPeer, Done, "peer"),
+    Action(
+        "drain", "Drain", "confirm", "model", parameters.DrainService, DrainStatus, "model", impact="suspend"
+    ),
+    Action("resume", "Resume", "none", "model", parameters.ResumeService, Done, "model", impact="resume"),
+    Action(
+        "models.add",
+        "Add model",
+        "none",
+        "model",
+        parameters.AddModel,
+        AddedVersion,
+        "name",
+        is_long=True,
+        creates_object=True,
     ),
     Action(
         "models.load",
@@ -117,6 +206,7 @@ ACTIONS: tuple[Action, ...] = (
         VersionStatus,
         "model",
         is_long=True,
+        impact="unload",
     ),
     Action("models.retry", "Retry failed model", "none", "model", parameters.RetryModel, Done, "model"),
     Action("models.pin", "Pin model", "none", "model", parameters.PinModel, Done, "model"),
@@ -130,6 +220,7 @@ ACTIONS: tuple[Action, ...] = (
         VersionStatus,
         "model",
         is_long=True,
+        impact="sleep",
     ),
     Action(
         "models.wake",
@@ -150,6 +241,8 @@ ACTIONS: tuple[Action, ...] = (
         VersionStatus,
         "model",
         is_long=True,
+        impact="replace",
+        is_version_required=True,
     ),
     Action(
         "models.rollback",
@@ -160,10 +253,30 @@ ACTIONS: tuple[Action, ...] = (
         VersionStatus,
         "name",
         is_long=True,
+        impact="replace",
     ),
-    Action("models.alias", "Set alias", "none", "model", parameters.SetAlias, Done, "name", is_long=True),
     Action(
-        "models.split", "Split requests", "none", "model", parameters.SplitModel, Done, "name", is_long=True
+        "models.alias",
+        "Set alias",
+        "none",
+        "model",
+        parameters.SetAlias,
+        Done,
+        "name",
+        is_long=True,
+        impact="requests",
+        creates_object=True,
+    ),
+    Action(
+        "models.split",
+        "Split requests",
+        "none",
+        "model",
+        parameters.SplitModel,
+        Done,
+        "name",
+        is_long=True,
+        impact="requests",
     ),
     Action(
         "models.shadow",
@@ -174,8 +287,18 @@ ACTIONS: tuple[Action, ...] = (
         Done,
         "name",
         is_long=True,
+        impact="requests",
     ),
-    Action("models.remove", "Remove model", "typed", "model", parameters.RemoveModel, Done, "model"),
+    Action(
+        "models.remove",
+        "Remove model",
+        "typed",
+        "model",
+        parameters.RemoveModel,
+        Done,
+        "model",
+        impact="remove",
+    ),
     Action("models.prune", "Prune versions", "typed", "service", parameters.PruneModels, PrunedVersions),
     Action("config.reload", "Reload settings", "none", "service", parameters.ReloadConfig, Reloaded),
     Action(
@@ -186,6 +309,7 @@ ACTIONS: tuple[Action, ...] = (
         parameters.CancelRequest,
         Done,
         "request_id",
+        impact="requests",
     ),
     Action(
         "requests.show",

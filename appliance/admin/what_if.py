@@ -12,7 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from appliance.actions.parameters import SetKey, SetTenant
+from appliance.actions import ACTIONS, Action
+from appliance.actions.parameters import SetTenant
 from appliance.admin.bodies import AdminRequestError, error_answer, json_answer, read_parameters
 from appliance.admin.tenants import changes
 from appliance.history.forecasts import QuotaForecast
@@ -102,21 +103,21 @@ class WhatIf:
 
 def what_if_routes(what_if: WhatIf) -> list[ScopedRoute]:
     """Return the routes that predict the effect of new tenant or key limits."""
-    return [_route(what_if, "tenants.set", SetTenant), _route(what_if, "keys.set", SetKey)]
+    return [_route(what_if, action) for action in ACTIONS if action.changes_fields]
 
 
-def _route(what_if: WhatIf, action: str, parameters: type[msgspec.Struct]) -> ScopedRoute:
+def _route(what_if: WhatIf, action: Action) -> ScopedRoute:
     async def answer(request: Request) -> Response:
         try:
-            asked = await read_parameters(request, action, parameters)
+            asked = await read_parameters(request, action.name, action.parameters)
             return json_answer(await what_if.forecast(asked))
         except AdminRequestError as error:
             return error_answer(error.status, str(error))
 
     operation = Operation(
         "Replay the last few minutes' requests with different limits, without changing anything",
-        body=parameters,
+        body=action.parameters,
         answer=QuotaForecast,
         errors=_ERRORS,
     )
-    return ScopedRoute("POST", f"/what-if/{action}", answer, wanted="read", operation=operation)
+    return ScopedRoute("POST", f"/what-if/{action.name}", answer, wanted="read", operation=operation)

@@ -98,10 +98,9 @@ def add_commands(group: typer.Typer, *names: str) -> None:
 
 def add_command(group: typer.Typer, action: Action, name: str) -> None:
     """Add an action's command to a group."""
-    is_change = action.name.endswith(".set")
     parameters = [_Parameter(action, field) for field in msgspec.structs.fields(action.parameters)]
     own = [one.signature() for one in parameters if one.declared is None]
-    if is_change:
+    if action.changes_fields:
         own.append(_keyword("what_if", WhatIf, False))
     if action.danger != "none":
         own.append(_keyword("yes", Yes, False))
@@ -114,7 +113,7 @@ def add_command(group: typer.Typer, action: Action, name: str) -> None:
         _run(action, parameters, given)
 
     run.__signature__ = inspect.Signature([*own, *declared, *common])  # type: ignore[attr-defined]
-    note = ' The value "none" removes a limit.' if is_change else ""
+    note = ' The value "none" removes a limit.' if action.changes_fields else ""
     group.command(name, help=action.description + note)(run)
 
 
@@ -124,7 +123,7 @@ def _run(action: Action, parameters: list[_Parameter], given: Mapping[str, Any])
     from appliance.cli.fields import given_fields
 
     fields = given_fields(given, [one.declared for one in parameters if one.declared is not None])
-    if action.name.endswith(".set") and not fields:
+    if action.changes_fields and not fields:
         raise CommandLineError(f"no changes were given: see appliance {action.name.replace('.', ' ')} --help")
     values = {one.name: one.value(given[one.name]) for one in parameters if one.declared is None}
     asked = action.parameters(**values, **fields)

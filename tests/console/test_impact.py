@@ -17,6 +17,7 @@ from appliance.snapshot import Alert, KvCache, Snapshot, UnfinishedRequest
 from console import units
 from console.context import Context
 from console.impact import Impact, impact, result_lines
+from console.keys import offered
 from store.policies import Quota
 from store.structs import KeptText, Silence
 from tests.console.frames import session, unknown
@@ -212,6 +213,35 @@ def test_the_impact_of_resuming_counts_a_single_request() -> None:
     assert context.snapshot is not None
     context.snapshot.drains = [msgspec.structs.replace(a_drain(None), held=1)]
     assert impact(action_named("resume"), None, context) == ["1 held request will be served first"]
+
+
+@pytest.mark.parametrize("action", offered(), ids=lambda action: action.name)
+def test_every_action_that_affects_requests_declares_its_impact(action: Action) -> None:
+    """An action that needs confirmation may refuse or end requests, so the registry must state its impact."""
+    context = session(steps=3).context
+    assert context.snapshot is not None
+    targets = {
+        "model": "qwen3-8b",
+        "tenant": context.snapshot.tenants[0].name,
+        "key": context.rows_of("callers", Key)[0].id,
+        "request": context.snapshot.requests[0].request_id,
+    }
+    if action.target not in targets:
+        assert action.impact == "none", "show the impact on this kind of target"
+        return
+    if action.danger != "none":
+        assert action.impact != "none", "declare the impact of the new action"
+    if action.impact != "none":
+        assert Impact(action, lambda: context).lines(targets[action.target]) != []
+
+
+def test_an_action_warns_about_an_unknown_target_unless_it_creates_the_target() -> None:
+    context = session(steps=3).context
+    for action in offered():
+        if action.target in ("model", "peer", "alert", "silence"):
+            lines = Impact(action, lambda: context).lines("nosuch")
+            warns = any("nosuch is listed: check the name" in line for line in lines)
+            assert warns is not action.creates_object, action.name
 
 
 @pytest.mark.parametrize("action", ["tenants.suspend", "keys.revoke"])
